@@ -1,0 +1,1 @@
+"""apex-harness: the NVIDIA Apex training recipe, alive on today's PyTorch."""

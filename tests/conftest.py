@@ -1,0 +1,32 @@
+"""Fixtures that every test runs under, and the paths tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def police():
+    """No test may leak environment variables, a process group, a default dtype or a thread count into the next."""
+    environ, dtype, threads = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    leaked = {k for k in set(environ) ^ set(os.environ) if not k.startswith(("PYTEST_", "COVERAGE"))}
+    assert not leaked, f"environment variables leaked: {sorted(leaked)}"
+    assert not torch.distributed.is_initialized(), "a process group was left open"
+    assert torch.get_default_dtype() is dtype, "the default dtype was left changed"
+    assert torch.get_num_threads() == threads, "the thread count was left changed"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data sets beside the project; skips the test where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real data sets are not beside the project ({SHARED_DATA.name}/ is absent)")
+    return SHARED_DATA

@@ -1,0 +1,8 @@
+"""Imported once by the fork server of tests.ranks: what every rank would import anyway."""
+
+import contextlib
+
+import numpy  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import torchvision  # noqa: F401

@@ -1,0 +1,118 @@
+"""Run a function on several ranks, each a real process in one gloo group, under a time limit.
+
+The processes are forked from a server that has torch imported already, so two ranks start in a fraction of a second
+and share nothing with the test's own process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not end in time."""
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What ``torch.distributed.launch`` would set for ``rank`` on one node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def start(function: Callable, args: tuple = (), environ: dict[str, str] | None = None):
+    """Start ``function(*args)`` in a process of its own; return (process, connection that yields its result)."""
+    receiver, sender = _context.Pipe(duplex=False)
+    process = _context.Process(target=_entry, args=(sender, function, args, environ or {}))
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float = 60, group: bool = True) -> list[Any]:
+    """Call ``function(*args)`` on ``world_size`` ranks; return each rank's value, by rank.
+
+    ``function`` must be importable (module level). With ``group`` a default gloo process group exists around the call.
+    Raises RankFailure with the traceback of the first rank that failed; ends every process before it returns.
+    """
+    port = free_port()
+    body = _in_group if group else _call
+    ranks = [start(body, (function, args), launch_environment(rank, world_size, port)) for rank in range(world_size)]
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    try:
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailure(f"ranks {sorted(waiting.values())} were still running after {timeout_s} s")
+            for receiver in ready:
+                rank = waiting.pop(receiver)
+                try:
+                    kind, value = receiver.recv()
+                except EOFError:
+                    ranks[rank][0].join(5)
+                    raise RankFailure(f"rank {rank} died, exit code {ranks[rank][0].exitcode}") from None
+                if kind == "error":
+                    raise RankFailure(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        for process, _ in ranks:
+            process.join(5 if not waiting else 0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _entry(sender, function, args, environ) -> None:
+    os.environ.update(environ)
+    import torch
+
+    torch.set_num_threads(1)  # ranks share the machine; more threads only fight
+    try:
+        sender.send(("value", function(*args)))
+    except SystemExit as stop:
+        sender.send(("exit", stop.code))
+        raise
+    except BaseException:
+        sender.send(("error", traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def _call(function, args):
+    return function(*args)
+
+
+def _in_group(function, args):
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()

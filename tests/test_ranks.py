@@ -1,0 +1,43 @@
+"""The multi-process fixture itself: results by rank, failures with their traceback, and a limit that holds."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailure, run_ranks
+
+
+def _sum_of_ranks():
+    value = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item()
+
+
+def _fail_on_one():
+    if dist.get_rank() == 1:
+        raise ValueError("only here")
+    return
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep():
+    time.sleep(60)
+
+
+def test_values_come_back_by_rank():
+    assert run_ranks(3, _sum_of_ranks) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [(_fail_on_one, "only here"), (_die, "died, exit code -9"), (_sleep, "still running")]
+)
+def test_failure_names_its_cause(function, message):
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(2, function, timeout_s=8)
