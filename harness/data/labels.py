@@ -1,0 +1,122 @@
+"""Labels while a table is converted: text in, codes out, and at the end the vocabulary they stand for.
+
+A vocabulary of nothing but integer literals (7, 0, -3; not 007, +7 or 7.0) holds integers, sorted as numbers. Any other
+holds text, sorted by code point; ``NA``, ``None`` and ``null`` are then labels like any other. A blank label (nothing
+but white space, or a null of Parquet) is an error, and so are two labels that differ in surrounding white space alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pyarrow as pa
+
+from harness.errors import DataError
+
+MAX_LABELS = 1_000_000
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 18 digits always fit into int64
+
+
+class LabelCoder:
+    """Gives each distinct label a code in order of first appearance; ``finish`` sorts them."""
+
+    def __init__(self, column: str, where: str) -> None:
+        self.column, self.where = column, where
+        self.num_rows = 0
+        self.num_blank = 0
+        self.first_blank: list[int] = []  # row numbers
+        self._code_of: dict[str | None, int] = {}
+        self._first_row: list[int] = []  # per code
+        self._counts = np.zeros(0, dtype=np.int64)
+
+    def add(self, column: pa.Array) -> np.ndarray:
+        """The int32 codes of the next rows."""
+        encoded = column.dictionary_encode(null_encoding="encode")
+        indices: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False)
+        words = encoded.dictionary.to_pylist()
+        # Written backwards, so that the first appearance of each word is what stays.
+        first = np.empty(len(words), dtype=np.int64)
+        first[indices[::-1]] = np.arange(len(indices) - 1, -1, -1)
+        codes = np.fromiter(
+            (self._code(w, f) for w, f in zip(words, first.tolist(), strict=True)), np.int32, len(words)
+        )
+        self._note_blanks(words, indices)
+        self._counts.resize(len(self._code_of), refcheck=False)
+        self._counts[codes] += np.bincount(indices, minlength=len(words))
+        self.num_rows += len(indices)
+        code_of_row: np.ndarray = codes[indices]
+        return code_of_row
+
+    def _code(self, word: str | None, first: int) -> int:
+        code = self._code_of.setdefault(word, len(self._code_of))
+        if code == len(self._first_row):
+            self._first_row.append(self.num_rows + first)
+            if code >= MAX_LABELS:
+                raise DataError(
+                    f"column {self.column!r} has more than {MAX_LABELS:,} different values: surely not a label",
+                    where=self.where,
+                    hint="name the column that holds the class",
+                )
+        return code
+
+    def _note_blanks(self, words: list[str | None], indices: np.ndarray) -> None:
+        blank = [i for i, word in enumerate(words) if word is None or not word.strip()]
+        if blank:
+            rows = np.flatnonzero(np.isin(indices, blank))
+            self.num_blank += len(rows)
+            self.first_blank += (self.num_rows + rows[: 5 - len(self.first_blank)]).tolist()
+
+    def finish(self) -> tuple[list[str] | list[int], np.ndarray, np.ndarray, list[str]]:
+        """(vocabulary, its counts, old code -> place in the vocabulary as int32, notes for the user)."""
+        words = [word for word in self._code_of if word is not None]
+        self._refuse_twins(words)
+        integers = [bool(_INTEGER.fullmatch(word)) for word in words]
+        vocabulary: list[str] | list[int]
+        if all(integers):
+            numbers = [int(word) for word in words]
+            order = sorted(range(len(words)), key=numbers.__getitem__)
+            vocabulary = [numbers[i] for i in order]
+        else:
+            order = sorted(range(len(words)), key=words.__getitem__)
+            vocabulary = [words[i] for i in order]
+        place = np.empty(len(words), dtype=np.int32)
+        place[order] = np.arange(len(words), dtype=np.int32)
+        return vocabulary, self._counts[order], place, self._notes(words, integers)
+
+    def _refuse_twins(self, words: list[str]) -> None:
+        stripped: dict[str, str] = {}
+        for word in words:
+            twin = stripped.setdefault(word.strip(), word)
+            if twin != word:
+                rows = self._first_row[self._code_of[twin]], self._first_row[self._code_of[word]]
+                raise DataError(
+                    f"labels {twin!r} (row {rows[0]}) and {word!r} (row {rows[1]}) differ in white space alone",
+                    where=self.where,
+                    hint=f"strip the column {self.column!r}",
+                )
+
+    def _notes(self, words: list[str], integers: list[bool]) -> list[str]:
+        others = [word for word, is_integer in zip(words, integers, strict=True) if not is_integer]
+        if not others:
+            return []
+        row = self._first_row[self._code_of[others[0]]]
+        if all(_is_number(word) for word in words):
+            return [
+                f"labels in {self.column!r} are numbers but not all integers ({others[0]!r} in row {row}): "
+                f"each of the {len(words)} different values is taken as a class of its own"
+            ]
+        if len(others) < len(words):
+            return [
+                f"labels in {self.column!r} mix {len(words) - len(others)} integers with {len(others)} "
+                f"others ({others[0]!r} in row {row}): all are taken as text"
+            ]
+        return []
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
