@@ -4,6 +4,7 @@
     CACHE/tables/NAME-HASH/KEY.arrow      text columns, Arrow IPC in record batches of equal length
     CACHE/tables/NAME-HASH/KEY.codes      labels as little-endian int32, in row order
     CACHE/tables/NAME-HASH/KEY.json       the manifest, written last; without it the others do not count
+    CACHE/tables/NAME-HASH/VERSION.source the bytes of a remote file, as downloaded
 
 What is inside those files is the business of convert.py and table.py.
 """
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,11 @@ from harness.data.source import Source
 from harness.errors import DataError
 
 FORMAT = 1  # raise it when the layout or the meaning of anything in the cache changes
+try:
+    import fcntl
+except ImportError:  # Windows, where a mapped file cannot be deleted anyway
+    fcntl = None  # type: ignore[assignment]
+
 LOCK_NAME = "lock"
 
 
@@ -63,6 +70,20 @@ class Entry:
     def manifest(self) -> Path:
         return self.folder / f"{self.key}.json"
 
+    @property
+    def failure(self) -> Path:
+        """What the last conversion ended with, if it was an error: for those who waited for it."""
+        return self.folder / f"{self.key}.error.json"
+
+    @property
+    def kinds(self) -> Path:
+        """The types of the columns, for DataFrames."""
+        return self.folder / f"{self.key}.kinds.json"
+
+    def download(self, source: Source) -> Path:
+        """Where the bytes of a remote source are kept."""
+        return self.folder / f"{hashlib.sha256(json.dumps(source.version).encode()).hexdigest()[:24]}.source"
+
     def load(self) -> dict[str, Any] | None:
         """The manifest if this entry is complete. Sizes are compared since mapping a cut file ends in SIGBUS."""
         try:
@@ -77,16 +98,32 @@ class Entry:
         write_json(self.manifest, manifest)
 
     def sweep(self, source: Source) -> None:
-        """Delete what crashed conversions and older versions of the source left. Call it with the lock held."""
-        keep = {LOCK_NAME}
+        """Delete what crashed conversions and older versions of the source left. Call it with the lock held.
+
+        An older version that a process of this node still has open stays: its loader workers may yet map it.
+        """
+        keep = {LOCK_NAME, self.download(source).name}
         for path in self.folder.glob("*.json"):
-            if _version_in(path) == list(source.version):
-                keep.update(p.name for p in self.folder.glob(f"{path.stem.split('.')[0]}.*") if p.suffix != ".tmp")
-        keep.update(p.name for p in self.folder.glob("*.source") if p.stem == source_stem(source))
+            other = Entry(self.folder, path.name.split(".")[0])
+            if path != other.manifest or other.key == self.key:
+                continue
+            if _version_in(path) == list(source.version) or _is_held(other.arrow):
+                keep |= {other.manifest.name, other.arrow.name, other.codes.name}
         for path in self.folder.iterdir():
             if path.name not in keep:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+    def hold(self, owner: object) -> None:
+        """Keep the entry from being swept as long as ``owner`` lives, in this process or a fork of it.
+
+        Raises FileNotFoundError.
+        """
+        descriptor = os.open(self.arrow, os.O_RDONLY)
+        weakref.finalize(owner, os.close, descriptor)
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -116,11 +153,6 @@ class Entry:
 _HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with room for about the size of the CSV"
 
 
-def source_stem(source: Source) -> str:
-    """The file name, without suffix, under which a remote source's bytes are kept."""
-    return hashlib.sha256(json.dumps(source.version).encode()).hexdigest()[:24]
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write whole or not at all, also when the power fails: temporary name, fsync, rename."""
     temporary = path.with_name(path.name + ".tmp")
@@ -136,3 +168,17 @@ def _version_in(path: Path) -> object:
         return json.loads(path.read_text(encoding="utf-8")).get("version")
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a process has called ``hold`` and lives."""
+    if fcntl is None:
+        return False
+    try:
+        with open(path, "r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -43,7 +43,7 @@ def convert(source: Source, path: Path, entry: Entry, text: Sequence[str], label
             manifest = _fill(texts, labels, reader.read_batches(path, source.name, columns), source, path)
             manifest |= {"kind": kind, "columns": columns, "bytes": [_size(p) for p in temporary.values()]}
             manifest["digest"] = _digest(manifest)
-            if not source.is_current():
+            if not source.is_remote and not source.is_current():
                 hint = "start again once it is written; write to another name and rename it"
                 raise DataError("the file changed while it was being read", where=source.name, hint=hint)
             for final, written in temporary.items():

@@ -1,4 +1,4 @@
-"""Annotation files behind fsspec (s3://, gs://, https://, hf://, memory://): their version, and one download per node."""
+"""Annotation files behind fsspec (s3://, gs://, https://, hf://): their version, and one download per node."""
 
 from __future__ import annotations
 

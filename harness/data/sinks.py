@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,9 @@ class TextSink:
         self._pieces: list[pa.RecordBatch] = []
         self._num_pending = 0
         self._digests = [hashlib.sha256() for _ in range(2 * len(columns))]
-        self._file = pa.OSFile(str(path), "wb")
+        self._hashing = ThreadPoolExecutor(max_workers=1)  # hashing leaves the interpreter free; a third of the time
+        self._hashed: Future[None] | None = None  # of the last batch: never more than one waits in memory
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  closed by finish or abandon
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -48,12 +52,15 @@ class TextSink:
         """Write what is left, close the file; the digest of all text, in which batch lengths have no part."""
         if self._num_pending:
             self._flush()
+        self._hashing.shutdown()
         self._writer.close()
+        os.fsync(self._file.fileno())  # before the manifest: after a power cut it must not vouch for empty pages
         self._file.close()
         return hashlib.sha256(b"".join(digest.digest() for digest in self._digests)).hexdigest()
 
     def abandon(self) -> None:
         """Close the file after a failure."""
+        self._hashing.shutdown()
         self._file.close()
 
     def _flush(self) -> None:
@@ -62,12 +69,17 @@ class TextSink:
         except pa.ArrowInvalid as error:
             rows = f"{self._num_pending:,} rows"
             raise DataError(f"{rows} in a row hold more than 2 GiB of text in a column", where=self.name) from error
+        if self._hashed is not None:
+            self._hashed.result()
+        self._hashed = self._hashing.submit(self._hash, arrays)
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._pieces, self._num_pending = [], 0
+
+    def _hash(self, arrays: list[pa.Array]) -> None:
         for i, array in enumerate(arrays):
             lengths, text = text_bytes(array)
             self._digests[2 * i].update(lengths.data)
             self._digests[2 * i + 1].update(text)
-        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._pieces, self._num_pending = [], 0
 
 
 class CodeSink:
@@ -91,7 +103,7 @@ class CodeSink:
             part = slice(start, start + _CODES_AT_ONCE)
             codes[part] = place[codes[part]]
             digest.update(codes[part].data)
-        codes.flush()
+        codes.flush()  # msync: on the disk before the manifest is
         return vocabulary, counts, notes, digest.hexdigest()
 
     def abandon(self) -> None:

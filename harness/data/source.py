@@ -54,9 +54,9 @@ def locate(source: str | os.PathLike[str]) -> Source:
     if name.startswith("file://"):
         name = name[len("file://") :]
     if "://" in name:
-        from harness.data import remote  # fsspec is needed by few, and slow to import
+        from harness.data.remote import version  # fsspec is needed by few, and slow to import
 
-        return Source(name, name, remote.version(name))
+        return Source(name, name, version(name))
     try:
         stat = os.stat(name)
     except FileNotFoundError:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +21,15 @@ import numpy as np
 import pyarrow as pa
 
 from harness.data import csv_lines
-from harness.data.cache import Entry, source_stem
-from harness.data.convert import convert, require_columns
+from harness.data.cache import Entry
+from harness.data.convert import require_columns
+from harness.data.once import converted
 from harness.data.source import Source, locate
 from harness.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_POLL_S = 0.02
 _FEW_ROWS = 512  # up to here one value after the other is faster than grouping rows by record batch
 
 
@@ -51,39 +50,21 @@ def open_table(
     """
     found = locate(source)
     entry = Entry.of(found, label, cache_dir)
-    manifest = entry.load() or _convert_or_wait(found, entry, text, label, on_wait)
+    manifest = converted(found, entry, text, label, on_wait)
     require_columns(manifest["columns"], text, label, found.name)
     return Table(found, entry, manifest)
-
-
-def _convert_or_wait(
-    source: Source, entry: Entry, text: Sequence[str], label: str | None, on_wait: Callable[[str], None] | None
-) -> dict[str, Any]:
-    told = False
-    while True:
-        lock = entry.try_lock()
-        if lock is None:
-            if on_wait is not None and not told:
-                on_wait(f"waiting while another process converts {source.name}")
-            told = True
-            time.sleep(_POLL_S)
-        else:
-            with lock:  # releases it; it is already held
-                manifest = entry.load()
-                if manifest is None:
-                    entry.sweep(source)
-                    convert(source, Path(source.identity), entry, text, label)
-        manifest = entry.load()
-        if manifest is not None:
-            return manifest
 
 
 class Table:
     """The rows of an annotation file, from ``open_table``. Pickles as a path; is mapped again where it arrives."""
 
     def __init__(self, source: Source, entry: Entry, manifest: dict[str, Any]) -> None:
-        self._source, self._entry = source, entry
+        self._source, self.entry = source, entry
         self._manifest = manifest
+        try:
+            entry.hold(self)
+        except FileNotFoundError:
+            raise _vanished(source) from None
         self.num_rows: int = manifest["num_rows"]
         self.columns: tuple[str, ...] = tuple(manifest["columns"])
         self.label: str | None = manifest["label"]
@@ -99,14 +80,13 @@ class Table:
         return f"Table({self._source.name!r}, {self.num_rows:,} rows, columns {', '.join(self.columns)})"
 
     def __getstate__(self) -> tuple[Source, Entry]:
-        return self._source, self._entry
+        return self._source, self.entry
 
     def __setstate__(self, state: tuple[Source, Entry]) -> None:
         source, entry = state
         manifest = entry.load()
         if manifest is None:
-            hint = "the file was rewritten or the cache emptied while it was in use: start again"
-            raise DataError("the converted table is no longer in the cache", where=source.name, hint=hint)
+            raise _vanished(source)
         self.__init__(source, entry, manifest)  # type: ignore[misc]
 
     def labels(self, rows: np.ndarray) -> np.ndarray:
@@ -140,6 +120,11 @@ class Table:
             start += piece.num_rows
         return pa.Table.from_batches(pieces, schema=schema)
 
+    def chunks(self, column: str) -> Iterator[pa.Array]:
+        """All values of a text column, one record batch of the mapped file after the other."""
+        place = self._place(column)
+        return (self._batch(index).column(place) for index in range(self._reader.num_record_batches))
+
     def slice_frame(self, start: int, stop: int) -> pd.DataFrame:
         """Rows ``start`` to ``stop`` as a DataFrame: text as str, labels as in ``vocabulary``."""
         start, stop = max(0, start), min(stop, self.num_rows)
@@ -157,9 +142,10 @@ class Table:
 
         0 if there is none: the source is Parquet, or no longer what was converted.
         """
-        path = local_path(self._source, self._entry)
-        if self._manifest["kind"] == "parquet" or path is None:
+        remote = self._source.is_remote
+        if self._manifest["kind"] == "parquet" or not (remote or self._source.is_current()):
             return 0
+        path = self.entry.download(self._source) if remote else Path(self._source.identity)
         try:
             return (csv_lines.lines_of(path, [row]) or [0])[0]
         except (OSError, EOFError):
@@ -173,12 +159,12 @@ class Table:
     @functools.cached_property
     def _codes(self) -> np.ndarray:
         # A plain array over the mapping: np.memmap objects are slower to index.
-        return np.asarray(np.memmap(self._entry.codes, "<i4", "r"))
+        return np.asarray(np.memmap(self.entry.codes, "<i4", "r"))
 
     @functools.cached_property
     def _reader(self) -> pa.ipc.RecordBatchFileReader:
         options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and no threads lost in a fork
-        return pa.ipc.open_file(pa.memory_map(str(self._entry.arrow)), options=options)
+        return pa.ipc.open_file(pa.memory_map(str(self.entry.arrow)), options=options)
 
     @functools.cached_property
     def _batches(self) -> dict[int, pa.RecordBatch]:
@@ -222,9 +208,6 @@ class Table:
         return pa.Table.from_arrays(arrays, names=names).to_pandas()  # type: ignore[no-any-return]
 
 
-def local_path(source: Source, entry: Entry) -> Path | None:
-    """The file that was converted, if it still is there unchanged."""
-    if source.is_remote:
-        path = entry.folder / f"{source_stem(source)}.source"
-        return path if path.exists() else None
-    return Path(source.identity) if source.is_current() else None
+def _vanished(source: Source) -> DataError:
+    hint = "the cache was emptied while it was in use: start again"
+    return DataError("the converted table is no longer in the cache", where=source.name, hint=hint)

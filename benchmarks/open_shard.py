@@ -1,0 +1,232 @@
+"""How long every rank waits for its shard of an annotation CSV, and what it costs in memory.
+
+    python benchmarks/open_shard.py --rows 10000000 --world 8
+    python benchmarks/open_shard.py --rows 30000000 --world 8 --readers first,warm
+
+Each reader is started in ``--world`` processes at once; after importing, all wait for each other, then open the file
+and read every label and caption of their shard as whole columns. Reported is the slowest rank. Readers:
+
+    pandas  pandas.read_csv and a slice of the frame, on every rank: what the recipe does
+    first   open_table with an empty cache: one rank converts, the others wait
+    warm    open_table of a file converted before
+
+``--workers N`` also forks N loader workers from one process and lets them read all rows in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+READERS = ("pandas", "first", "warm")
+COLUMNS = "path,label,x,y,w,h,caption"
+
+
+def write_csv(path: Path, num_rows: int, num_labels: int = 1000, seed: int = 0) -> None:
+    """Sorted by label, the row number in ``path``; of the captions 35 % quoted, 5 % with a line break inside."""
+    rng = np.random.default_rng(seed)
+    captions = pa.array(_captions(rng, 20_000))
+    with open(path, "wb") as stream:
+        stream.write(f"{COLUMNS}\n".encode())
+        for start in range(0, num_rows, 500_000):
+            rows = np.arange(start, min(start + 500_000, num_rows))
+            label = pa.array(rows * num_labels // num_rows).cast(pa.string())
+            name = pc.utf8_lpad(pa.array(rows).cast(pa.string()), 9, "0")
+            paths = pc.binary_join_element_wise("images/part", label, name, "_")
+            boxes = [pa.array(rng.integers(0, 640, len(rows))).cast(pa.string()) for _ in range(4)]
+            caption = captions.take(pa.array(rng.integers(0, len(captions), len(rows))))
+            lines = pc.binary_join_element_wise(
+                pc.binary_join_element_wise(paths, ".jpg", ""), label, *boxes, caption, ","
+            )
+            stream.write(pc.binary_join_element_wise(lines, "", "\n").buffers()[2])
+
+
+def _captions(rng: np.random.Generator, count: int) -> list[str]:
+    words = "a,the,small,large,dog,cat,street,photo,of,in,front,on,table,red,blue,wooden,near,standing"
+    pool = words.split(",")
+    captions = []
+    for kind in rng.random(count):
+        chosen = [pool[i] for i in rng.integers(0, len(words), rng.integers(8, 19))]
+        if kind < 0.05:
+            captions.append('"' + " ".join(chosen[:4]) + "\n" + " ".join(chosen[4:]) + '"')
+        elif kind < 0.35:
+            captions.append('"' + " ".join(chosen[:4]) + ', ""' + chosen[4] + '"" ' + " ".join(chosen[5:]) + '"')
+        else:
+            captions.append(" ".join(chosen))
+    return captions
+
+
+def read_pandas(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tuple[int, int, int]]:
+    """What is kept alive, and (rows, sum of labels, sum of caption lengths) of the shard."""
+    import pandas as pd
+
+    frame = pd.read_csv(path)
+    start, stop = int(rank * len(frame) / world), int((rank + 1) * len(frame) / world)
+    shard = frame.iloc[start:stop]
+    seen = len(shard), int(shard["label"].to_numpy().sum()), int(shard["caption"].str.len().sum())
+    return (frame, shard), seen
+
+
+def read_table(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tuple[int, int, int]]:
+    """The same through open_table."""
+    from harness.data.table import open_table
+
+    table = open_table(path, text=["path", "caption"], label="label", cache_dir=cache)
+    start, stop = int(rank * table.num_rows / world), int((rank + 1) * table.num_rows / world)
+    labels = np.array(table.vocabulary)[table.labels(np.arange(start, stop))]
+    captions = table.view(start, stop, ["caption"]).column(0)
+    return (table, labels), (stop - start, int(labels.sum()), pc.sum(pc.utf8_length(captions)).as_py())
+
+
+def _rank(reader: str, path: Path, rank: int, world: int, cache: Path, barrier: Barrier, results: Any) -> None:
+    import pandas  # noqa: F401  before the clock starts, as a training script would
+
+    import harness.data.table  # noqa: F401
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    barrier.wait()
+    start = time.perf_counter()
+    kept, seen = (read_pandas if reader == "pandas" else read_table)(path, rank, world, cache)
+    seconds = time.perf_counter() - start
+    barrier.wait()
+    results.put((rank, seconds, seen, _memory_mb("status", "VmHWM"), _memory_mb("smaps_rollup", "Pss")))
+    barrier.wait()  # nobody leaves, and nothing is freed, before all have measured
+    del kept
+
+
+def _memory_mb(file: str, field: str) -> float:
+    lines = Path("/proc/self", file).read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
+    """One run of one reader on all ranks."""
+    if reader == "first":
+        shutil.rmtree(cache, ignore_errors=True)
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(world), context.Queue()
+    arguments = (world, cache, barrier, results)
+    ranks = [context.Process(target=_rank, args=(reader, path, rank, *arguments)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=1200) for _ in ranks]
+    for process in ranks:
+        process.join()
+    return {
+        "seconds": max(r[1] for r in found),
+        "seen": tuple(sum(r[2][i] for r in found) for i in range(3)),
+        "peak_mb": max(r[3] for r in found),
+        "pss_mb": sum(r[4] for r in found),
+    }
+
+
+def _worker(table: Any, worker: int, workers: int, results: Any) -> None:
+    before = _memory_mb("smaps_rollup", "Private_Dirty")
+    rows = np.random.default_rng(0).permutation(table.num_rows)[worker::workers]
+    own = rows.nbytes / 2**20
+    start = time.perf_counter()
+    for first in range(0, len(rows), 256):
+        batch = rows[first : first + 256]
+        table.labels(batch), table.strings("path", batch)
+    results.put((before, _memory_mb("smaps_rollup", "Private_Dirty") - own, (time.perf_counter() - start) / len(rows)))
+
+
+def measure_workers(path: Path, workers: int, cache: Path) -> str:
+    """Private memory of forked loader workers over one shuffled epoch of labels and paths."""
+    from harness.data.table import open_table
+
+    table = open_table(path, text=["path"], label="label", cache_dir=cache)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    children = [context.Process(target=_worker, args=(table, w, workers, results)) for w in range(workers)]
+    for child in children:
+        child.start()
+    found = [results.get(timeout=1200) for _ in children]
+    for child in children:
+        child.join()
+    before, after, each = (max(f[i] for f in found) for i in range(3))
+    return (
+        f"{workers} forked loader workers, one shuffled epoch of {table.num_rows:,} rows (label and path, batches "
+        f"of 256): private memory of a worker {before:.0f} MB before, {after:.0f} MB after; {each * 1e6:.1f} µs per row"
+    )
+
+
+def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int, world: int) -> str:
+    """A Markdown table; ratios are to pandas, repetition by repetition."""
+    repetitions = len(next(iter(runs.values())))
+    lines = [
+        f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
+        "",
+        "| reader | slowest rank, s: median (range) | times faster | peak RSS of a rank, MB | all, PSS, MB | times less |",
+        "|---|---|---|---|---|---|",
+    ]
+    for reader, results in runs.items():
+        seconds = [r["seconds"] for r in results]
+        ratio, less = "", ""
+        if "pandas" in runs and reader != "pandas":
+            pairs = list(zip(runs["pandas"], results, strict=True))
+            ratio = f"{statistics.median(p['seconds'] / r['seconds'] for p, r in pairs):.1f}"
+            less = f"{statistics.median(p['pss_mb'] / r['pss_mb'] for p, r in pairs):.1f}"
+        peak, pss = (statistics.median(r[k] for r in results) for k in ("peak_mb", "pss_mb"))
+        span = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
+        lines.append(f"| {reader} | {span} | {ratio} | {peak:.0f} | {pss:.0f} | {less} |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """CPU model, cores, memory, versions."""
+    import pandas as pd
+
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine())
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    return (
+        f"{model}, {multiprocessing.cpu_count()} cores, {int(memory.split()[1]) / 2**20:.0f} GiB; "
+        f"Python {platform.python_version()}, pandas {pd.__version__}, pyarrow {pa.__version__}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--readers", default=",".join(READERS), help="comma-separated, in the order to alternate")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=4, help="0: do not measure loader workers")
+    parser.add_argument("--folder", type=Path, help="where the temporary files go: about 3 times the CSV")
+    parser.add_argument("--output", type=Path, help="append the Markdown to this file")
+    options = parser.parse_args()
+    readers = options.readers.split(",")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        path, cache = Path(folder, "annotations.csv"), Path(folder, "cache")
+        write_csv(path, options.rows)
+        runs: dict[str, list[dict[str, Any]]] = {reader: [] for reader in readers}
+        for _ in range(options.repeat):
+            for reader in readers:
+                runs[reader].append(measure(reader, path, options.world, cache))
+        seen = {run["seen"] for results in runs.values() for run in results}
+        assert [rows for rows, _, _ in seen] == [options.rows], f"the readers saw different rows: {seen}"
+        parts = [machine(), report(runs, path.stat().st_size, options.rows, options.world)]
+        if options.workers:
+            parts.append(measure_workers(path, options.workers, cache))
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    if options.output:
+        with open(options.output, "a", encoding="utf-8") as stream:
+            stream.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
