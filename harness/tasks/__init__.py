@@ -1,1 +1,20 @@
-"""One file per task; the file name is the task's name in the YAML."""
+"""One file per task; the file name is the task's name in the YAML.
+
+A file defines ``Task``, a ``TaskSection`` whose fields are the ``task:`` section of the YAML, with
+
+    Task.metrics             {name of an evaluation metric: "max" or "min"}, the deciding one first
+    Task.open(seed, cache_dir) -> Opened
+
+and what it opens has
+
+    train, eval              datasets: len() and batch(rows, epoch) -> Batch; raw and whole, sharding is not their work
+    summary                  {what: value} to tell the user: rows, classes, ...
+    label_counts(start, stop) how often each class occurs in these training rows, or None
+    model(section)           the nn.Module, on the CPU, in float32, not wrapped
+    prepare(inputs)          a batch as the loader delivers it -> what the model takes, on the device
+    loss(outputs, targets)   mean over the batch
+    evaluate(outputs, targets) -> {name: (sum, count)}, tensors; never means
+    report(sums)             {name: value} of the reduced sums that are not plain ratios, such as a confusion matrix
+
+Nothing here knows about ranks, amp or checkpoints.
+"""

@@ -1,0 +1,12 @@
+"""The script that a launcher starts, once a rank: trains the experiment of a YAML file.
+
+python driver.py -c configs/digits.yaml train.epochs=3 optimizer.lr=0.05
+python -m torch.distributed.launch --nproc_per_node=2 driver.py -c configs/digits.yaml
+"""
+
+import sys
+
+from harness.cli import drive
+
+if __name__ == "__main__":
+    sys.exit(drive(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""``harness check``: what a run would do, or everything that is wrong with it, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness import assemble, configfile, optim, precision
+from harness.errors import HarnessError
+from harness.runtime import Launch, Runtime, choose_device
+
+
+def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[str, Any], list[HarnessError]]:
+    """(facts, problems). Each stage that can be looked at without the one before it is looked at."""
+    try:
+        config = configfile.load(path, overrides)
+    except HarnessError as error:
+        return {}, [error]
+    problems: list[HarnessError] = []
+    facts: dict[str, Any] = {"run folder": Path(config.output) / config.name}
+
+    def look(stage: Any, *arguments: Any) -> Any:
+        try:
+            return stage(*arguments)
+        except HarnessError as error:
+            problems.append(error)
+            return None
+
+    device = look(choose_device, config.runtime.device, Launch())
+    chosen = look(precision.choose, config.precision, device) if device else None
+    task = look(assemble.open_task, config, Runtime())
+    size = look(assemble.sizes, config, len(task.train), world_size) if task else None
+    model = look(assemble.build_model, config, task) if task else None
+    look(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
+    if model is not None:
+        facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
+    if size is not None and chosen is not None:
+        facts |= assemble.describe(config, task, size, world_size, device, chosen.backend)
+    if world_size > 1 and config.parallel.strategy == "none":
+        problems.append(
+            HarnessError(
+                "parallel.strategy=none runs one process only",
+                where="parallel.strategy",
+                hint="use parallel.strategy=ddp",
+            )
+        )
+    return facts, problems

@@ -1,0 +1,182 @@
+"""Checkpoints: written whole or not at all, refused by name when damaged, loaded without running anybody's code.
+
+    checkpoints/step-N/state.pt       everything (plain data and tensors; loads with weights_only=True)
+    checkpoints/step-N/manifest.json  size and SHA-256 of it
+    checkpoints/latest, best          text files that name a step
+    weights.safetensors               the best model's weights (the averaged ones, where there is an average)
+
+A step folder is written under a temporary name, flushed to the disk and renamed; `latest` names it only then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.errors import CheckpointError
+from harness.folder import write_atomically
+
+log = logging.getLogger("harness")
+
+FORMAT = 1
+_PREFIX = "step-"
+_CHUNK_BYTES = 1 << 22
+
+
+class Checkpoints:
+    """The checkpoints of one run folder. Only one rank calls it; see ``Run.save`` for what all ranks do."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def write(self, step: int, content: dict[str, Any]) -> None:
+        """Save ``content`` as the newest checkpoint; raises CheckpointError with nothing earlier lost."""
+        final = self.folder / f"{_PREFIX}{step}"
+        temporary = self.folder / f"{final.name}.tmp"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            path = temporary / "state.pt"
+            with open(path, "wb") as file:
+                torch.save({"format": FORMAT, **content}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            manifest = {"format": FORMAT, "step": step, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+            write_atomically(temporary / "manifest.json", json.dumps(manifest) + "\n")
+            if final.exists():  # damaged, or of the run's other half: what replaces it is complete
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            _sync_folder(self.folder)
+            write_atomically(self.folder / "latest", final.name + "\n")
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written: {_reason(error)} "
+                f"({shutil.disk_usage(self.folder).free / 2**20:.0f} MiB free)",
+                where=str(self.folder),
+                hint="free some space and start the same command again: it goes on from the checkpoint before",
+            ) from None
+        self._sweep()
+
+    def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
+        """``step`` is the best so far: keep it, and leave its ``weights`` at ``path``."""
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            # Copies, since safetensors refuses weights that share memory (tied layers).
+            save_file(
+                {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()},
+                temporary,
+                {"step": str(step)},
+            )
+            os.replace(temporary, path)
+            write_atomically(self.folder / "best", f"{_PREFIX}{step}\n")
+        except (OSError, RuntimeError, ValueError) as error:
+            temporary.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"the best weights could not be written: {_reason(error)}",
+                where=str(path),
+                hint="free some space and start the same command again",
+            ) from None
+        self._sweep()
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole; a damaged one is named in the log and passed over."""
+        steps = sorted(self._steps(), key=_step_of, reverse=True)
+        named = self._named("latest")
+        # What `latest` names comes first: a folder of a higher number was abandoned by a resume from an earlier one.
+        for path in sorted(steps, key=lambda path: path != named):
+            problem = damage(path)
+            if not problem:
+                return path
+            log.warning("checkpoint refused: %s: %s", path, problem)
+        return None
+
+    def _named(self, pointer: str) -> Path | None:
+        try:
+            return self.folder / (self.folder / pointer).read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+
+    def _steps(self) -> list[Path]:
+        return [
+            path for path in self.folder.glob(f"{_PREFIX}*") if path.is_dir() and path.name[len(_PREFIX) :].isdigit()
+        ]
+
+    def _sweep(self) -> None:
+        """Remove all but the newest ``keep`` and the best, and what a crash left half written."""
+        spared = {self._named("latest"), self._named("best")}
+        for path in sorted(self._steps(), key=_step_of)[: -self.keep]:
+            if path not in spared:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{_PREFIX}*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def damage(path: Path) -> str:
+    """What is wrong with the checkpoint folder ``path``; empty if nothing is."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        size, digest, form = manifest["bytes"], manifest["sha256"], manifest["format"]
+    except FileNotFoundError:
+        return "it has no manifest.json, so it is not a checkpoint of this harness, or not a whole one"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "its manifest.json cannot be read"
+    if form != FORMAT:
+        return f"it has format {form}, this version reads {FORMAT}"
+    file = path / "state.pt"
+    if not file.exists():
+        return "state.pt is missing"
+    if file.stat().st_size != size:
+        return f"state.pt is truncated: {file.stat().st_size} of {size} bytes"
+    if _sha256(file) != digest:
+        return "state.pt is damaged: its SHA-256 is not the one in manifest.json"
+    return ""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of the checkpoint folder ``path``, on the CPU. Raises CheckpointError, naming it."""
+    try:
+        content: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint cannot be read: {_reason(error)}",
+            where=str(path),
+            hint="name another with checkpoint.resume=FOLDER, or start anew with checkpoint.resume=never",
+        ) from None
+    return content
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name[len(_PREFIX) :])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

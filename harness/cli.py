@@ -1,0 +1,104 @@
+"""The command line: what ``driver.py`` does, and ``harness VERB``. Words in, an exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, HarnessError
+
+log = logging.getLogger("harness")
+
+
+def drive(argv: Sequence[str]) -> int:
+    """``driver.py -c CONFIG [key=value …]``: train, on as many ranks as the launch environment says."""
+    parser = argparse.ArgumentParser(prog="driver.py", description="Train the experiment of a YAML file.")
+    _config_arguments(parser)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by torch.distributed.launch")
+    arguments = parser.parse_intermixed_args(argv)
+    from harness import train  # late, so that --help answers at once
+
+    return train.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``harness VERB``."""
+    parser = argparse.ArgumentParser(
+        prog="harness", description="Everything around a training run. To train: python driver.py -c CONFIG"
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    check = verbs.add_parser("check", help="say what a configuration would do, or all that is wrong with it")
+    _config_arguments(check)
+    check.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks to plan for (default 1)")
+    check.set_defaults(run=_check)
+
+    data = verbs.add_parser("data", help="write a data set with its annotation CSVs")
+    data.add_argument("dataset", choices=["digits"])
+    data.add_argument("folder", type=Path)
+    data.set_defaults(run=_data)
+
+    schema = verbs.add_parser("schema", help="write the JSON Schema that the YAML files name, for editors")
+    schema.add_argument("--out", type=Path, metavar="FILE", help="default: print it")
+    schema.set_defaults(run=_schema)
+
+    arguments = parser.parse_intermixed_args(argv) if argv and argv[0] == "check" else parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return code
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--config", required=True, metavar="CONFIG", help="a YAML file, such as configs/digits.yaml"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings on top of the file, such as train.epochs=3"
+    )
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from harness import check
+
+    if arguments.world < 1:
+        print("error: --world must be 1 or more", file=sys.stderr)
+        return EXIT_USAGE
+    facts, problems = check.examine(arguments.config, arguments.overrides, arguments.world)
+    for name, value in facts.items():
+        print(f"{name:>14}: {value}")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return max((problem.exit_code for problem in problems), default=EXIT_DONE) if problems else EXIT_DONE
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from harness.data import digits
+
+    print(digits.write(arguments.folder))
+    return EXIT_DONE
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from harness import configfile
+
+    text = configfile.json_schema()
+    if arguments.out is None:
+        print(text, end="")
+        return EXIT_DONE
+    try:
+        arguments.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"error: {arguments.out}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILURE
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""The configuration: what a YAML may say. Frozen models with ranges and units, one class a section.
+
+Reading files, merging, overrides and error messages live in ``harness.configfile``; nothing here touches a disk, a
+device or the environment. Options of a task live in that task's file, under ``harness/tasks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration: unknown keys are errors, and types are not converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Conflict(NamedTuple):
+    """Settings that cannot stand together: the dotted keys, what is wrong, and what to type instead."""
+
+    keys: tuple[str, ...]
+    message: str
+    hint: str
+
+
+class TaskSection(Section):
+    """What every task's options share. ``metrics`` names what evaluation yields and which way is better."""
+
+    name: str
+    """File name of the task under harness/tasks."""
+
+    metrics: ClassVar[dict[str, Literal["max", "min"]]] = {"loss": "min"}
+
+
+class DataSection(Section):
+    shard: Literal["contiguous", "strided", "global"] = "contiguous"
+    """How rows are dealt to ranks: `contiguous` blocks of the file shuffled inside (a rank reads only its own rows),
+    `strided` (every world-th row), or `global` (one permutation an epoch: the same global batches at any world size).
+    """
+    num_workers: Annotated[int, Field(ge=0)] = 2
+    """Loader processes a rank; 0 decodes in the training process."""
+    tail: Literal["use", "drop"] = "use"
+    """The rows left over when the epoch is not a whole number of global batches: a smaller last step, or unused."""
+    cache_dir: str | None = None
+    """Where converted annotation tables are kept; null: the user's cache folder. Give a node-local disk."""
+
+
+class ModelSection(Section):
+    name: str = "small_cnn"
+    """One of ours (small_cnn, mlp, linear), a torchvision model (resnet18, ...), or package.module.Class."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of that model."""
+    channels_last: bool = False
+    """Keep images and convolution weights in the channels-last memory format (faster on tensor cores)."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+
+class BatchSection(Section):
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+
+    global_: Positive | None = Field(default=None, alias="global")
+    """Rows of one optimizer step over all ranks."""
+    per_rank: Positive | None = None
+    """Rows that one rank contributes to an optimizer step (the global batch then grows with the number of ranks)."""
+    accumulate: Positive = 1
+    """Micro-batches a rank splits its rows of a step into; saves memory, never changes the batch size."""
+    eval_per_rank: Positive | None = None
+    """Rows a rank evaluates at once; null: as many as a training micro-batch."""
+
+
+class OptimizerSection(Section):
+    name: str = "sgd"
+    """A class of torch.optim in lower case (sgd, adam, adamw, ...), or package.module.Class."""
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    """Peak learning rate, before lr_scaling."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """For sgd and rmsprop; null: the optimizer's own default."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """null: the optimizer's own default."""
+    args: dict[str, Any] = {}
+    """Further keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply lr by global batch / lr_base_batch, or by its square root."""
+    lr_base_batch: Positive | None = None
+    """The global batch that lr was tuned for."""
+
+
+class ScheduleSection(Section):
+    name: Literal["constant", "cosine", "step", "polynomial"] = "constant"
+    """Shape after the warm-up; it counts applied updates, so a step skipped by the loss scaler does not advance it."""
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    """Epochs of linear warm-up from (almost) zero; fractions allowed."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where cosine and polynomial end, in the same unit as optimizer.lr (scaled like it)."""
+    milestones: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), strict=False)
+    """Epochs at which `step` multiplies the rate by gamma."""
+    gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    power: Annotated[float, Field(gt=0)] = 1.0
+    """Exponent of `polynomial`; 1 is a straight line."""
+
+
+class PrecisionSection(Section):
+    opt_level: Literal["O0", "O1", "O2", "O3", "O4", "O5"] = "O1"
+    """O0 float32; O1 casts by operation; O2 half weights with float32 masters; O3 all half; O4, O5: O1, O2 in bfloat16.
+    """
+    backend: Literal["auto", "apex", "harness"] = "auto"
+    """NVIDIA's or ROCm's Apex where it is installed and still has amp, or harness.apex."""
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
+    """null: the level's default."""
+    min_loss_scale: Annotated[float, Field(gt=0)] | None = None
+    max_loss_scale: Annotated[float, Field(gt=0)] = 2.0**24
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    cast_model_type: Literal["float32", "float16", "bfloat16"] | None = None
+    cast_model_outputs: Literal["float32", "float16", "bfloat16"] | None = None
+
+
+class ParallelSection(Section):
+    strategy: Literal["ddp", "none"] = "ddp"
+    """ddp: one replica a rank, gradients averaged; none: one process only."""
+    delay_allreduce: bool = True
+    """Reduce all gradients at the end of the backward pass (the recipe), or overlap reduction with it."""
+
+
+class TrainSection(Section):
+    epochs: Positive = 10
+    max_steps: Positive | None = None
+    """Stop after this many optimizer steps, with a checkpoint and a last evaluation; null: after `epochs`."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Largest 2-norm of all gradients, measured on the master parameters after unscaling."""
+    log_every: Positive = 10
+    """Optimizer steps between two lines of metrics.jsonl; the loss of a line is the mean over all rows since the last.
+    """
+    deterministic: bool = True
+    """Refuse algorithms whose result changes from run to run; needed for bitwise resume on a GPU."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Also keep an exponential moving average of the weights, and evaluate and export that one."""
+    patience: Positive | None = None
+    """Stop after this many evaluations without a better checkpoint.best_metric."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A loss that is not finite: stop with a report (free), or skip that step on all ranks (one host sync a step)."""
+    evaluate_every: Positive = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+
+
+class CheckpointSection(Section):
+    every_steps: Positive | None = None
+    """Optimizer steps between checkpoints, beside the one at the end of each epoch; null: only those."""
+    keep: Positive = 3
+    """How many of the newest to keep; the best is kept besides."""
+    resume: str = "auto"
+    """auto: go on with the run in the run folder; never: start anew (the old folder is kept aside); or the path of a
+    checkpoint folder.
+    """
+    best_metric: str | None = None
+    """Which evaluation metric decides `best`; null: the task's first."""
+
+
+class RuntimeSection(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long a rank waits in a collective for the others before it fails, in seconds."""
+
+
+class Config(Section):
+    """One experiment. ``task`` is replaced by the section of the task that is named."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """The run folder is OUTPUT/NAME."""
+    output: str = "runs"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    task: TaskSection
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    batch: BatchSection = BatchSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    precision: PrecisionSection = PrecisionSection()
+    parallel: ParallelSection = ParallelSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    runtime: RuntimeSection = RuntimeSection()
+
+    @property
+    def best_metric(self) -> str:
+        return self.checkpoint.best_metric or next(iter(self.task.metrics))
+
+
+# What may change between the two halves of a resumed run without making it another experiment.
+NOT_THE_RECIPE = frozenset(
+    ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
+     "data.num_workers", "data.cache_dir", "checkpoint", "runtime", "batch.eval_per_rank"]
+)  # fmt: skip
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dictionary as {dotted key: leaf}; an empty dictionary is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        leaves |= flatten(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return leaves
+
+
+def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that change what is trained: {key: (before, now)} of two resolved configurations."""
+    old, new = flatten(before), flatten(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in NOT_THE_RECIPE and key.split(".")[0] not in NOT_THE_RECIPE
+    }
+
+
+def conflicts(config: Config) -> Iterator[Conflict]:
+    """Every pair of settings in ``config`` that cannot stand together, whatever the machine and the data."""
+    yield from _batch_conflicts(config)
+    yield from _optimizer_conflicts(config)
+    yield from _precision_conflicts(config)
+    if config.best_metric not in config.task.metrics:
+        known = ", ".join(config.task.metrics)
+        yield Conflict(
+            ("checkpoint.best_metric", "task.name"),
+            f"task {config.task.name} has no metric {config.best_metric!r}",
+            f"use one of: {known}",
+        )
+
+
+def _batch_conflicts(config: Config) -> Iterator[Conflict]:
+    batch = config.batch
+    if (batch.global_ is None) == (batch.per_rank is None):
+        seen = "neither is set" if batch.global_ is None else "both are set"
+        yield Conflict(
+            ("batch.global", "batch.per_rank"),
+            f"the batch size must be said once, as batch.global or as batch.per_rank; {seen}",
+            "for example batch.global=128 (rows of a step over all ranks)",
+        )
+    size = batch.global_ or batch.per_rank
+    if size is not None and size % batch.accumulate:
+        yield Conflict(
+            ("batch.global", "batch.per_rank", "batch.accumulate"),
+            f"{size} rows cannot be split into {batch.accumulate} equal micro-batches",
+            f"make the batch a multiple of batch.accumulate, for example {-(-size // batch.accumulate) * batch.accumulate}",
+        )
+
+
+def _optimizer_conflicts(config: Config) -> Iterator[Conflict]:
+    optimizer, schedule, epochs = config.optimizer, config.schedule, config.train.epochs
+    if (optimizer.lr_scaling != "none") != (optimizer.lr_base_batch is not None):
+        yield Conflict(
+            ("optimizer.lr_scaling", "optimizer.lr_base_batch"),
+            "lr_scaling and lr_base_batch belong together",
+            "set both (lr_base_batch is the global batch that lr was tuned for), or neither",
+        )
+    if (schedule.name == "step") != bool(schedule.milestones):
+        yield Conflict(
+            ("schedule.name", "schedule.milestones"),
+            f"schedule {schedule.name} with milestones {list(schedule.milestones)}",
+            "milestones go with schedule.name=step, and step needs them: schedule.milestones=[30,60]",
+        )
+    if list(schedule.milestones) != sorted(set(schedule.milestones)):
+        yield Conflict(("schedule.milestones",), "milestones must rise", "sort them")
+    if schedule.warmup_epochs >= epochs and schedule.warmup_epochs > 0:
+        yield Conflict(
+            ("schedule.warmup_epochs", "train.epochs"),
+            f"warm-up of {schedule.warmup_epochs} epochs in a run of {epochs}",
+            "shorten schedule.warmup_epochs or raise train.epochs",
+        )
+    if schedule.min_lr > optimizer.lr:
+        yield Conflict(
+            ("schedule.min_lr", "optimizer.lr"),
+            f"schedule.min_lr {schedule.min_lr} is above optimizer.lr {optimizer.lr}",
+            "lower schedule.min_lr",
+        )
+
+
+def _precision_conflicts(config: Config) -> Iterator[Conflict]:
+    precision = config.precision
+    if precision.opt_level in ("O1", "O4"):
+        for key in ("keep_batchnorm_fp32", "master_weights", "cast_model_type"):
+            if getattr(precision, key) is not None:
+                yield Conflict(
+                    ("precision.opt_level", f"precision.{key}"),
+                    f"{precision.opt_level} keeps the model in float32, so {key} has no meaning there",
+                    f"remove precision.{key}, or use precision.opt_level=O2",
+                )
+    if precision.min_loss_scale is not None and precision.min_loss_scale > precision.max_loss_scale:
+        yield Conflict(
+            ("precision.min_loss_scale", "precision.max_loss_scale"),
+            f"min_loss_scale {precision.min_loss_scale} is above max_loss_scale {precision.max_loss_scale}",
+            "swap them",
+        )
+    if precision.backend == "apex" and config.runtime.device == "cpu":
+        yield Conflict(
+            ("precision.backend", "runtime.device"),
+            "NVIDIA's Apex cannot run on a CPU",
+            "use precision.backend=harness (or auto)",
+        )

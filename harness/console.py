@@ -1,0 +1,83 @@
+"""What a person sees: log records on rank 0's terminal and in every rank's file, and a progress bar where there is a
+terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+log = logging.getLogger("harness")
+
+PLAIN_PERIOD_S = 10.0  # between two progress lines where no terminal is attached
+
+
+class _BesideTheBar(logging.Handler):
+    """Writes above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+        sys.stderr.flush()
+
+
+def to_terminal(rank: int) -> None:
+    """Messages of rank 0 on the terminal; of other ranks errors only, with their rank."""
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    handler = _BesideTheBar(logging.INFO if rank == 0 else logging.ERROR)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    log.addHandler(handler)
+
+
+def to_file(folder: Path, rank: int) -> None:
+    """Everything this rank says, and what torch warns of, also in ``folder/rank-N.log``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    logging.captureWarnings(True)
+    warnings = logging.getLogger("py.warnings")
+    warnings.propagate = False
+    warnings.handlers = [handler]
+
+
+class Progress:
+    """The epoch's progress: a bar on a terminal, else a line every few seconds; on other ranks nothing."""
+
+    def __init__(self, rank: int) -> None:
+        self._bar: Any = None
+        self._rank, self._plain_at = rank, time.monotonic()
+        self._tail = ""
+
+    def start(self, epoch: int, epochs: int, done: int, steps: int) -> None:
+        if self._rank == 0 and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step", leave=False, file=sys.stderr
+            )
+        self._where, self._done, self._steps = f"epoch {epoch + 1}/{epochs}", done, steps
+
+    def step(self) -> None:
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+
+    def show(self, **values: Any) -> None:
+        """The newest numbers, beside the bar or as a line of their own."""
+        tail = "  ".join(f"{key} {value}" for key, value in values.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(tail, refresh=False)
+        elif self._rank == 0 and time.monotonic() - self._plain_at > PLAIN_PERIOD_S:
+            self._plain_at = time.monotonic()
+            log.info("%s  step %d/%d  %s", self._where, self._done, self._steps, tail)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

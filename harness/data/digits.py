@@ -1,0 +1,59 @@
+"""The digits data set as a user's own would look: PNG files and two annotation CSVs.
+
+1,797 handwritten digits of 8x8 pixels, part of scikit-learn (https://archive.ics.uci.edu/dataset/80, CC BY 4.0).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pandas as pd
+
+from harness.errors import ConfigError, DataError
+
+NUM_EVAL = 360
+
+
+def write(folder: Path) -> str:
+    """Write ``images/*.png``, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return what to tell the user.
+
+    A complete folder is left as it is. An incomplete one never carries the name: it is written aside and renamed.
+    """
+    if (folder / "train.csv").exists() and (folder / "eval.csv").exists():
+        return f"{folder} has the digits already"
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise ConfigError(
+            "the digits come with scikit-learn, which is not installed", hint="pip install 'apex-harness[digits]'"
+        ) from None
+    import torch
+    from torchvision.io import write_png
+
+    digits = load_digits()
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        (temporary / "images").mkdir(parents=True)
+        for index, image in enumerate(digits.images):
+            pixels = torch.from_numpy(image * (255 / 16)).round().to(torch.uint8)
+            write_png(pixels[None], str(temporary / "images" / f"{index:04d}.png"))
+        table = pd.DataFrame(
+            {"path": [f"images/{i:04d}.png" for i in range(len(digits.target))], "label": digits.target}
+        )
+        train, held_out = train_test_split(table, test_size=NUM_EVAL, stratify=table["label"], random_state=0)
+        train.to_csv(temporary / "train.csv", index=False)
+        held_out.sort_index().to_csv(temporary / "eval.csv", index=False)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        os.rename(temporary, folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if (folder / "train.csv").exists():
+            return f"{folder} has the digits already"  # another process was faster
+        raise DataError(
+            f"the digits cannot be written: {error.strerror}", where=str(folder), hint="name an empty or new folder"
+        ) from None
+    return f"wrote {len(train)} training and {len(held_out)} evaluation rows to {folder}"

@@ -1,0 +1,159 @@
+"""Images named by an annotation table: read, decoded and augmented row by row, handed out batch by batch as uint8.
+
+A row's augmentation is drawn from (seed, epoch, row): it does not depend on the loader worker, the rank or the order,
+so a resumed run sees the same pixels. Normalisation is left to the device, once a batch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision.io import ImageReadMode, decode_image, read_file
+
+from harness.data.table import Table
+from harness.errors import DataError
+from harness.rng import AUGMENTATION, derive
+
+NUM_TRIES = 100  # readable rows looked for in place of an unreadable one
+
+
+@dataclass
+class Batch:
+    """Rows as the loader delivers them.
+
+    inputs: (batch, ...) as the dataset stores them; targets: (batch,) int64; rows: (batch,) row numbers really used;
+    bad: row numbers that were asked for and could not be read.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    rows: torch.Tensor
+    bad: list[int]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def pin_memory(self) -> Batch:
+        return Batch(self.inputs.pin_memory(), self.targets.pin_memory(), self.rows, self.bad)
+
+    def to(self, device: torch.device) -> Batch:
+        """Inputs and targets on ``device``; the copy overlaps with the host where memory is pinned."""
+        if device.type == "cpu":
+            return self
+        return Batch(
+            self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), self.rows, self.bad
+        )
+
+
+@dataclass
+class ImageTable:
+    """The images and labels of a table.
+
+    ``targets[code]`` is the class index of the table's label code. ``augment`` is applied to each training image,
+    ``resize`` to each evaluation image: uint8 (channels, height, width) in and out. ``on_bad_image`` says whether an
+    unreadable file is an error or is replaced by the next readable row (left out, in evaluation).
+    """
+
+    table: Table
+    root: Path
+    path_column: str
+    targets: np.ndarray
+    seed: int
+    mode: ImageReadMode
+    augment: Callable[[torch.Tensor], torch.Tensor]
+    resize: Callable[[torch.Tensor], torch.Tensor]
+    on_bad_image: str = "error"
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        """The batch of ``rows``, in order; augmented as in ``epoch``, or plain for evaluation where that is None."""
+        images, used, bad = [], [], []
+        paths = self.table.strings(self.path_column, rows)
+        for row, path in zip(rows.tolist(), paths, strict=True):
+            try:
+                images.append(self.image(row, path, epoch))
+                used.append(row)
+            except DataError:
+                if self.on_bad_image == "error":
+                    raise
+                bad.append(row)
+                if epoch is not None:
+                    row, image = self._replacement(row, epoch)
+                    images.append(image)
+                    used.append(row)
+        numbers = np.asarray(used, dtype=np.int64)
+        targets = torch.from_numpy(self.targets[self.table.labels(numbers)] if used else np.empty(0, np.int64))
+        return Batch(self._stack(images, used), targets, torch.from_numpy(numbers), bad)
+
+    def image(self, row: int, path: str, epoch: int | None) -> torch.Tensor:
+        """The image of ``row``, uint8 (channels, height, width). Raises DataError naming the CSV's line and the file."""
+        file = os.path.join(self.root, path)
+        try:
+            image = decode_image(read_file(file), mode=self.mode)
+        except (RuntimeError, OSError) as error:
+            raise self._unreadable(row, file, error) from None
+        if epoch is None:
+            return self.resize(image)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(AUGMENTATION, self.seed, epoch, row))
+            return self.augment(image)
+
+    def _replacement(self, row: int, epoch: int) -> tuple[int, torch.Tensor]:
+        """The next readable row after ``row``, cyclically, and its image: every rank keeps its number of rows."""
+        for candidate in range(row + 1, row + 1 + min(NUM_TRIES, len(self) - 1)):
+            number = candidate % len(self)
+            path = self.table.strings(self.path_column, np.asarray([number]))[0]
+            try:
+                return number, self.image(number, path, epoch)
+            except DataError:
+                continue
+        raise DataError(
+            f"its image cannot be read, nor that of any of the {NUM_TRIES} rows after it",
+            where=self.table.where(row),
+            hint="check task.root: paths in the CSV are relative to it",
+        )
+
+    def _unreadable(self, row: int, file: str, error: Exception) -> DataError:
+        where = self.table.where(row)
+        if not os.path.exists(file):
+            folder = os.path.dirname(file)
+            near = (
+                difflib.get_close_matches(os.path.basename(file), os.listdir(folder), n=1)
+                if os.path.isdir(folder)
+                else []
+            )
+            hint = (
+                f"the nearest name there is {near[0]}"
+                if near
+                else "check task.root: paths in the CSV are relative to it"
+            )
+            return DataError(
+                f"image not found: {file}", where=where, hint=hint + "; task.on_bad_image=skip goes on without it"
+            )
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return DataError(
+            f"image cannot be decoded: {file}: {reason}",
+            where=where,
+            hint="replace the file, or set task.on_bad_image=skip to count such rows and go on without them",
+        )
+
+    def _stack(self, images: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
+        if not images:
+            return torch.empty(0, dtype=torch.uint8)
+        shape = images[0].shape
+        for row, image in zip(rows, images, strict=True):
+            if image.shape != shape:
+                raise DataError(
+                    f"images differ in size: {tuple(shape[1:])} and {tuple(image.shape[1:])} (height, width)",
+                    where=self.table.where(row),
+                    hint="set task.image_size=[height,width]",
+                )
+        return torch.stack(images)

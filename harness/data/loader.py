@@ -1,0 +1,203 @@
+"""From a dataset to the batches of one rank: training groups from any position on, and evaluation batches.
+
+A dataset is anything with ``len()`` and ``batch(rows, epoch) -> Batch``. Loading runs in worker processes; which rows
+are asked for is decided here, in the training process, so a position needs no help from the workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from harness.data.images import Batch
+from harness.data.shards import Segment, bounds, left_over, num_steps, plan, step_rows
+from harness.errors import HarnessError
+from harness.stop import in_loader_worker
+
+
+class Dataset(Protocol):
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    rows: np.ndarray
+    epoch: int | None
+
+
+class _Requests(Sampler):
+    """What the workers are asked for next. One loader serves many epochs, so that its workers live on."""
+
+    def __init__(self) -> None:
+        self.pending: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.pending)
+
+
+class _Fetch(torch.utils.data.Dataset):
+    """A batch for a request. An error comes back as a value: torch would bury its text in a worker's traceback."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, request: Request) -> Batch | HarnessError:
+        try:
+            return self.dataset.batch(request.rows, request.epoch)
+        except HarnessError as error:
+            return error
+
+
+class Loader:
+    """Batches of ``dataset``, fetched by ``num_workers`` processes and moved to ``device``."""
+
+    def __init__(self, dataset: Dataset, num_workers: int, device: torch.device) -> None:
+        self.dataset, self.device = dataset, device
+        self.wait_s = 0.0  # time that training stood still for want of data
+        self._requests = _Requests()
+        self._loader = DataLoader(
+            _Fetch(dataset),
+            sampler=self._requests,
+            batch_size=None,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=in_loader_worker,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # its own, or starting an epoch would advance the training stream
+        )
+
+    def fetch(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """The batches of ``requests``, in order, on the device."""
+        self._requests.pending = requests
+        batches = iter(self._loader)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_s += time.perf_counter() - start
+            if batch is None:
+                return
+            if isinstance(batch, HarnessError):
+                raise batch
+            yield batch.to(self.device)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        iterator: Any = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
+@dataclass
+class MicroBatch:
+    """A part of a step on one rank; ``weight`` makes the sum over micro-batches and the average over ranks a mean over
+    all rows of the step, however they are spread. A rank without rows in the tail has one of weight 0.
+    """
+
+    batch: Batch
+    weight: float
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.batch) if self.weight else 0
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """The training rows of one rank, as groups: the micro-batches of one optimizer step."""
+
+    loader: Loader
+    rule: str
+    rank: int
+    world_size: int
+    per_rank: int
+    accumulate: int
+    seed: int
+    tail: str = "use"
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.loader.dataset)
+
+    def steps_per_epoch(self) -> int:
+        return num_steps(self.num_rows, self.world_size, self.per_rank, self.tail)
+
+    def steps_left(self, segments: Sequence[Segment]) -> int:
+        """Steps that remain of an epoch of which ``segments`` are done. The same number on every rank."""
+        left = self.num_rows - sum(self._rows_of(segments))
+        return num_steps(left, self.world_size, self.per_rank, self.tail)
+
+    def extend(self, segments: Sequence[Segment]) -> list[Segment]:
+        """``segments`` with one more step by the present gang of ranks."""
+        if segments and (segments[-1].world_size, segments[-1].per_rank) == (self.world_size, self.per_rank):
+            return [*segments[:-1], replace(segments[-1], steps=segments[-1].steps + 1)]
+        return [*segments, Segment(self.world_size, self.per_rank, 1)]
+
+    def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
+        """The groups of ``epoch`` from where ``segments`` end. All ranks yield the same number."""
+        done, first = list(segments), 0
+        if done and (done[-1].world_size, done[-1].per_rank) == (self.world_size, self.per_rank):
+            first = done.pop().steps  # the last stretch is ours: its deal goes on, it is not dealt anew
+        num_left = self.num_rows - sum(self._rows_of(done))
+        rows = plan(self.rule, self.num_rows, self.rank, self.world_size, epoch, self.seed, done)
+        steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
+        requests = (Request(part, epoch) for step in steps for part in self._micro_batches(rows, step))
+        batches = self.loader.fetch(requests)
+        for step in steps:
+            total = step_rows(num_left, self.world_size, self.per_rank, step)
+            parts = len(self._micro_batches(rows, step))
+            scale = self.world_size / total if step * self.per_rank < len(rows) else 0.0
+            yield [MicroBatch(batch, len(batch) * scale) for batch in itertools.islice(batches, parts)]
+
+    def _micro_batches(self, rows: np.ndarray, step: int) -> list[np.ndarray]:
+        own = rows[step * self.per_rank : (step + 1) * self.per_rank]
+        if len(own) == 0:
+            # Every rank must take part in the reduction: any row will do, its gradient is multiplied by zero.
+            return [rows[:1] if len(rows) else np.zeros(1, np.int64)]
+        micro = self.per_rank // self.accumulate
+        return [own[start : start + micro] for start in range(0, len(own), micro)]
+
+    def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
+        left = self.num_rows
+        for segment in segments:
+            rows = sum(step_rows(left, segment.world_size, segment.per_rank, step) for step in range(segment.steps))
+            left -= rows
+            yield rows
+
+    def rows_done(self, epoch: int, segments: Sequence[Segment]) -> np.ndarray:
+        """A boolean per row: used in the ``segments`` of ``epoch``."""
+        done = np.ones(self.num_rows, dtype=bool)
+        done[np.asarray(left_over(self.rule, self.num_rows, epoch, self.seed, segments))] = False
+        return done
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """The evaluation rows of one rank: an unpadded contiguous shard, so that all ranks together see each row once."""
+
+    loader: Loader
+    rank: int
+    world_size: int
+    batch_size: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.loader.dataset)
+
+    def num_batches(self) -> int:
+        """Batches of the rank that has most: how often every rank must ask whether to stop."""
+        return -(-(-(-self.num_rows // self.world_size)) // self.batch_size)
+
+    def batches(self) -> Iterator[Batch]:
+        start, stop = bounds(self.num_rows, self.rank, self.world_size)
+        edges = range(start, stop, self.batch_size)
+        return self.loader.fetch(Request(np.arange(edge, min(edge + self.batch_size, stop)), None) for edge in edges)

@@ -1,0 +1,166 @@
+"""The run folder: its files, who may write in it, and what a new start does with what it finds there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import yaml
+
+from harness import configfile
+from harness.config import Config, recipe_difference
+from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
+from harness.runtime import Runtime
+
+_PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """``text`` at ``path``: all of it or what was there before, also after a power cut."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class RunFolder:
+    """Paths of one run, and its small files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.metrics = path / "metrics.jsonl"
+        self.weights = path / "weights.safetensors"
+
+    def claim(self, config: Config) -> str:
+        """Make the folder this run's; return what to tell the user about what was there. Only one rank calls it.
+
+        The same recipe goes on where it was. Another one, or ``resume: never``, moves the old folder aside (NAME.1, …),
+        so that nothing written is lost. Raises ConfigError where the folder cannot be written.
+        """
+        told = ""
+        if (saved := self.path / "config.yaml").exists():
+            told = self._continue_or_move(saved, config)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
+            write_atomically(self.path / "config.yaml", configfile.to_text(config))
+            (self.path / "failure.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder cannot be written: {error.strerror}",
+                where=str(self.path),
+                hint="name another with output=FOLDER",
+            ) from None
+        return told
+
+    def _continue_or_move(self, saved: Path, config: Config) -> str:
+        try:
+            before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):
+            before = {}
+        difference = recipe_difference(before if isinstance(before, dict) else {}, configfile.as_tree(config))
+        if config.checkpoint.resume != "never" and not difference:
+            return ""
+        number = next(n for n in range(1, sys.maxsize) if not self.path.with_name(f"{self.path.name}.{n}").exists())
+        aside = self.path.with_name(f"{self.path.name}.{number}")
+        try:
+            os.rename(self.path, aside)
+        except OSError as error:
+            raise ConfigError(
+                f"the earlier run cannot be moved aside: {error.strerror}",
+                where=str(self.path),
+                hint="name this one with name=NAME",
+            ) from None
+        changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
+        why = f"its recipe differs ({changes})" if difference else "checkpoint.resume=never"
+        return f"the earlier run was moved to {aside}: {why}"
+
+    def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> None:
+        """Add this start to ``provenance.json``."""
+        path = self.path / "provenance.json"
+        starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        starts.append(
+            {
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "command": [sys.executable, *sys.argv],
+                "git": _git(),
+                "packages": {name: _version(name) for name in _PACKAGES},
+                "python": platform.python_version(),
+                "cuda": torch.version.cuda if runtime.device.type == "cuda" else None,
+                "amp": backend,
+                "launched_by": runtime.launch.by,
+                "world_size": runtime.world_size,
+                "ranks": topology,
+            }
+        )
+        write_atomically(path, json.dumps(starts, indent=1) + "\n")
+
+    def summary(self, values: dict[str, Any]) -> None:
+        write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
+
+    def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
+        """``confusion.csv``: a row for each true class, a column for each guess, counts in the cells."""
+        if matrix is not None:
+            table = pd.DataFrame(matrix, index=pd.Index(classes, name="truth"), columns=classes)
+            write_atomically(self.path / "confusion.csv", table.to_csv())
+
+    def failure(self, runtime: Runtime, step: int, error: BaseException) -> dict[str, Any] | None:
+        """Leave ``failure.json``, unless another rank was first: then return what it wrote."""
+        path = self.path / "failure.json"
+        report = {
+            "rank": runtime.rank,
+            "host": runtime.host,
+            "step": step,
+            "error": type(error).__name__,
+            "message": str(error),
+            "exit_code": error.exit_code if isinstance(error, HarnessError) else EXIT_FAILURE,
+            "traceback": traceback.format_exception(error),
+        }
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                json.dump(report, file, indent=1)
+        except FileExistsError:
+            try:
+                first: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return None  # another rank is writing it at this moment
+            return first
+        except OSError:
+            pass  # a full disk or a folder gone; the log and the terminal have the error
+        return None
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of the working folder and whether it was changed since; None outside a repository."""
+
+    def ask(*command: str) -> str:
+        return subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {
+            "commit": ask("rev-parse", "HEAD"),
+            "changed": bool(ask("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

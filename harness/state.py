@@ -1,0 +1,100 @@
+"""Where a run stands: the numbers that say which step comes next and what is owed, and the meter of the open window.
+
+Everything here is in the checkpoint, and nothing here holds weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.data.shards import Segment
+from harness.runtime import Runtime
+
+
+@dataclass
+class State:
+    """Epochs and steps count finished ones. The same on every rank."""
+
+    epoch: int = 0
+    segments: list[Segment] = field(default_factory=list)  # what of the present epoch is done, and by how many ranks
+    step: int = 0  # optimizer steps, the skipped ones included
+    applied: int = 0  # updates really made; the schedule counts these
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    rows: int = 0  # training rows over all ranks
+    bad_rows: int = 0  # images that could not be read, over all ranks
+    evaluated: int = 0  # the step of the last evaluation
+    best: float | None = None
+    best_step: int = 0
+    since_best: int = 0  # evaluations
+    wall_s: float = 0.0
+    train_s: float = 0.0  # of it in training; this rank's
+    history: list[dict[str, Any]] = field(default_factory=list)  # one evaluation an entry
+
+    def next_epoch(self) -> None:
+        self.epoch, self.segments = self.epoch + 1, []
+
+    @property
+    def in_epoch(self) -> bool:
+        return bool(self.segments)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> State:
+        return cls(**{**values, "segments": [Segment(**segment) for segment in values["segments"]]})
+
+
+class Meter:
+    """Loss and time since the last log line. The loss is summed on the device; only ``reduce`` waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # sum over this rank's rows
+        self.rows = 0  # of this rank, in applied steps
+        self.bad = 0
+        self.steps = 0
+        self.wait_s = 0.0
+        self.time_s = 0.0
+        self._mark = time.perf_counter()
+
+    def resume_clock(self) -> None:
+        """Leave out the time since the last ``tick``: it was not spent training."""
+        self._mark = time.perf_counter()
+
+    def tick(self) -> None:
+        now = time.perf_counter()
+        self.time_s, self._mark = self.time_s + now - self._mark, now
+
+    def add_loss(self, mean: Tensor, rows: int) -> None:
+        self.loss.add_(mean.detach(), alpha=rows)
+        self.rows += rows
+
+    def reduce(self, runtime: Runtime) -> tuple[float, int, int, float]:
+        """(mean loss, rows, bad rows, share of time spent waiting for data) over all ranks; starts a new window.
+        Collective, and the one place where the host waits for the device."""
+        host = torch.tensor([self.rows, self.bad, self.wait_s, self.time_s], dtype=torch.float64)
+        total, rows, bad, wait_s, time_s = runtime.sum(
+            torch.cat([self.loss.view(1), host.to(self.loss.device)])
+        ).tolist()
+        self.loss.zero_()
+        self.rows = self.bad = self.steps = 0
+        self.wait_s = self.time_s = 0.0
+        return total / rows if rows else math.nan, int(rows), int(bad), wait_s / time_s if time_s else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part; plain data."""
+        self.tick()
+        return {"loss": self.loss.item(), "rows": self.rows, "bad": self.bad, "steps": self.steps,
+                "wait_s": self.wait_s, "time_s": self.time_s}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss.fill_(state["loss"])
+        self.rows, self.bad, self.steps = state["rows"], state["bad"], state["steps"]
+        self.wait_s, self.time_s = state["wait_s"], state["time_s"]

@@ -1,0 +1,82 @@
+"""Where numbers go: the JSONL file that is the record of a run. Rank 0 writes; on the other ranks nothing happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.errors import CheckpointError
+
+TIMES = ("wall_s", "samples_per_s", "data_wait")  # fields that differ between two runs that are otherwise equal
+
+
+class Tracker(Protocol):
+    def log(self, split: str, values: dict[str, Any]) -> None: ...
+
+    def offset(self) -> int: ...
+
+    def rewind(self, offset: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Nothing:
+    """The tracker of a rank that does not write."""
+
+    def log(self, split: str, values: dict[str, Any]) -> None:
+        pass
+
+    def offset(self) -> int:
+        return 0
+
+    def rewind(self, offset: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class JsonLines:
+    """``metrics.jsonl``: one object a line, whole lines only, numbers at full precision."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def log(self, split: str, values: dict[str, Any]) -> None:
+        """Append a line; not finite numbers, which JSON does not have, are written as null."""
+        line = {"split": split, **{key: _finite(value) for key, value in values.items()}}
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be written: {error.strerror}",
+                where=str(self._path),
+                hint="free some space and start the same command again",
+            ) from None
+
+    def offset(self) -> int:
+        """Bytes that are safely on disk: a checkpoint promises that they will still be there after a crash."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def rewind(self, offset: int) -> None:
+        """Forget lines after ``offset``: a resumed run writes them again."""
+        self._file.truncate(offset)
+        self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make(path: Path, rank: int) -> Tracker:
+    return JsonLines(path) if rank == 0 else Nothing()

@@ -1,0 +1,151 @@
+"""A training process from its start to its exit code: environment, configuration, run folder, training, failure."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from harness import assemble, configfile, console, loop
+from harness.config import Config
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
+from harness.folder import RunFolder
+from harness.run import Run
+from harness.runtime import Launch, Runtime, detect, open_runtime
+from harness.stop import Stop, on_signals
+from harness.watch import Watch
+
+log = logging.getLogger("harness")
+
+
+def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_rank: int | None) -> int:
+    """Train the experiment of ``path`` as the rank that ``environ`` describes; return the exit code."""
+    console.to_terminal(int(rank) if (rank := environ.get("RANK", "0")).isdigit() else 0)
+    try:
+        launch = detect(environ, local_rank)
+        console.to_terminal(launch.rank)
+        config = configfile.load(path, overrides)
+        with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
+            return run_rank(config, runtime)
+    except HarnessError as error:
+        if error.told_by is None or error.told_by == _rank(environ):
+            log.error("error: %s", error)
+        return error.exit_code
+
+
+def run_rank(config: Config, runtime: Runtime) -> int:
+    """One rank's part of a run. A failure is reported before it is raised, so that the peers hear of it."""
+    folder = RunFolder(Path(config.output) / config.name)
+    stop = Stop(runtime)
+    with on_signals(stop), Watch(runtime, stop) as watch:
+        run: Run | None = None
+        try:
+            prepare_folder(config, runtime, folder)
+            run = assemble.build(config, runtime, folder, stop)
+            announce(run)
+            done = loop.train(run)
+            finish(run, done)
+            runtime.barrier()
+            return EXIT_DONE if done else EXIT_STOPPED
+        except Exception as error:
+            return fail(folder, runtime, watch, run, error)
+        finally:
+            if run is not None:
+                run.close()
+
+
+def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
+    told = ""
+    with runtime.together("preparing the run folder"):
+        if runtime.rank == 0:
+            told = folder.claim(config)
+    console.to_file(folder.logs, runtime.rank)
+    if told:
+        log.info(told)
+
+
+def announce(run: Run) -> None:
+    """Say what is about to happen, and record on what."""
+    runtime, config = run.runtime, run.config
+    name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    topology = runtime.gather(f"{runtime.host}: {runtime.device} ({name})")
+    size = assemble.sizes(config, run.train_data.num_rows, runtime.world_size)
+    facts = assemble.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
+    log.info("%s", "  ".join(f"{key}: {value} |" for key, value in facts.items()).rstrip(" |"))
+    log.info("parallel: %s; launched by %s", run.parallel.strategy, runtime.launch.by)
+    with runtime.together("recording provenance"):
+        if runtime.rank == 0:
+            run.folder.provenance(runtime, run.precision.backend, topology)
+
+
+def finish(run: Run, done: bool) -> None:
+    """The last lines: what came out, or how to go on."""
+    state, config = run.state, run.config
+    if not done:
+        log.info(
+            "stopped early (%s) at step %d, with a checkpoint; the same command goes on from it",
+            run.stop.reason or "a peer was",
+            state.step,
+        )
+        return
+    last = state.history[-1] if state.history else {}
+    shown = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)
+    log.info("held-out: %s", shown)
+    if state.best is not None:
+        log.info("best %s %.4f at step %d", config.best_metric, state.best, state.best_step)
+    log.info(
+        "throughput: %.0f rows/s in training, %d rows in %.1f s in all", run.throughput(), state.rows, run.wall_s()
+    )
+    log.info("run folder: %s", run.folder.path)
+
+
+def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, error: Exception) -> int:
+    """Report ``error`` once: in failure.json by the rank that failed first, on its terminal, in every rank's log."""
+    if isinstance(error, HarnessError) and error.told_by not in (None, runtime.rank):
+        return error.exit_code  # raised by all ranks together; the one whose error it is tells it
+    lost = _lost_peer(error)
+    shown = (
+        TrainingError(
+            f"lost contact with the other ranks: {lost}",
+            hint="the log of the rank that died tells more; one that was killed from outside says nothing",
+        )
+        if lost
+        else error
+    )
+    first = folder.failure(runtime, run.state.step if run else 0, error)
+    watch.report(runtime.rank)
+    if first is not None and first["rank"] != runtime.rank:
+        log.info("ended, since rank %s failed first: %s", first["rank"], first["message"])
+        return int(first["exit_code"])
+    if isinstance(shown, HarnessError):
+        log.error("error: %s", shown)
+        log.debug("%s", traceback.format_exc())
+        return shown.exit_code
+    log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+    return EXIT_FAILURE
+
+
+def _lost_peer(error: Exception) -> str:
+    """What a collective says when a peer is gone; empty for any other error."""
+    text = str(error)
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Timed out",
+        "timed out",
+        "Broken pipe",
+        "Connection refused",
+        "NCCL",
+    )
+    is_collective = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
+    return text.strip().splitlines()[0] if is_collective and any(sign in text for sign in signs) else ""
+
+
+def _rank(environ: Mapping[str, str]) -> int:
+    return detect(environ).rank
+
+
+__all__ = ["Launch", "main", "run_rank"]

@@ -1,0 +1,100 @@
+"""Shard rules: complete, disjoint, equal in steps, and exact across a change of world size in mid-epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.data.shards import RULES, Segment, bounds, left_over, num_steps, plan, shard, step_rows
+
+rules = st.sampled_from(RULES)
+sizes = st.integers(1, 400)
+worlds = st.integers(1, 9)
+
+
+@given(rules, sizes, worlds, st.integers(0, 3), st.integers(0, 5))
+def test_every_row_once(rule, num_rows, world, epoch, seed):
+    shards = [shard(rule, num_rows, rank, world, epoch, seed) for rank in range(world)]
+    assert sorted(np.concatenate(shards).tolist()) == list(range(num_rows))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@given(rules, sizes, worlds, st.integers(1, 20))
+def test_steps_are_equal_and_cover_all(rule, num_rows, world, per_rank):
+    lengths = [len(shard(rule, num_rows, rank, world, 0, 0)) for rank in range(world)]
+    steps = num_steps(num_rows, world, per_rank)
+    assert steps * per_rank >= max(lengths) > (steps - 1) * per_rank
+    for step in range(steps + 1):
+        rows = sum(min(max(length - step * per_rank, 0), per_rank) for length in lengths)
+        assert step_rows(num_rows, world, per_rank, step) == rows
+    dropped = num_steps(num_rows, world, per_rank, tail="drop")
+    assert dropped * per_rank <= min(lengths)
+    assert all(step_rows(num_rows, world, per_rank, step) == world * per_rank for step in range(dropped))
+
+
+@given(st.integers(1, 10**12), st.integers(1, 5000), st.data())
+def test_bounds_are_the_recipes(num_rows, world, data):
+    rank = data.draw(st.integers(0, world - 1))
+    assert bounds(num_rows, rank, world) == (int(rank * num_rows / world), int((rank + 1) * num_rows / world))
+
+
+@given(st.integers(1, 300), st.integers(0, 4), st.integers(1, 6))
+def test_global_batches_do_not_depend_on_world_size(num_rows, epoch, quarter):
+    batch = 4 * quarter
+
+    def global_batches(world):
+        shards = [shard("global", num_rows, rank, world, epoch, 7) for rank in range(world)]
+        per_rank = batch // world
+        return [
+            sorted(row for rows in shards for row in rows[step * per_rank : (step + 1) * per_rank].tolist())
+            for step in range(num_steps(num_rows, world, per_rank))
+        ]
+
+    assert global_batches(1) == global_batches(2) == global_batches(4)
+
+
+@settings(max_examples=200)
+@given(
+    rules, st.integers(1, 200), st.lists(st.tuples(worlds, st.integers(1, 8), st.integers(0, 4)), max_size=3), worlds
+)
+def test_resume_at_other_world_sizes_keeps_every_row_once(rule, num_rows, history, world):
+    segments, used = [], []
+    for segment_world, per_rank, steps in history:
+        left = len(left_over(rule, num_rows, 2, 5, segments))
+        steps = min(steps, num_steps(left, segment_world, per_rank))
+        for rank in range(segment_world):
+            used += plan(rule, num_rows, rank, segment_world, 2, 5, segments)[: steps * per_rank].tolist()
+        segments.append(Segment(segment_world, per_rank, steps))
+    for rank in range(world):
+        used += plan(rule, num_rows, rank, world, 2, 5, segments).tolist()
+    assert sorted(used) == list(range(num_rows))
+
+
+def test_global_batches_continue_at_another_world_size():
+    """With one global batch of 12, stopping after 3 steps on 4 ranks and going on with 2 changes no batch."""
+    unbroken = shard("global", 100, 0, 1, 0, 0)
+    done = Segment(world_size=4, per_rank=3, steps=3)
+    rest = [plan("global", 100, rank, 2, 0, 0, [done]) for rank in range(2)]
+    for step in range(num_steps(64, 2, 6)):
+        rows = np.concatenate([r[step * 6 : (step + 1) * 6] for r in rest])
+        start = 36 + step * 12
+        assert sorted(rows.tolist()) == sorted(unbroken[start : start + 12].tolist())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_epochs_and_seeds_differ_and_repeat(rule):
+    first = shard(rule, 50, 1, 2, 0, 0)
+    assert (first == shard(rule, 50, 1, 2, 0, 0)).all()
+    assert (first != shard(rule, 50, 1, 2, 1, 0)).any()
+    assert (first != shard(rule, 50, 1, 2, 0, 1)).any()
+
+
+def test_contiguous_stays_in_its_block():
+    assert set(shard("contiguous", 10, 1, 3, 0, 0).tolist()) == {3, 4, 5}
+
+
+def test_unknown_rule():
+    with pytest.raises(ValueError, match="striped"):
+        shard("striped", 10, 0, 1, 0, 0)
