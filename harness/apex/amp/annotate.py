@@ -1,0 +1,130 @@
+"""Precision for functions that amp does not know: decorators and registrations (contract 1.5).
+
+Until O1 or O4 is in force they call through, and inside ``disable_casts`` too. The arguments are cast; what the
+function does inside is cast as usual, except in a ``float_function`` and in registered torch operations, where the
+choice made here is final. float64 tensors are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from harness.apex.amp.o1 import cast, disable_casts, engine, widest_dtype
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Rule = Callable[[list[Any]], torch.dtype | None]
+
+_queue: list[tuple[Any, str, Rule]] = []
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def _half(arguments: list[Any]) -> torch.dtype | None:
+    return engine.dtype
+
+
+def _bfloat16(arguments: list[Any]) -> torch.dtype | None:
+    return torch.bfloat16
+
+
+def _float(arguments: list[Any]) -> torch.dtype | None:
+    return torch.float32
+
+
+def _promote(arguments: list[Any]) -> torch.dtype | None:
+    return widest_dtype(arguments)
+
+
+def _casting() -> bool:
+    return engine.active and any(torch.is_autocast_enabled(device_type) for device_type in engine.device_types)
+
+
+def _annotate(function: Function, rule: Rule, final: bool) -> Function:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _casting():
+            return function(*args, **kwargs)
+        dtype = rule([*args, *kwargs.values()])
+        if dtype is not None:
+            args = tuple(cast(arg, dtype) for arg in args)
+            kwargs = {name: cast(arg, dtype) for name, arg in kwargs.items()}
+        with disable_casts() if final else nullcontext():
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def half_function(fn: Function) -> Function:
+    """Decorator: under O1 and O4 ``fn`` receives its floating tensors in that level's reduced precision."""
+    return _annotate(fn, _half, final=False)
+
+
+def bfloat16_function(fn: Function) -> Function:
+    """Decorator: under O1 and O4 ``fn`` receives its floating tensors in bfloat16."""
+    return _annotate(fn, _bfloat16, final=False)
+
+
+def float_function(fn: Function) -> Function:
+    """Decorator: under O1 and O4 ``fn`` receives its floating tensors in float32 and computes in it."""
+    return _annotate(fn, _float, final=True)
+
+
+def promote_function(fn: Function) -> Function:
+    """Decorator: under O1 and O4 ``fn`` receives its floating tensors in the widest of their dtypes."""
+    return _annotate(fn, _promote, final=False)
+
+
+def _register(module: Any, name: str, rule: Rule) -> None:
+    if not hasattr(module, name):
+        raise ValueError(
+            f"No function named {name} in {getattr(module, '__name__', module)}. Pass the module (or class) that holds "
+            "the function and the function's name as text."
+        )
+    _queue.append((module, name, rule))
+
+
+def register_half_function(module: Any, function_name: str) -> None:
+    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``half_function``."""
+    _register(module, function_name, _half)
+
+
+def register_bfloat16_function(module: Any, function_name: str) -> None:
+    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``bfloat16_function``."""
+    _register(module, function_name, _bfloat16)
+
+
+def register_float_function(module: Any, function_name: str) -> None:
+    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``float_function``."""
+    _register(module, function_name, _float)
+
+
+def register_promote_function(module: Any, function_name: str) -> None:
+    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``promote_function``."""
+    _register(module, function_name, _promote)
+
+
+def apply_registrations() -> None:
+    """Replace what was registered since the last call; ``initialize`` calls it when it turns O1 or O4 on."""
+    while _queue:
+        module, name, rule = _queue.pop(0)
+        original = getattr(module, name)
+        of_torch = str(getattr(module, "__name__", "")).split(".")[0] == "torch"
+        _replaced.append((module, name, original))
+        setattr(module, name, _annotate(original, rule, final=of_torch or rule is _float))
+
+
+def undo_registrations() -> None:
+    """Put every replaced function back and forget what is queued."""
+    _queue.clear()
+    restore_functions()
+
+
+def restore_functions() -> None:
+    """Put every replaced function back: O1 ends."""
+    while _replaced:
+        module, name, original = _replaced.pop()
+        setattr(module, name, original)

@@ -1,0 +1,144 @@
+"""Casting of whole models and of what goes through them (contract 3.1, 3.4, 3.5).
+
+Forward casting hangs on forward hooks whose objects hold a dtype and nothing else, so a deep copy or a pickle of the
+model is independent of the original. Called directly, ``model.forward(x)`` runs no hooks: call ``model(x)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+REDUCED = (torch.float16, torch.bfloat16)
+
+
+def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating tensor in it cast to ``dtype``; containers keep their type.
+
+    Goes into lists, tuples, named tuples, sets, mappings, dataclass instances, and objects with a ``to`` method. The
+    object itself comes back when nothing in it changes, and whenever its type cannot be rebuilt.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if value is None or isinstance(value, str | bytes | int | float | nn.Module | type):
+        return value
+    if callable(getattr(value, "to", None)):
+        return value.to(dtype)  # PackedSequence, a custom batch
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, dtype)
+    if isinstance(value, list | tuple | set | frozenset):
+        return _cast_sequence(value, dtype)
+    if dataclasses.is_dataclass(value):
+        return _cast_dataclass(value, dtype)
+    return value
+
+
+def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
+    items = [cast_tree(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    try:
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    except TypeError:
+        return value
+
+
+def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype) -> Any:
+    items = {key: cast_tree(item, dtype) for key, item in value.items()}
+    if all(new is value[key] for key, new in items.items()):
+        return value
+    try:
+        result: Any = copy.copy(value)  # keeps the type and what it carries: order, a default factory, a model output
+        for key, item in items.items():
+            result[key] = item
+    except TypeError:
+        return value
+    return result
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    result = copy.copy(value)
+    for field in dataclasses.fields(value):
+        object.__setattr__(result, field.name, cast_tree(getattr(value, field.name, None), dtype))
+    return result
+
+
+class CastInputs:
+    """Forward pre-hook: positional and keyword arguments to ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        args = tuple(cast_tree(arg, self.dtype) for arg in args)
+        return args, {name: cast_tree(arg, self.dtype) for name, arg in kwargs.items()}
+
+
+class CastOutputs:
+    """Forward hook: the result to ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_tree(output, self.dtype)
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+    """Cast the floating parameters, their gradients and the buffers of ``model`` in place; parameters keep identity.
+
+    With ``keep_batchnorm_fp32`` modules of the batch norm family *with affine parameters* are left as they are; a batch
+    norm without them has its running statistics cast (contract 3.1).
+    """
+    if not keep_batchnorm_fp32:
+        model.to(dtype)
+        return
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                gradient = parameter.grad
+                parameter.data = parameter.data.to(dtype)
+                if gradient is not None:
+                    parameter.grad = gradient.to(dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def _export_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    """State-dict hook of one module: its own reduced-precision tensors leave as float32 copies."""
+    for name in (*module._parameters, *module._buffers):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype in REDUCED:
+            state_dict[prefix + name] = value.detach().float()
+
+
+def attach(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None, fp32_state: bool) -> list[Any]:
+    """Hang the casts on ``model`` (top level only) and the state-dict hook on all its modules; return the handles."""
+    handles: list[Any] = []
+    if inputs is not None:
+        handles.append(model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))
+    if outputs is not None:
+        handles.append(model.register_forward_hook(CastOutputs(outputs)))
+    if fp32_state:
+        for module in model.modules():
+            handles.append(module._register_state_dict_hook(_export_fp32))
+    return handles
+
+
+def floating_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, name, tensor) of every floating parameter and buffer of ``model``."""
+    for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_floating_point():
+                yield kind, name, tensor

@@ -1,0 +1,152 @@
+"""What happens to gradients around one ``scale_loss`` context (contract 3.3).
+
+``prepare`` moves the gradients of earlier contexts aside, in true units; ``finish`` unscales the new ones, adds the
+earlier ones back and lets the scaler look for overflow. A gradient is read and written in as few passes as its case
+allows: one when nothing was accumulated, two otherwise. The *sum* is what is checked then, so an inf left behind by a
+skipped step is found again.
+
+``parameter`` below is what the model computes with, ``target`` what the optimizer steps on: the master of a
+reduced-precision parameter, or the parameter itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.apex.amp import masters
+from harness.apex.amp.casting import REDUCED
+from harness.apex.amp.masters import AmpStash, all_params
+from harness.apex.amp.scaler import LossScaler
+from harness.apex.exchange import set_hidden, take_hidden
+
+
+def _own(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
+    """Parameters that the optimizer steps on directly."""
+    return stash.all_fp32_params if stash.master_weights else list(all_params(optimizer))
+
+
+def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> None:
+    """Make ``optimizer`` ready for a backward pass of a loss multiplied by ``scale``.
+
+    ``delayed``: the context will not unscale, so what is there is brought to ``scale`` and gradients pile up in place.
+    """
+    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    if stash.master_weights:
+        masters.lazy_init(optimizer)
+        masters.adopt_unfrozen(optimizer)
+        masters.refresh(stash)
+    own = _own(optimizer, stash)
+    if stash.params_have_scaled_gradients:
+        _rescale(own + stash.all_fp16_params, scale / stash.scaled_by)
+        stash.scaled_by = scale
+        return
+    if stash.already_patched:
+        # the coming step will be skipped: its gradients, perhaps inf, must not count against the next verdict
+        _discard(own, stash)
+    for parameter, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+        parameter.grad = None  # the scaled gradient of the last context, already in the master
+        if master.grad is not None:
+            set_hidden(parameter, master.grad)
+    if delayed:
+        _rescale(own, scale)
+        return
+    for parameter in own:
+        if parameter.grad is not None:
+            set_hidden(parameter, parameter.grad)
+            parameter.grad = None
+
+
+def mark_delayed(optimizer: Optimizer, scale: float) -> None:
+    """End a delayed context: the gradients carry ``scale``."""
+    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    stash.params_have_scaled_gradients, stash.scaled_by = True, scale
+
+
+def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
+    """Unscale the gradients of the context that ends into their targets."""
+    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    fresh: list[Tensor] = []  # to unscale in place
+    sums: list[Tensor] = []  # accumulated before, true units
+    added: list[Tensor] = []  # scaled, to be added to sums
+    checked: list[Tensor] = []
+    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+    targets = [(parameter, parameter) for parameter in _own(optimizer, stash)]
+    targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
+    for parameter, target in targets:
+        earlier, new = take_hidden(parameter), parameter.grad
+        if earlier is None and target is not parameter:
+            earlier = target.grad
+        if new is not None and new.is_sparse:
+            new = _unscale_sparse(parameter, target, earlier, new, scaler, scale)
+        elif earlier is not None:
+            target.grad = earlier = earlier.to(target.dtype)
+            if new is not None:
+                sums.append(earlier)
+                added.append(new)
+            elif scaler.owes_verdict and not earlier.is_sparse:
+                checked.append(earlier)
+        elif new is not None and target is parameter:
+            fresh.append(new)
+        elif new is not None:
+            target.grad = torch.empty_like(target)
+            copies[0].append(target.grad)
+            copies[1].append(new)
+    if copies[0]:
+        torch._foreach_copy_(*copies)
+    scaler.unscale_(fresh + copies[0], scale)
+    _add(sums, added, 1.0 / scale)
+    scaler.unscale_(sums + checked, 1.0)
+    stash.params_have_scaled_gradients = False
+
+
+def restore(optimizer: Optimizer) -> None:
+    """Put back what ``prepare`` moved aside: the context's body raised, its gradients are dropped."""
+    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    for parameter in _own(optimizer, stash):
+        earlier = take_hidden(parameter)
+        if earlier is not None:
+            parameter.grad = earlier
+    for parameter in stash.all_fp16_params:
+        take_hidden(parameter)
+
+
+def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:
+    """``sums += added * inverse``; reduced-precision sums multiply first, in place, to keep the factor in float32."""
+    wide = [pair for pair in zip(sums, added, strict=True) if pair[0].dtype not in REDUCED]
+    narrow = [pair for pair in zip(sums, added, strict=True) if pair[0].dtype in REDUCED]
+    if wide:
+        torch._foreach_add_([s for s, _ in wide], [a for _, a in wide], alpha=inverse)
+    if narrow:
+        torch._foreach_mul_([a for _, a in narrow], inverse)
+        torch._foreach_add_([s for s, _ in narrow], [a for _, a in narrow])
+
+
+def _unscale_sparse(
+    parameter: Tensor, target: Tensor, earlier: Tensor | None, new: Tensor, scaler: LossScaler, scale: float
+) -> None:
+    """Sparse gradients stay sparse for a parameter that is its own target; a master gets a dense one."""
+    new = new.coalesce()
+    if target is not parameter:
+        new = new.to_dense().to(target.dtype)
+        scaler.unscale_([new], scale)
+    else:
+        scaler.unscale_([new._values()], scale)
+    if earlier is not None:
+        new = earlier + new if not earlier.is_sparse else (new + earlier).coalesce()
+    target.grad = new
+
+
+def _rescale(parameters: list[Tensor], factor: float) -> None:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(
+            [g._values() if g.is_sparse else g for g in (h.coalesce() if h.is_sparse else h for h in gradients)], factor
+        )
+
+
+def _discard(own: list[Tensor], stash: AmpStash) -> None:
+    for parameter in own:
+        parameter.grad = None
+    masters.drop_master_gradients(stash)

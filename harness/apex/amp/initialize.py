@@ -1,0 +1,191 @@
+"""``amp.initialize`` (contract 1.2) and ``amp.reset``: everything is checked before anything is changed.
+
+Differences to Apex: models may live on the CPU; ``cudnn.enabled=False`` is no error; an O1 that is in force ends with
+the next ``initialize`` of any kind; Apex's DistributedDataParallel around a model is noticed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from harness.apex.amp import annotate, casting, o1, optimizer
+from harness.apex.amp.levels import BRIEFS, LossScale, Properties, apply_overrides, level_properties
+from harness.apex.amp.scaler import LossScaler
+from harness.apex.amp.state import _amp_state, announce, warn
+
+_handles: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """Prepare models and optimizers, in place, for ``opt_level`` and return them in the form they came in.
+
+    ``models``: a module or a list. ``optimizers``: None, an optimizer or a list. Returns the models alone when there
+    are no optimizers, else the pair. The settings hold for the process until the next call. Wrap a model in
+    DistributedDataParallel after this, not before. ``None`` means: as ``opt_level`` says.
+
+    ``min_loss_scale``: floor of the dynamic scale, 1.0 unless given, 0 for none. ``num_losses``: number of
+    independent scalers, chosen by ``scale_loss(..., loss_id=)``.
+    """
+    o1.engine.stop()
+    annotate.restore_functions()
+    _amp_state.verbosity, _amp_state.initialized = verbosity, True
+    _amp_state.opt_properties = Properties()
+    if not enabled:
+        return models if optimizers is None else (models, optimizers)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "patch_torch_functions_type": patch_torch_functions_type,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    properties = _properties(opt_level, overrides)
+    model_list, optimizer_list = _model_list(models), _optimizer_list(optimizers)
+    for model in model_list:
+        _check_model(model)
+    _check_optimizers(optimizer_list)
+    scalers = _scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale)
+
+    for model in model_list:
+        _cast(model, properties, cast_model_outputs)
+    for each in optimizer_list:
+        optimizer.adopt(each, bool(properties.master_weights), bool(properties.patch_torch_functions))
+        _amp_state.optimizers.add(each)
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    _amp_state.loss_scalers, _amp_state.opt_properties = scalers, properties
+    if properties.patch_torch_functions:
+        dtype = properties.patch_torch_functions_type or torch.float16
+        o1.engine.start(dtype, {p.device.type for model in model_list for p in model.parameters()} or {"cpu"})
+        annotate.apply_registrations()
+    return models if optimizers is None else (models, optimizers)
+
+
+def reset() -> None:
+    """Forget everything: O1 ends, models and optimizers lose what ``initialize`` hung on them, scalers are gone.
+
+    For a second run in one process, and for tests. Casts of weights and masters already created are not undone.
+    """
+    o1.engine.stop()
+    annotate.undo_registrations()
+    for each in list(_amp_state.optimizers):
+        optimizer.release(each)
+    for model in list(_amp_state.models):
+        _detach(model)
+    _amp_state.clear()
+
+
+def _refuse(message: str) -> None:
+    if not _amp_state.hard_override:
+        raise RuntimeError(message)
+    warn(f"Warning: {message}", always=True)
+
+
+def _properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
+    properties = level_properties(opt_level)
+    announce(f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{properties.table()}")
+    if apply_overrides(properties, overrides, _refuse):
+        announce(f"After the overrides given:\n{properties.table()}")
+    properties.enabled = True
+    return properties
+
+
+def _model_list(models: Any) -> list[nn.Module]:
+    result = [models] if isinstance(models, nn.Module) else models
+    if not isinstance(result, list) or not all(isinstance(model, nn.Module) for model in result):
+        raise TypeError(f"models must be either an nn.Module or a list of them; seen: {_describe(models)}.")
+    return result
+
+
+def _optimizer_list(optimizers: Any) -> list[Optimizer]:
+    if optimizers is None:
+        return []
+    result = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    if not isinstance(result, list) or not all(isinstance(each, Optimizer) for each in result):
+        raise TypeError(
+            f"optimizers must be either a torch.optim.Optimizer or a list of them; seen: {_describe(optimizers)}."
+        )
+    return result
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or getattr(
+        model, "wraps_module", False
+    ):
+        raise RuntimeError(
+            f"amp.initialize was given a model wrapped in {type(model).__name__}. Parallel wrappers should only be "
+            "applied to the model(s) AFTER the model(s) have been returned from amp.initialize."
+        )
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    for kind, name, tensor in casting.floating_tensors(model):
+        if tensor.dtype is torch.float16:
+            _refuse(
+                f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32 (on any device). Models arrive "
+                "in float32 and amp.initialize casts them: remove the .half(), or set "
+                "amp._amp_state.allow_incoming_model_not_fp32 = True."
+            )
+
+
+def _check_optimizers(optimizers: list[Optimizer]) -> None:
+    if len({id(each) for each in optimizers}) < len(optimizers):
+        raise RuntimeError(
+            "The same optimizer stands in the list twice; each can only be passed to amp.initialize once."
+        )
+    for each in optimizers:
+        optimizer.check_fresh(each)
+
+
+def _scalers(loss_scale: LossScale, count: int, minimum: float | None, maximum: float | None) -> list[LossScaler]:
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_losses={count!r} must be a whole number, at least 1.")
+    return [LossScaler(loss_scale, minimum, maximum, index) for index in range(count)]
+
+
+def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
+    _detach(model)  # of a former initialize: casts must not pile up
+    dtype = properties.cast_model_type or None
+    handles: list[Any] = []
+    if dtype is not None:
+        if not properties.casts_functions:
+            casting.cast_model(model, dtype, bool(properties.keep_batchnorm_fp32))
+        handles = casting.attach(model, dtype, outputs or torch.float32, fp32_state=True)
+    elif outputs is not None:
+        handles = casting.attach(model, None, outputs, fp32_state=False)
+    if properties.patch_torch_functions:
+        handles.append(model.register_forward_pre_hook(o1.FollowDevice()))
+    _handles[model] = handles
+    _amp_state.models.add(model)
+
+
+def _detach(model: nn.Module) -> None:
+    for handle in _handles.pop(model, []):
+        handle.remove()

@@ -1,0 +1,161 @@
+"""Opt levels: their properties, the overrides ``initialize`` accepts, and the checks on them (contract 1.2 and 8).
+
+Nothing here touches a model or an optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+LossScale = float | Literal["dynamic"]
+
+
+@dataclass
+class Properties:
+    """The settings in force. ``None`` means that a property has no say at this level."""
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: torch.dtype | Literal[False] | None = None
+    patch_torch_functions: bool | None = False
+    patch_torch_functions_type: torch.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: LossScale = 1.0
+
+    @property
+    def casts_functions(self) -> bool:
+        """Levels whose idea is to cast functions, not the model (O1, O4); they refuse the model-casting overrides."""
+        return self.opt_level in ("O1", "O4")
+
+    def table(self) -> str:
+        """One ``name : value`` line a property, as Apex prints them."""
+        names = [field.name for field in fields(self) if field.name != "opt_level"]
+        return "\n".join(f"{name:<22} : {getattr(self, name)}" for name in names)
+
+
+BRIEFS = {
+    "O0": "Pure FP32 training.",
+    "O1": "Insert automatic casts around torch functions and tensor methods.",
+    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "Pure FP16 training.",
+    "O4": "O1 in BFLOAT16: automatic casts around torch functions and tensor methods.",
+    "O5": "O2 in BFLOAT16: BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+}
+
+
+def level_properties(opt_level: str) -> Properties:
+    """The defaults of ``opt_level``; RuntimeError for an unknown one."""
+    half, bfloat, dynamic = torch.float16, torch.bfloat16, "dynamic"
+    # order: cast_model_type, patch_torch_functions, its type, keep_batchnorm_fp32, master_weights, loss_scale
+    rows: dict[str, tuple[Any, ...]] = {
+        "O0": (torch.float32, False, None, None, False, 1.0),
+        "O1": (None, True, half, None, None, dynamic),
+        "O2": (half, False, None, True, True, dynamic),
+        "O3": (half, False, None, False, False, 1.0),
+        "O4": (None, True, bfloat, None, None, 1.0),
+        "O5": (bfloat, False, None, True, True, 1.0),
+    }
+    if not isinstance(opt_level, str) or opt_level not in rows:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Allowed are {', '.join(map(repr, rows))}: a capital letter O "
+            'and a digit. Type amp.initialize(model, optimizer, opt_level="O1").'
+        )
+    return Properties(True, opt_level, *rows[opt_level])
+
+
+def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: Callable[[str], None]) -> list[str]:
+    """Write every override that is not None into ``properties``; return the names written.
+
+    The order is that of the contract: a later name's check never hides an earlier one's. ``refuse`` is called with the
+    message of an override that the level does not allow; it raises, or warns under ``_amp_state.hard_override``.
+    """
+    checks = {
+        "cast_model_type": _cast_model_type,
+        "patch_torch_functions": _patch_torch_functions,
+        "patch_torch_functions_type": _patch_torch_functions_type,
+        "keep_batchnorm_fp32": _keep_batchnorm_fp32,
+        "master_weights": _master_weights,
+        "loss_scale": _loss_scale,
+    }
+    written = []
+    for name, check in checks.items():
+        value = overrides.get(name)
+        if value is not None:
+            setattr(properties, name, check(properties, value, refuse))
+            written.append(name)
+    return written
+
+
+Refuse = Callable[[str], None]
+
+
+def _cast_model_type(properties: Properties, value: Any, refuse: Refuse) -> Any:
+    if properties.casts_functions and value is not False and value is not torch.float32:
+        refuse(
+            f"cast_model_type={value} was given with {properties.opt_level}, which casts functions and leaves the "
+            "model in float32. Leave it out, or use opt_level O2, O3 or O5 to cast the model."
+        )
+    if value is not False and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"cast_model_type={value!r} is neither False nor a floating torch.dtype such as torch.float16.")
+    return value
+
+
+def _patch_torch_functions(properties: Properties, value: Any, refuse: Refuse) -> Any:
+    if value and not properties.casts_functions:
+        refuse(
+            f"patch_torch_functions=True was given with {properties.opt_level}; only O1 and O4 cast functions. "
+            "Leave it out, or use opt_level O1 (float16) or O4 (bfloat16)."
+        )
+    return value
+
+
+def _patch_torch_functions_type(properties: Properties, value: Any, refuse: Refuse) -> Any:
+    expected = properties.patch_torch_functions_type
+    if value is not expected:
+        refuse(
+            f"patch_torch_functions_type={value} was given with {properties.opt_level}, whose own is {expected}. "
+            "Leave it out, or use opt_level O1 for torch.float16 and O4 for torch.bfloat16."
+        )
+    return value
+
+
+def _keep_batchnorm_fp32(properties: Properties, value: Any, refuse: Refuse) -> bool | None:
+    if properties.casts_functions:
+        refuse(
+            f"keep_batchnorm_fp32={value!r} was given with {properties.opt_level}, where batch norm is float32 anyhow. "
+            "Leave it out (None, not the text 'None')."
+        )
+        return None
+    allowed: dict[Any, bool] = {True: True, False: False, "True": True, "False": False}
+    if not isinstance(value, bool | str) or value not in allowed:
+        raise AssertionError(
+            f"keep_batchnorm_fp32={value!r} is not allowed. Use True, False, the text 'True' or 'False', or None."
+        )
+    return allowed[value]
+
+
+def _master_weights(properties: Properties, value: Any, refuse: Refuse) -> Any:
+    if properties.casts_functions:
+        refuse(
+            f"master_weights={value} was given with {properties.opt_level}, whose weights are float32 and are their own "
+            "masters. Leave it out."
+        )
+    return value
+
+
+def _loss_scale(properties: Properties, value: Any, refuse: Refuse) -> LossScale:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"loss_scale={value!r} is neither 'dynamic' nor a number such as 128.0 or '128.0'.") from None
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"loss_scale={value!r} must be a finite number above 0, or 'dynamic'.")
+    return scale

@@ -1,0 +1,108 @@
+"""The context around a backward pass (contract 1.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.apex import exchange
+from harness.apex.amp import gradients, o1
+from harness.apex.amp.masters import AmpStash, all_params
+from harness.apex.amp.scaler import LossScaler
+from harness.apex.amp.state import _amp_state
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Iterable[Optimizer],
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Yield ``loss.float()`` times the loss scale, for its ``backward()``; unscale the gradients at the end.
+
+    ``optimizers``: every optimizer that owns parameters this loss reaches, one or an iterable. ``loss_id`` picks the
+    scaler. ``delay_unscale=True`` in all but the last micro-batch of a step leaves gradients scaled and accumulating.
+    ``delay_overflow_check=True`` leaves the verdict on this context's gradients to the next one without it. ``model``
+    is accepted and ignored, as in Apex.
+
+    After an overflow the next ``step()`` of each of ``optimizers`` does nothing (``_amp_stash.already_patched`` says so
+    until then). O1's casts are off inside, so the backward pass runs as the forward pass was recorded. When the body
+    raises, gradients accumulated before are kept, those of this context are dropped.
+    """
+    if not _amp_state.initialized:
+        raise RuntimeError(
+            "scale_loss was called but amp was never initialized (the internal Amp state has not been initialized). "
+            "Type model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+        )
+    if not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    scaler = _scaler(loss_id)
+    scale = scaler.loss_scale()
+    if not scaler.dynamic and scale == 1.0 and not any(_has_masters(optimizer) for optimizer in chosen):
+        with o1.disable_casts():
+            yield loss.float()
+        return
+    for optimizer in chosen:
+        _stash(optimizer)
+        gradients.prepare(optimizer, scale, delay_unscale)
+    try:
+        with o1.disable_casts():
+            yield loss.float() * scale
+    except BaseException:
+        for optimizer in chosen:
+            gradients.restore(optimizer)
+        raise
+    if delay_unscale:
+        for optimizer in chosen:
+            gradients.mark_delayed(optimizer, scale)
+        return
+    for optimizer in chosen:
+        gradients.finish(optimizer, scaler, scale)
+    if delay_overflow_check:
+        scaler.clear_overflow_state()
+    elif exchange.any_local(parameter for optimizer in chosen for parameter in _model_params(optimizer)):
+        scaler.defer()
+    elif scaler.update_scale():
+        scaler.clear_overflow_state()
+        for optimizer in chosen:
+            _stash(optimizer).already_patched = True
+
+
+def _scaler(loss_id: int) -> LossScaler:
+    try:
+        return _amp_state.loss_scalers[loss_id]
+    except IndexError:
+        count = len(_amp_state.loss_scalers)
+        raise IndexError(
+            f"loss_id={loss_id}, but amp was initialized for {count} loss{'es' if count > 1 else ''} (ids 0 to "
+            f"{count - 1}). Type amp.initialize(..., num_losses={loss_id + 1})."
+        ) from None
+
+
+def _stash(optimizer: Optimizer) -> AmpStash:
+    stash = getattr(optimizer, "_amp_stash", None)
+    if not isinstance(stash, AmpStash):
+        raise RuntimeError(
+            f"scale_loss was given a {type(optimizer).__name__} that amp.initialize has not seen. Pass every optimizer "
+            "to amp.initialize, and use the ones it returns."
+        )
+    return stash
+
+
+def _has_masters(optimizer: Optimizer) -> bool:
+    stash = getattr(optimizer, "_amp_stash", None)
+    return isinstance(stash, AmpStash) and stash.master_weights
+
+
+def _model_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    yield from _stash(optimizer).all_fp16_params
+    yield from all_params(optimizer)

@@ -1,0 +1,160 @@
+"""The loss scaler: one scale, its growth and back-off, and the unscaling of gradients (contract 2).
+
+A scale is plain host data. The only device-to-host sync is in ``update_scale`` of a dynamic scaler; a static one has
+none. Which gradients belong to which context is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.apex.amp.levels import LossScale
+from harness.apex.amp.state import warn
+
+INITIAL_SCALE = 2.0**16
+FACTOR = 2.0
+WINDOW = 2000  # clean updates between two growths
+DEFAULT_FLOOR = 1.0  # Apex had none and walked down to a division by zero (contract 2.2)
+LOWEST_FLOOR = 2.0**-126  # what min_loss_scale=0 means: the last scale whose inverse is finite in float32
+COMPLAIN_EVERY = 50  # consecutive overflows between two warnings that training has stopped
+
+
+class LossScaler:
+    """Scale for one loss.
+
+    Dynamic: starts at ``min(max_loss_scale, 2**16)``, but not under the floor; halves on overflow, doubles after 2000
+    clean updates. The floor is ``min_loss_scale``; 1.0 when None; none to speak of (2**-126) when 0. Static: the number
+    given; counts but never skips.
+    """
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+        index: int = 0,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self.index = index
+        self._max = float("inf") if max_loss_scale is None else float(max_loss_scale)
+        self._min = DEFAULT_FLOOR if min_loss_scale is None else max(float(min_loss_scale), LOWEST_FLOOR)
+        if self.dynamic and self._min > self._max and min_loss_scale is not None:
+            raise ValueError(
+                f"min_loss_scale={min_loss_scale} is above max_loss_scale={max_loss_scale}; the dynamic loss scale "
+                "must fit between them. Lower the first or raise the second."
+            )
+        self._min = min(self._min, self._max)
+        self._loss_scale = max(self._min, min(self._max, INITIAL_SCALE)) if self.dynamic else float(loss_scale)
+        self._unskipped = 0
+        self._has_overflow = False
+        self._found: dict[torch.device, Tensor] = {}
+        self._inverse: dict[torch.device, tuple[float, Tensor]] = {}
+        self._deferred = 0
+        self._in_a_row = 0
+
+    def loss_scale(self) -> float:
+        """The scale the next loss is multiplied by."""
+        return self._loss_scale
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """A one-element tensor, not 0 once ``unscale_`` has met an inf or NaN since the last clear."""
+        for found in self._found.values():
+            return found
+        return torch.zeros(1)
+
+    def clear_overflow_state(self) -> None:
+        """Forget what ``unscale_`` found."""
+        self._has_overflow = False
+        for found in self._found.values():
+            found.zero_()
+
+    def unscale_(self, gradients: Sequence[Tensor], scale: float) -> None:
+        """Divide dense ``gradients`` by ``scale`` in place; a dynamic scaler also notes any inf or NaN among them.
+
+        One pass over the gradients of each device and dtype.
+        """
+        inverse = 1.0 / scale
+        if not self.dynamic and inverse == 1.0:
+            return
+        for (device, _), group in _by_kind(gradients).items():
+            if self.dynamic:
+                found, factor = self._buffers(device, inverse)
+                torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
+            else:
+                torch._foreach_mul_(group, inverse)
+
+    def unscale(
+        self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float | None = None
+    ) -> None:
+        """Apex's name: write ``model_grads`` divided by ``scale`` into ``master_grads`` and note overflow."""
+        torch._foreach_copy_(list(master_grads), list(model_grads))
+        self.unscale_(master_grads, self._loss_scale if scale is None else scale)
+
+    def defer(self) -> None:
+        """End a context whose gradients are still local to this rank: the verdict falls in the one that reduces them."""
+        self._deferred += 1
+        self.clear_overflow_state()
+
+    @property
+    def owes_verdict(self) -> bool:
+        """Whether earlier contexts wait for this one's verdict."""
+        return self._deferred > 0
+
+    def update_scale(self) -> bool:
+        """Move the scale after a context (and those deferred to it); return whether the step must be skipped.
+
+        Reads the overflow flag from the device when dynamic: the one sync point of amp.
+        """
+        if self.dynamic and self._found:
+            self._has_overflow = any(found.item() for found in self._found.values())
+        contexts, self._deferred = self._deferred + 1, 0
+        if self.dynamic and self._has_overflow:
+            self._back_off()
+            return True
+        self._in_a_row = 0
+        for _ in range(contexts):
+            self._unskipped += 1
+            if self.dynamic and self._unskipped == WINDOW:
+                self._loss_scale = min(self._max, self._loss_scale * FACTOR)
+                self._unskipped = 0
+        return False
+
+    def _back_off(self) -> None:
+        before, self._unskipped = self._loss_scale, 0
+        # never upwards, also where the floor is above a scale that a script or a checkpoint wrote
+        self._loss_scale = min(before, max(self._min, before / FACTOR))
+        self._in_a_row += 1
+        if self._loss_scale != before:
+            warn(
+                f"Gradient overflow: the next optimizer step is skipped; loss scaler {self.index} "
+                f"reduces the loss scale from {before:g} to {self._loss_scale:g}"
+            )
+        if self._loss_scale <= self._min and (self._loss_scale != before or self._in_a_row % COMPLAIN_EVERY == 0):
+            warn(
+                f"Loss scaler {self.index} is at its floor of {self._min:g} after {self._in_a_row} overflows in a row: "
+                "a smaller scale is not tried, and steps are skipped until gradients are finite. Usually the loss itself "
+                "is inf or NaN (look at the data and the learning rate), or zero_grad() was not called after a skipped "
+                f"step. If the loss is finite and large, type amp.initialize(..., min_loss_scale={self._min / 1024:g}).",
+                always=True,
+            )
+
+    def _buffers(self, device: torch.device, inverse: float) -> tuple[Tensor, Tensor]:
+        if device not in self._found:
+            self._found[device] = torch.zeros(1, device=device)
+        cached = self._inverse.get(device)
+        if cached is None or cached[0] != inverse:
+            cached = (inverse, torch.full((1,), inverse, device=device))
+            self._inverse[device] = cached
+        return self._found[device], cached[1]
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return groups

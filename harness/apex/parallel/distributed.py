@@ -1,0 +1,169 @@
+"""``DistributedDataParallel`` under Apex's signature, on any device and backend (contract 5.1).
+
+Differences to Apex, all towards what a user expects: buffers are broadcast at construction as well as parameters;
+every floating dtype is reduced; ranks may differ in which parameters a pass uses (a parameter no rank used keeps no
+gradient); every backward pass is reduced, however many follow one forward; accumulating without reduction is right
+under every opt level; with ``gradient_average=False`` what was already reduced is not summed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.apex.parallel.buckets import Scaling
+from harness.apex.parallel.reducer import GradientReducer
+
+
+class DistributedDataParallel(nn.Module):
+    """``module`` whose gradients are averaged over all ranks when ``backward`` returns.
+
+    All ranks must construct it, around models of the same shape; rank 0's parameters and buffers are copied to the
+    others then. Needs a process group. Wrap after ``amp.initialize``.
+
+    Args:
+        module: the model; also found as ``.module``.
+        message_size: least number of elements sent at once while the backward pass runs.
+        delay_allreduce: send everything at the end of the backward pass instead.
+        shared_param: Apex refuses it, so does this.
+        allreduce_trigger_params: accepted; buckets are laid out by ``message_size``.
+        retain_allreduce_buffers: let gradients be views of the buffers they were reduced in.
+        allreduce_always_fp32: sum float16 and bfloat16 gradients in float32.
+        num_allreduce_streams: accepted; the backend schedules its own streams.
+        allreduce_communicators: accepted; the default process group is used.
+        gradient_average: divide the sum by the number of ranks.
+        gradient_predivide_factor: divide by this before the sum and multiply by it in the average after it.
+        gradient_average_split_factor: accepted and ignored, as in Apex.
+        prof: accepted; ``torch.profiler`` shows the reductions anyway.
+    """
+
+    wraps_module = True  # what amp.initialize looks for
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: list[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        super().__init__()
+        _check(delay_allreduce, shared_param, allreduce_trigger_params, num_allreduce_streams)
+        self.module = module
+        self.delay_allreduce = delay_allreduce
+        self.message_size = message_size
+        self.retain_allreduce_buffers = retain_allreduce_buffers
+        self.allreduce_always_fp32 = allreduce_always_fp32
+        self.gradient_average = gradient_average
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.world_size = dist.get_world_size()
+        self._enabled = True
+        self._reducer: GradientReducer | None = None
+        broadcast_from_rank_zero([*module.parameters(), *module.buffers()])
+        self._arm()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if self.world_size > 1 and self._trainable_changed():
+            self._arm()
+        return self.module(*inputs, **kwargs)
+
+    def disable_allreduce(self) -> None:
+        """Let gradients accumulate on each rank until ``enable_allreduce``."""
+        self._set_enabled(False)
+
+    def enable_allreduce(self) -> None:
+        """Reduce from the next backward pass on, including what accumulated while disabled."""
+        self._set_enabled(True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate on each rank; the next one outside reduces the sum."""
+        before = self._enabled
+        self._set_enabled(False)
+        try:
+            yield
+        finally:
+            self._set_enabled(before)
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor]:
+        """The flat buffers of the last reduction, under ``retain_allreduce_buffers``."""
+        return [bucket.flat for bucket in self._reducer.buckets] if self._reducer is not None else []
+
+    def _set_enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+        if self._reducer is not None:
+            self._reducer.enabled = enabled
+
+    def _trainable(self) -> list[Tensor]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _trainable_changed(self) -> bool:
+        known = self._reducer.parameters if self._reducer is not None else []
+        now = self._trainable()
+        return len(known) != len(now) or any(a is not b for a, b in zip(known, now, strict=True))
+
+    def _arm(self) -> None:
+        if self._reducer is not None:
+            self._reducer.detach()
+        self._reducer = None
+        if self.world_size > 1:
+            scaling = Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor)
+            size = None if self.delay_allreduce else self.message_size
+            self._reducer = GradientReducer(
+                self._trainable(), scaling, size, self.allreduce_always_fp32, self.retain_allreduce_buffers
+            )
+            self._reducer.enabled = self._enabled
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reducer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy reduces on its own, once its forward is called."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _check(delay: bool, shared: Any, triggers: Any, streams: int) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "DistributedDataParallel needs the default process group, and there is none. Call "
+            'torch.distributed.init_process_group("gloo") (or "nccl") first, under a launcher such as torchrun.'
+        )
+    if shared is not None:
+        raise ValueError(
+            "shared_param is not supported. Leave it out; for a model with shared weights nothing is needed."
+        )
+    if delay and streams > 1:
+        raise ValueError(f"num_allreduce_streams={streams} needs delay_allreduce=False. Leave one of the two out.")
+    if delay and triggers is not None:
+        raise ValueError("allreduce_trigger_params needs delay_allreduce=False. Leave one of the two out.")
+
+
+@torch.no_grad()
+def broadcast_from_rank_zero(tensors: list[Tensor]) -> None:
+    """Copy rank 0's values of ``tensors`` to all ranks, in flat pieces by device and dtype. All ranks call it."""
+    if dist.get_world_size() == 1:
+        return
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for group in groups.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        dist.broadcast(flat, src=0)
+        for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+            tensor.detach().copy_(piece.view(tensor.shape))

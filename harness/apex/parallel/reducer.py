@@ -1,0 +1,170 @@
+"""When gradients cross the ranks: the hooks on parameters and the end of a backward pass.
+
+Every rank must run the same sequence of backward passes, reduced or not; within one the set of parameters that get
+gradients may differ. Collectives are issued in bucket order on every rank, whatever order gradients arrive in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from harness.apex import exchange
+from harness.apex.parallel.buckets import Bucket, Scaling, layout
+
+
+class GradientReducer:
+    """Reduces the gradients of ``parameters`` over the default process group, backward pass by backward pass.
+
+    ``message_size``: least number of elements in a bucket that is sent during the backward pass; None sends all at its
+    end. While ``enabled`` is False gradients accumulate locally (``holds_local``) and are reduced with the next enabled
+    backward pass, wherever amp has put them meanwhile.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], scaling: Scaling, message_size: int | None, fp32: bool, retain: bool
+    ) -> None:
+        self.parameters = list(parameters)
+        self.enabled = True
+        self.holds_local = False
+        self._scaling, self._retain = scaling, retain
+        self._overlap = message_size is not None
+        reverse = range(len(self.parameters) - 1, -1, -1)  # about the order in which gradients become ready
+        self.buckets = layout(self.parameters, reverse, message_size, fp32)
+        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
+        self._pending = [False] * len(self.parameters)  # has local amounts that no reduction has seen
+        self._ids = {id(parameter) for parameter in self.parameters}
+        self._pass = -1
+        self._launched = 0
+        self._handles = self._register_hooks(scaling.carry != 1.0)
+        exchange.register(self)
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` is one of those reduced here."""
+        return id(parameter) in self._ids
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _register_hooks(self, carries: bool) -> list[Any]:
+        this = weakref.ref(self)  # a reducer nobody holds any more must not go on reducing
+
+        def after(i: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                reducer = this()
+                if reducer is not None:
+                    reducer._arrived(i)
+
+            return hook
+
+        def before(i: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                reducer = this()
+                if reducer is not None:
+                    reducer._about_to_accumulate(i)
+
+            return hook
+
+        handles: list[Any] = []
+        for i, parameter in enumerate(self.parameters):
+            handles.append(parameter.register_post_accumulate_grad_hook(after(i)))
+            if carries:
+                handles.append(parameter.register_hook(before(i)))
+        return handles
+
+    def _about_to_accumulate(self, i: int) -> None:
+        """Sums only: an amount that was reduced before must not be summed again with what is added to it now."""
+        if self._pending[i]:
+            return
+        parameter = self.parameters[i]
+        reduced = parameter.grad
+        if reduced is None and not self.enabled:
+            reduced = exchange.get_hidden(parameter)
+        if reduced is not None:
+            reduced.mul_(self._scaling.carry)
+
+    def _arrived(self, i: int) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._pass:
+            self._begin(task)
+        self._pending[i] = True
+        if self._overlap and self.enabled:
+            self._bucket_of[i].missing -= 1
+            buckets = self.buckets
+            while self._launched < len(buckets) and buckets[self._launched].missing <= 0:
+                self._launch(buckets[self._launched])
+
+    def _begin(self, task: int) -> None:
+        """The first gradient of a backward pass."""
+        self._pass = task
+        if not self.enabled:
+            self.holds_local = True
+            return
+        for bucket in self.buckets:
+            if bucket.work is not None:  # left by a pass that raised
+                bucket.work.wait()
+                bucket.work = None
+            bucket.missing = len(bucket.indices)
+        self._launched = 0
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _launch(self, bucket: Bucket) -> None:
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        bucket.launch(gradients, [self._pending[i] for i in bucket.indices], self._scaling)
+        self._launched += 1
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """The end of a backward pass that reduces."""
+        for bucket in self.buckets[self._launched :]:
+            self._launch(bucket)
+        for bucket in self.buckets:
+            self._collect(bucket)
+        if self.holds_local:
+            self._reduce_hidden()
+            self.holds_local = False
+        self._pending = [False] * len(self.parameters)
+        self._pass = -1
+
+    def _collect(self, bucket: Bucket) -> None:
+        targets, results = [], []
+        for place, view in bucket.finish([self._pending[i] for i in bucket.indices], self._scaling):
+            parameter = bucket.parameters[place]
+            if self._retain and view.dtype is parameter.dtype:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.to(parameter.dtype, copy=True)
+            else:
+                targets.append(parameter.grad)
+                results.append(view)
+        if targets:
+            torch._foreach_copy_(targets, results)
+
+    def _reduce_hidden(self) -> None:
+        """Reduce what amp moved out of ``.grad`` since the last reduction, in float32 (contract 5.1.6)."""
+        hidden = [exchange.get_hidden(parameter) for parameter in self.parameters]
+        if not self.parameters:
+            return
+        somewhere = torch.tensor([float(any(h is not None for h in hidden))], device=self.parameters[0].device)
+        dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
+        if not somewhere.item():
+            return
+        for bucket in layout(self.parameters, range(len(self.parameters)), None, fp32=True):
+            gradients = [hidden[i] for i in bucket.indices]
+            flagged = [gradient is not None for gradient in gradients]
+            bucket.launch(gradients, flagged, self._scaling)
+            for place, view in bucket.finish(flagged, self._scaling):
+                gradient = gradients[place]
+                if gradient is None:
+                    exchange.set_hidden(bucket.parameters[place], view.clone())
+                else:
+                    gradient.copy_(view)

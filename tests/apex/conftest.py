@@ -1,0 +1,19 @@
+"""Every test of this folder starts and ends with amp never initialized and torch's autocast off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.apex import amp
+
+
+@pytest.fixture(autouse=True)
+def _fresh_amp():
+    amp.reset()
+    torch.manual_seed(0)
+    yield
+    amp.reset()
+    assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
+    assert torch.is_autocast_cache_enabled(), "autocast's cache was left off"
+    assert "cpu" not in torch.Tensor.__dict__, "Tensor.cpu was left replaced"
