@@ -58,7 +58,7 @@ def _captions(rng: np.random.Generator, count: int) -> list[str]:
     pool = words.split(",")
     captions = []
     for kind in rng.random(count):
-        chosen = [pool[i] for i in rng.integers(0, len(words), rng.integers(8, 19))]
+        chosen = [pool[i] for i in rng.integers(0, len(pool), rng.integers(8, 19))]
         if kind < 0.05:
             captions.append('"' + " ".join(chosen[:4]) + "\n" + " ".join(chosen[4:]) + '"')
         elif kind < 0.35:
@@ -169,7 +169,7 @@ def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int,
     lines = [
         f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
         "",
-        "| reader | slowest rank, s: median (range) | times faster | peak RSS of a rank, MB | all, PSS, MB | times less |",
+        "| reader | slowest rank, s: median (range) | faster | peak RSS of a rank, MB | PSS of all ranks, MB | less |",
         "|---|---|---|---|---|---|",
     ]
     for reader, results in runs.items():

@@ -6,16 +6,18 @@ batch i // length; labels go into a plain file of int32 codes beside it. Everyth
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from harness.data import csv_lines, csv_reader, parquet_reader
+from harness.data.ahead import read_ahead
 from harness.data.cache import FORMAT, Entry
 from harness.data.labels import LabelCoder
 from harness.data.sinks import CodeSink, TextSink
@@ -75,15 +77,18 @@ def require_columns(columns: Sequence[str], text: Sequence[str], label: str | No
 
 
 def _fill(
-    texts: TextSink, labels: CodeSink | None, batches: Iterable[pa.RecordBatch], source: Source, path: Path
+    texts: TextSink, labels: CodeSink | None, batches: Generator[pa.RecordBatch, None, None], source: Source, path: Path
 ) -> dict[str, Any]:
     """Write all rows; what the manifest says about them."""
     num_rows = 0
-    for batch in batches:
-        num_rows += batch.num_rows
-        if labels is not None:
-            labels.add(batch)
-        texts.add(batch)
+    # Parsing takes as long as all the rest together: it gets a core of its own. Closed here,
+    # since after an error the traceback would keep the thread waiting.
+    with contextlib.closing(read_ahead(batches)) as ahead:
+        for batch in ahead:
+            num_rows += batch.num_rows
+            if labels is not None:
+                labels.add(batch)
+            texts.add(batch)
     if not num_rows:
         raise DataError("the file has a header but no rows", where=source.name, hint="was it written completely?")
     if labels is not None:

@@ -2,7 +2,7 @@
 
     frame = read_shard("train.csv", rank=2, world_size=8)
 
-The same rows as ``pandas.read_csv(...)`` and the recipe's slice, without every rank reading the whole file. Column types
+The same rows as ``pandas.read_csv`` and the recipe's slice, but not every rank reads the whole file. Column types
 are found on the whole column, never on the shard, so all ranks have the same ones. They differ from pandas in this:
 text is never taken for missing (``NA`` and the empty field stay text, unless the rest of the column is numbers, where
 they become NaN), and integers that float64 cannot hold stay text instead of being rounded.

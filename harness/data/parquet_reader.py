@@ -7,7 +7,7 @@ out of the table, so that a file with images inside does not have to be copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,7 +32,7 @@ def read_header(path: Path, name: str) -> list[str]:
     return columns
 
 
-def read_batches(path: Path, name: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:
     """The rows in order, in batches of any length, never empty ones."""
     schema = pa.schema([(column, pa.string()) for column in columns])
     with _reading(name), pa.parquet.ParquetFile(path) as file:

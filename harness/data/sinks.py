@@ -98,12 +98,13 @@ class CodeSink:
         self._file.close()
         vocabulary, counts, place, notes = self.coder.finish()
         digest = hashlib.sha256()
-        codes = np.memmap(self.path, "<i4", "r+")
-        for start in range(0, len(codes), _CODES_AT_ONCE):
-            part = slice(start, start + _CODES_AT_ONCE)
-            codes[part] = place[codes[part]]
-            digest.update(codes[part].data)
-        codes.flush()  # msync: on the disk before the manifest is
+        with open(self.path, "r+b", buffering=0) as file:
+            while len(codes := np.fromfile(file, "<i4", _CODES_AT_ONCE)):
+                final = place[codes].astype("<i4", copy=False).data
+                file.seek(-final.nbytes, os.SEEK_CUR)
+                file.write(final)
+                digest.update(final)
+            os.fsync(file.fileno())
         return vocabulary, counts, notes, digest.hexdigest()
 
     def abandon(self) -> None:

@@ -113,7 +113,7 @@ class Table:
         schema = pa.schema([(c, pa.string()) for c in names])
         start, stop = max(0, start), min(stop, self.num_rows)
         length, pieces = self._manifest["batch_rows"], []
-        while start < stop:
+        while start < stop and places:
             batch = self._batch(start // length)
             piece = batch.slice(start % length, stop - start)
             pieces.append(pa.RecordBatch.from_arrays([piece.column(p) for p in places], schema=schema))
