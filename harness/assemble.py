@@ -43,7 +43,7 @@ class Sizes:
 
 
 def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
-    """Raises ConfigError where the batch cannot be dealt to ``world_size`` ranks, DataError where there are too few rows."""
+    """Raises ConfigError where the batch cannot be dealt to ``world_size`` ranks, DataError for too few rows."""
     batch = config.batch
     if batch.global_ is not None:
         unit = world_size * batch.accumulate
@@ -126,6 +126,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     rng.seed_all(rng.TRAINING, config.seed, runtime.rank)
     train = Loader(task.train, config.data.num_workers, runtime.device)
     eval_ = Loader(task.eval, config.data.num_workers, runtime.device)
+    floor = config.schedule.min_lr * size.lr / config.optimizer.lr  # min_lr is scaled as lr is
     run = Run(
         config=config,
         runtime=runtime,
@@ -140,7 +141,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         precision=chosen,
         optimizer=optimizer,
         schedule=optim.Schedule(
-            config.schedule, size.lr, config.schedule.min_lr * size.lr / config.optimizer.lr, size.steps_per_epoch, size.total_steps
+            config.schedule, size.lr, floor, size.steps_per_epoch, size.total_steps
         ),
         ema=ema,
         checkpoints=Checkpoints(folder.checkpoints, config.checkpoint.keep),

@@ -247,7 +247,7 @@ def _batch_conflicts(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("batch.global", "batch.per_rank", "batch.accumulate"),
             f"{size} rows cannot be split into {batch.accumulate} equal micro-batches",
-            f"make the batch a multiple of batch.accumulate, for example {-(-size // batch.accumulate) * batch.accumulate}",
+            f"make the batch a multiple of batch.accumulate, for example {size + -size % batch.accumulate}",
         )
 
 
@@ -267,7 +267,7 @@ def _optimizer_conflicts(config: Config) -> Iterator[Conflict]:
         )
     if list(schedule.milestones) != sorted(set(schedule.milestones)):
         yield Conflict(("schedule.milestones",), "milestones must rise", "sort them")
-    if schedule.warmup_epochs >= epochs and schedule.warmup_epochs > 0:
+    if schedule.warmup_epochs > epochs:
         yield Conflict(
             ("schedule.warmup_epochs", "train.epochs"),
             f"warm-up of {schedule.warmup_epochs} epochs in a run of {epochs}",

@@ -101,7 +101,8 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
         raise ConfigError(f"extends goes in a circle: {chain}", where=str(path), hint="remove one of the extends lines")
     try:
         text = path.read_text(encoding="utf-8")
-        tree, origins = OmegaConf.create(text), _lines(text, path)
+        tree: Any = OmegaConf.create(text)
+        origins = _lines(text, path)
     except (OSError, UnicodeDecodeError) as error:
         near = difflib.get_close_matches(
             path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
@@ -122,7 +123,8 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
             hint="start it with a line such as name: digits",
         )
     bases = tree.pop("extends", None) or []
-    merged, all_origins = OmegaConf.create({}), {}
+    merged: Any = OmegaConf.create({})
+    all_origins: dict[str, str] = {}
     for base in [bases] if isinstance(bases, str) else bases:
         base_tree, base_origins = _read(path.parent / str(base), (*parents, path.resolve()))
         merged, all_origins = OmegaConf.merge(merged, base_tree), all_origins | base_origins

@@ -66,7 +66,7 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     Gradients cross ranks once, in the last backward. The overflow verdict is read after that, from gradients that are
     the same everywhere, so it needs no message of its own.
     """
-    state, train, precision = run.state, run.config.train, run.precision
+    train, precision = run.config.train, run.precision
     losses = []
     for index, micro in enumerate(group):
         last = index == len(group) - 1

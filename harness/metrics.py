@@ -58,7 +58,7 @@ class Sums:
 
 
 def classification(outputs: Tensor, targets: Tensor, num_classes: int) -> Pairs:
-    """loss, top1, top5, correct rows a class and the confusion matrix (truth, guess) of logits (batch, classes)."""
+    """loss, top1, top5, accuracy by class and the confusion matrix (truth, guess) of logits (batch, classes)."""
     outputs = outputs.float()
     rows = torch.tensor(float(len(targets)), device=outputs.device)
     guesses = outputs.topk(min(5, num_classes), dim=1).indices
@@ -77,7 +77,7 @@ def classification(outputs: Tensor, targets: Tensor, num_classes: int) -> Pairs:
 
 
 def classification_report(sums: Sums, classes: Sequence[str | int]) -> Report:
-    """{metric: value} of reduced ``classification`` pairs; per class by label, the confusion matrix as rows of counts."""
+    """{metric: value} of reduced ``classification`` pairs; accuracy by label; the confusion matrix as counts."""
     report: Report = {name: sums.ratio(name) for name in ("top1", "top5", "loss")}
     correct, count = sums.pairs["class_accuracy"]
     seen = count > 0

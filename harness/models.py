@@ -66,7 +66,7 @@ OURS: dict[str, type[nn.Module]] = {"small_cnn": SmallCNN, "mlp": MLP, "linear":
 
 
 def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
-    """The model ``name`` with ``args`` from the configuration and what the task knows (``num_classes``, ``in_channels``).
+    """The model ``name`` with ``args`` from the configuration and what the task knows (num_classes, in_channels).
 
     Of ``known``, the model gets what its signature takes. ``example`` is one prepared batch: lazy layers take their
     sizes from it, and a model that cannot take it is a ConfigError rather than a crash at the first step.

@@ -108,7 +108,7 @@ class Ema:
     """
 
     def __init__(self, module: nn.Module, sources: list[Tensor], decay: float) -> None:
-        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.params: list[Tensor] = [param for param in module.parameters() if param.requires_grad]
         self.decay = decay
         self.num_updates = 0
         self.average = [source.detach().float().clone() for source in sources]

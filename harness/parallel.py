@@ -1,4 +1,4 @@
-"""How replicas are kept equal: DistributedDataParallel of the chosen amp back end (delayed or overlapped), or nothing."""
+"""How replicas are kept equal: the chosen back end's DistributedDataParallel, delayed or overlapped, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random number streams: every source the process uses, seeded from (seed, purpose), saved and restored as plain data."""
+"""Random number streams: every source in use, seeded from (seed, purpose), saved and restored as plain data."""
 
 from __future__ import annotations
 

@@ -99,8 +99,9 @@ class Run:
         scale = self.precision.loss_scale()
         self.tracker.log(
             "train",
-            {"step": state.step, "epoch": state.epoch, "loss": loss, "lr": lr, "loss_scale": scale, "skipped": state.skipped,
-             "samples": state.rows, "samples_per_s": rows / time_s if time_s else None, "data_wait": wait, "wall_s": self.wall_s()},
+            {"step": state.step, "epoch": state.epoch, "loss": loss, "lr": lr, "loss_scale": scale,
+             "skipped": state.skipped, "samples": state.rows, "samples_per_s": rows / time_s if time_s else None,
+             "data_wait": wait, "wall_s": self.wall_s()},
         )  # fmt: skip
         self.progress.show(loss=f"{loss:.4f}", lr=f"{lr:.3g}", **{"rows/s": f"{rows / time_s if time_s else 0:.0f}"})
 
@@ -111,11 +112,13 @@ class Run:
             raise TrainingError(
                 f"the loss became {loss} within the last {steps} steps (step {state.step}, epoch {state.epoch})",
                 where=str(self.folder.path),
-                hint="lower optimizer.lr, set train.clip_norm or a warm-up, or train.on_nan=skip; then start again: it goes on from the last checkpoint",
+                hint="lower optimizer.lr, set train.clip_norm or a warm-up, or train.on_nan=skip; "
+                "the same recipe goes on from the last checkpoint",
             )
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
-                f"{state.skipped_in_a_row} steps in a row were skipped for gradients that are not finite (loss scale {self.precision.loss_scale():g})",
+                f"{state.skipped_in_a_row} steps in a row were skipped for gradients that are not finite "
+                f"(loss scale {self.precision.loss_scale():g})",
                 where=str(self.folder.path),
                 hint="try precision.opt_level=O4 (bfloat16) or O0; if that fails too, the data or the model yields NaN",
             )
@@ -168,7 +171,7 @@ class Run:
         self.saved_step = self.state.step
 
     def _window_loss(self) -> float:
-        """The loss since the last log line, summed over ranks: a model gone wrong must not become the newest checkpoint."""
+        """The loss since the last log line, summed: a model gone wrong must not become the newest checkpoint."""
         return self.runtime.sum(self.meter.loss.detach().clone()).item()
 
     def restore(self, path: Path) -> None:
@@ -243,7 +246,8 @@ class Run:
                     evaluation.pop("confusion", None), [str(name) for name in evaluation.get("class_accuracy", {})]
                 )
                 self.folder.summary(
-                    {"name": self.config.name, "finished": self.finished(), "epoch": state.epoch, "step": state.step, "evaluation": evaluation,
+                    {"name": self.config.name, "finished": self.finished(), "epoch": state.epoch, "step": state.step,
+                     "evaluation": evaluation,
                      "best": {self.config.best_metric: state.best, "step": state.best_step}, "history": state.history,
                      "samples": state.rows, "skipped": state.skipped, "bad_rows": state.bad_rows,
                      "wall_s": self.wall_s(), "world_size": self.runtime.world_size, "amp": self.precision.backend}

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from harness.errors import HarnessError, LaunchError
 from harness.network import interface_towards
@@ -199,7 +201,7 @@ class Runtime:
 
         The body must hold no collective. The lowest rank's error is everybody's; ``told_by`` says whose it was.
         """
-        mine: BaseException | None = None
+        mine: Exception | None = None
         try:
             yield
         except Exception as error:
@@ -208,10 +210,10 @@ class Runtime:
             told = self.gather(None if mine is None else _portable(mine))
             first = next((rank for rank, error in enumerate(told) if error is not None), None)
             if first is not None and first != self.rank:
-                error = told[first]
-                assert error is not None
-                error.told_by = first
-                raise error
+                theirs = told[first]
+                assert theirs is not None
+                theirs.told_by = first
+                raise theirs
         if mine is not None:
             raise mine
 
@@ -263,16 +265,18 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
     timeout = timedelta(seconds=timeout_s)
     try:
         url = f"tcp://{launch.master_addr}:{launch.master_port}"
-        store, _, _ = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
         store.set_timeout(timeout)
         # A restarted gang must not read the keys of the one before it in a store that the launcher kept.
-        store = dist.PrefixStore(f"harness/{launch.restart}", store)
+        store = PrefixStore(f"harness/{launch.restart}", store)
         backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
-            f"rank {launch.rank} of {launch.world_size} could not meet its peers at {launch.master_addr}:{launch.master_port}: {error}",
-            hint="check that all nodes were started, with the same MASTER_ADDR, MASTER_PORT and number of nodes, and that the port is open",
+            f"rank {launch.rank} of {launch.world_size} could not meet its peers "
+            f"at {launch.master_addr}:{launch.master_port}: {error}",
+            hint="check that all nodes were started, with the same MASTER_ADDR, MASTER_PORT and number of nodes, "
+            "and that the port is open",
         ) from None
     try:
         yield Runtime(launch, target, store, dist.new_group(backend="gloo", timeout=timeout))

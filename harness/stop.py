@@ -28,7 +28,7 @@ class Stop:
         self.reason = self.reason or reason
 
     def agreed(self) -> bool:
-        """True from the step on at which all ranks know of a request. Collective; never waits for this step's answer."""
+        """True from the step on at which all ranks know of a request. Collective; does not wait for this step's."""
         if not self.verdict:
             answer, self._asked = self._asked, self._runtime.flag_async(bool(self.reason))
             self.verdict = answer() if answer is not None else False

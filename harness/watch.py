@@ -1,7 +1,7 @@
 """A thread beside training that ends a rank which would otherwise wait for the dead.
 
 A rank blocked in a collective cannot see that a peer failed (nccl waits for its whole time-out) or that its launcher
-was killed. The failing rank leaves a mark in the launch's key-value store; each rank's watch looks for it once a second.
+was killed. The failing rank leaves a mark in the launch's key-value store, which each rank's watch looks for.
 """
 
 from __future__ import annotations

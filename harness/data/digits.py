@@ -17,7 +17,7 @@ NUM_EVAL = 360
 
 
 def write(folder: Path) -> str:
-    """Write ``images/*.png``, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return what to tell the user.
+    """Write ``images/*.png``, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return what to say.
 
     A complete folder is left as it is. An incomplete one never carries the name: it is written aside and renamed.
     """

@@ -94,7 +94,7 @@ class ImageTable:
         return Batch(self._stack(images, used), targets, torch.from_numpy(numbers), bad)
 
     def image(self, row: int, path: str, epoch: int | None) -> torch.Tensor:
-        """The image of ``row``, uint8 (channels, height, width). Raises DataError naming the CSV's line and the file."""
+        """The image of ``row``, uint8 (channels, height, width). Raises DataError naming the CSV line and the file."""
         file = os.path.join(self.root, path)
         try:
             image = decode_image(read_file(file), mode=self.mode)

@@ -195,7 +195,8 @@ class EvalData:
 
     def num_batches(self) -> int:
         """Batches of the rank that has most: how often every rank must ask whether to stop."""
-        return -(-(-(-self.num_rows // self.world_size)) // self.batch_size)
+        longest = -(-self.num_rows // self.world_size)
+        return -(-longest // self.batch_size)
 
     def batches(self) -> Iterator[Batch]:
         start, stop = bounds(self.num_rows, self.rank, self.world_size)

@@ -46,7 +46,10 @@ class Segment:
 
 def left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequence[Segment]) -> Rows | range:
     """The rows of the epoch that ``segments`` have not used, in the order in which they are dealt next."""
-    left = np.asarray(_order(rule, num_rows, epoch, seed)) if segments else _order(rule, num_rows, epoch, seed)
+    order = _order(rule, num_rows, epoch, seed)
+    if not segments:
+        return order
+    left: Rows = np.asarray(order)
     for part, segment in enumerate(segments):
         used = np.zeros(num_rows, dtype=bool)
         for rank in range(segment.world_size):

@@ -197,4 +197,6 @@ def _unknown_label(table: Table, train_csv: str, unknown: list[Any], classes: tu
     labels = ", ".join(repr(label) for label in unknown[:5])
     code = table.vocabulary.index(unknown[0])
     row = next(row for row in range(len(table)) if table.labels(np.asarray([row]))[0] == code)
-    return DataError(f"{len(unknown)} label(s) that {train_csv} does not have: {labels}", where=table.where(row), hint=hint)
+    return DataError(
+        f"{len(unknown)} label(s) that {train_csv} does not have: {labels}", where=table.where(row), hint=hint
+    )
