@@ -108,7 +108,7 @@ class Entry:
             if path != other.manifest or other.key == self.key:
                 continue
             if _version_in(path) == list(source.version) or _is_held(other.arrow):
-                keep |= {other.manifest.name, other.arrow.name, other.codes.name}
+                keep |= {p.name for p in (other.manifest, other.arrow, other.codes, other.kinds)}
         for path in self.folder.iterdir():
             if path.name not in keep:
                 with contextlib.suppress(OSError):

@@ -118,19 +118,28 @@ def _kinds_of(values: pa.Array, possible: set[str]) -> tuple[set[str], bool]:
 
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
-    for attempt in (values, None):
+    """The values as numbers; None if one of them is none."""
+    try:
+        numbers = values.cast(kind)
+    except pa.ArrowInvalid:
         try:
-            # Blanks around a number are looked for only where there seem to be some: trimming copies the column.
-            numbers = (pc.utf8_trim_whitespace(values) if attempt is None else attempt).cast(kind)
+            numbers = _tidied(values).cast(kind)
         except pa.ArrowInvalid:
-            continue
-        # Arrow reads 0x1f as a number; pandas does not.
-        return None if pc.any(pc.match_substring(values, "x", ignore_case=True)).as_py() else numbers
-    return None
+            return None
+    # Arrow reads 0x1f as a number; pandas does not.
+    return None if pc.any(pc.match_substring(values, "x", ignore_case=True)).as_py() else numbers
+
+
+def _tidied(values: pa.Array) -> pa.Array:
+    """Without what pandas allows around a number and Arrow does not: blanks, a plus sign."""
+    return pc.replace_substring_regex(pc.utf8_trim_whitespace(values), r"^\+([0-9.])", r"\1")
 
 
 def _converted(column: pa.ChunkedArray, kind: str) -> pa.ChunkedArray:
     if kind == "string":
         return column
     values = pc.if_else(pc.is_in(column, value_set=_MISSING), None, column)
-    return pc.utf8_trim_whitespace(values).cast(pa.type_for_alias(kind))
+    try:
+        return values.cast(pa.type_for_alias(kind))
+    except pa.ArrowInvalid:
+        return _tidied(values).cast(pa.type_for_alias(kind))
