@@ -6,7 +6,9 @@
     CACHE/tables/NAME-HASH/KEY.json       the manifest, written last; without it the others do not count
     CACHE/tables/NAME-HASH/VERSION.source the bytes of a remote file, as downloaded
 
-What is inside those files is the business of convert.py and table.py.
+What is inside those files is the business of convert.py and table.py. All of it may be deleted at any time: what is
+open stays open, the rest is made again. Old versions of a source go when a new one is converted; a source that is never
+opened again leaves its last version behind.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Entry:
         stem = re.sub(r"[^\w.-]", "_", Path(source.identity).name)[:40]
         place = hashlib.sha256(source.identity.encode()).hexdigest()[:16]
         key = hashlib.sha256(json.dumps([FORMAT, source.identity, source.version, label]).encode()).hexdigest()[:24]
-        return cls((cache_dir or default_cache_dir()).absolute() / "tables" / f"{stem}-{place}", key)
+        return cls((cache_dir or default_cache_dir()).expanduser().absolute() / "tables" / f"{stem}-{place}", key)
 
     @property
     def arrow(self) -> Path:

@@ -44,7 +44,7 @@ def uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[
 def unclosed_quote(path: Path, num_columns: int) -> int | None:
     """The line of the record whose quote is still open at the end of the file."""
     # A file with one more record at its end: if that record is not seen as one, a quote has swallowed it.
-    end = ["\x00end of file"] * num_columns
+    end = ["\x1aend of file\x1a"] * num_columns
     with _any_field_size(), _text(path) as text:
         last_line, last = 0, [""]
         for last_line, last in _records(text, ["\n", ",".join(end) + "\n"]):  # noqa: B007
@@ -71,15 +71,10 @@ def header_of(path: Path) -> list[str]:
     """
     with open_bytes(path) as stream:
         head = stream.read(1 << 20)
-    whole = head.rfind(b"\n") + 1 if len(head) == 1 << 20 else len(head)
+    whole = max(head.rfind(b"\n"), head.rfind(b"\r")) + 1 if len(head) == 1 << 20 else len(head)
     with _any_field_size():
-        lines = head[:whole].decode("utf-8-sig").splitlines(keepends=True) if whole else []
-        return next((fields for fields in csv.reader(_only_csv_lines(lines)) if "".join(fields).strip()), [])
-
-
-def _only_csv_lines(lines: Sequence[str]) -> Iterator[str]:
-    """str.splitlines also splits at U+2028 and others, which are not line ends in a CSV."""
-    yield from io.StringIO("".join(lines), newline="")
+        text = io.StringIO(head[:whole].decode("utf-8-sig").replace("\0", ""), newline="")
+        return next((fields for fields in csv.reader(text) if fields), [])
 
 
 def _record_lines(path: Path) -> Iterator[int]:
@@ -109,12 +104,13 @@ class _Pushed:
 
     def __next__(self) -> str:
         line, self.pushed = self.pushed, ""
-        return line or next(self.text)
+        return (line or next(self.text)).replace("\0", "")
 
 
 def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[int, list[str]]]:
     def lines() -> Iterator[str]:
-        yield from text
+        for line in text:
+            yield line.replace("\0", "")  # at which the csv module of Python 3.10 stops
         yield from more
 
     reader, line = csv.reader(lines()), 1

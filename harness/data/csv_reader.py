@@ -31,7 +31,7 @@ def read_header(path: Path, name: str) -> list[str]:
         raise _not_utf8(path, name) from None
     except (OSError, EOFError) as error:
         raise DataError(f"the file cannot be read: {error}", where=name) from error
-    if not raw:
+    if not "".join(raw).strip():
         raise DataError("the file has no header line", where=name, hint="the first line must name the columns")
     names = [column if column.strip() else f"Unnamed: {i}" for i, column in enumerate(raw)]
     twice = sorted({column for column in names if names.count(column) > 1})

@@ -48,6 +48,7 @@ def open_table(
     cache.default_cache_dir. ``on_wait`` is called once, with a sentence, if another process is converting the file.
     Raises DataError with the place and the remedy for whatever is wrong with the file or the cache.
     """
+    text = (text,) if isinstance(text, str) else text
     found = locate(source)
     entry = Entry.of(found, label, cache_dir)
     manifest = converted(found, entry, text, label, on_wait)
@@ -184,7 +185,7 @@ class Table:
 
     def _checked(self, rows: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, dtype=np.int64)
-        if len(rows) and not (rows.min() >= 0 and rows.max() < self.num_rows):
+        if len(rows) and rows.view(np.uint64).max() >= self.num_rows:  # a negative one is a very large one
             raise IndexError(f"rows {rows.min()} to {rows.max()} are not all in a table of {self.num_rows} rows")
         return rows
 

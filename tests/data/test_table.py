@@ -164,6 +164,20 @@ def test_bare_quotes_are_text(opened):
     assert table.strings("caption", np.arange(3)) == ['5" pipe', 'say "hi"', "xy"]
 
 
+def test_old_line_ends_in_a_large_file(opened):
+    assert len(opened(b"path,label\r" + b"some/path,1\r" * 100_000, label="label")) == 100_000
+
+
+def test_nul_bytes_are_text(opened):
+    table = opened(b'path,label\n"a\0b",1\nc\0,2\n')
+    assert table.strings("path", [0, 1]) == ["a\0b", "c\0"]
+    assert table.line_of(1) == 3
+
+
+def test_one_column_named_by_itself(opened):
+    assert opened(CSV, text="path").columns[0] == "path"
+
+
 def test_nameless_column_as_pandas_calls_it(opened):
     assert opened(b",path,\n0,a,x\n").columns == ("Unnamed: 0", "path", "Unnamed: 2")
 
