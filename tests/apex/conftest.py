@@ -7,6 +7,9 @@ import torch
 
 from harness.apex import amp
 
+# The first optimizer of a process makes torch set TORCHINDUCTOR_CACHE_DIR, which no test may be blamed for.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
 
 @pytest.fixture(autouse=True)
 def _fresh_amp():

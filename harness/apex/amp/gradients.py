@@ -67,38 +67,53 @@ def mark_delayed(optimizer: Optimizer, scale: float) -> None:
 def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
     """Unscale the gradients of the context that ends into their targets."""
     stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
-    fresh: list[Tensor] = []  # to unscale in place
-    sums: list[Tensor] = []  # accumulated before, true units
-    added: list[Tensor] = []  # scaled, to be added to sums
-    checked: list[Tensor] = []
-    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+    fresh: list[Tensor] = []  # scaled, to unscale where they are
+    copies: list[Tensor] = []  # new gradients of masters, and what they are copied from
+    originals: list[Tensor] = []
+    sums: list[Tensor] = []  # accumulated before, in true units, and what is added to them
+    added: list[Tensor] = []
+    settled: list[Tensor] = []  # accumulated before, nothing new, not judged yet
     targets = [(parameter, parameter) for parameter in _own(optimizer, stash)]
     targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
     for parameter, target in targets:
         earlier, new = take_hidden(parameter), parameter.grad
         if earlier is None and target is not parameter:
             earlier = target.grad
-        if new is not None and new.is_sparse:
-            new = _unscale_sparse(parameter, target, earlier, new, scaler, scale)
+        if new is None:
+            if earlier is not None:
+                target.grad = earlier = earlier.to(target.dtype)
+                if scaler.owes_verdict and not earlier.is_sparse:
+                    settled.append(earlier)
+        elif new.is_sparse or (earlier is not None and earlier.is_sparse):
+            _finish_sparse(parameter, target, earlier, new, scaler, scale)
         elif earlier is not None:
             target.grad = earlier = earlier.to(target.dtype)
-            if new is not None:
-                sums.append(earlier)
-                added.append(new)
-            elif scaler.owes_verdict and not earlier.is_sparse:
-                checked.append(earlier)
-        elif new is not None and target is parameter:
+            sums.append(earlier)
+            added.append(new)
+        elif target is parameter:
             fresh.append(new)
-        elif new is not None:
+        else:
             target.grad = torch.empty_like(target)
-            copies[0].append(target.grad)
-            copies[1].append(new)
-    if copies[0]:
-        torch._foreach_copy_(*copies)
-    scaler.unscale_(fresh + copies[0], scale)
+            copies.append(target.grad)
+            originals.append(new)
+    if copies:
+        torch._foreach_copy_(copies, originals)
+    scaler.unscale_(fresh + copies, scale)
     _add(sums, added, 1.0 / scale)
-    scaler.unscale_(sums + checked, 1.0)
+    scaler.unscale_(sums + settled, 1.0)
     stash.params_have_scaled_gradients = False
+
+
+def settle(optimizer: Optimizer, scaler: LossScaler) -> bool:
+    """Give the verdict that contexts under a disabled reduction deferred, from this rank's gradients alone.
+
+    For an optimizer that steps without ever reducing. Returns whether to skip.
+    """
+    gradients = [parameter.grad for parameter in all_params(optimizer) if parameter.grad is not None]
+    scaler.unscale_([gradient for gradient in gradients if not gradient.is_sparse], 1.0)
+    skip = scaler.update_scale()
+    scaler.clear_overflow_state()
+    return skip
 
 
 def restore(optimizer: Optimizer) -> None:
@@ -123,27 +138,27 @@ def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:
         torch._foreach_add_([s for s, _ in narrow], [a for _, a in narrow])
 
 
-def _unscale_sparse(
+def _finish_sparse(
     parameter: Tensor, target: Tensor, earlier: Tensor | None, new: Tensor, scaler: LossScaler, scale: float
 ) -> None:
     """Sparse gradients stay sparse for a parameter that is its own target; a master gets a dense one."""
-    new = new.coalesce()
+    new = new.coalesce() if new.is_sparse else new
     if target is not parameter:
-        new = new.to_dense().to(target.dtype)
-        scaler.unscale_([new], scale)
-    else:
-        scaler.unscale_([new._values()], scale)
+        new = (new.to_dense() if new.is_sparse else new.clone()).to(target.dtype)
+    scaler.unscale_([_values(new)], scale)
     if earlier is not None:
-        new = earlier + new if not earlier.is_sparse else (new + earlier).coalesce()
+        new = earlier + new if not earlier.is_sparse else new + earlier
     target.grad = new
 
 
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
+
+
 def _rescale(parameters: list[Tensor], factor: float) -> None:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1.0:
-        torch._foreach_mul_(
-            [g._values() if g.is_sparse else g for g in (h.coalesce() if h.is_sparse else h for h in gradients)], factor
-        )
+        torch._foreach_mul_(gradients, factor)
 
 
 def _discard(own: list[Tensor], stash: AmpStash) -> None:

@@ -63,8 +63,8 @@ def level_properties(opt_level: str) -> Properties:
     }
     if not isinstance(opt_level, str) or opt_level not in rows:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. Allowed are {', '.join(map(repr, rows))}: a capital letter O "
-            'and a digit. Type amp.initialize(model, optimizer, opt_level="O1").'
+            f"Unexpected optimization level {opt_level!r}. Allowed are {', '.join(map(repr, rows))}: a capital letter "
+            'O and a digit. Type amp.initialize(model, optimizer, opt_level="O1").'
         )
     return Properties(True, opt_level, *rows[opt_level])
 
@@ -143,8 +143,8 @@ def _keep_batchnorm_fp32(properties: Properties, value: Any, refuse: Refuse) -> 
 def _master_weights(properties: Properties, value: Any, refuse: Refuse) -> Any:
     if properties.casts_functions:
         refuse(
-            f"master_weights={value} was given with {properties.opt_level}, whose weights are float32 and are their own "
-            "masters. Leave it out."
+            f"master_weights={value} was given with {properties.opt_level}, whose weights are float32 and are their "
+            "own masters. Leave it out."
         )
     return value
 

@@ -8,15 +8,38 @@ again (see ``o1``), and operations in no list follow autocast's choice. Names co
 
 from __future__ import annotations
 
-REDUCED = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "linear", "prelu", "addmm", "addmv", "addr", "matmul", "mm", "mv", "addbmm", "baddbmm", "bmm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"]
 
-FLOAT32 = ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "upsample_trilinear3d", "grid_sampler", "softplus", "softmax", "log_softmax", "gelu", "layer_norm", "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "cross_entropy_loss", "hinge_embedding_loss", "kl_div", "l1_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "multi_margin_loss", "nll_loss", "nll_loss2d", "nll_loss_nd", "binary_cross_entropy_with_logits", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "ctc_loss", "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan", "pow", "cumprod", "cumsum", "dist", "norm", "linalg_vector_norm", "linalg_matrix_norm", "prod", "std", "sum", "var", "renorm"]
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+REDUCED = _names("""
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear
+    prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+""")
+
+FLOAT32 = _names("""
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa
+    upsample_trilinear3d
+    grid_sampler softplus softmax log_softmax gelu layer_norm group_norm cosine_similarity
+    poisson_nll_loss cosine_embedding_loss cross_entropy_loss hinge_embedding_loss kl_div l1_loss mse_loss
+    margin_ranking_loss multilabel_margin_loss multi_margin_loss nll_loss nll_loss2d nll_loss_nd
+    binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss
+    acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum
+    dist norm linalg_vector_norm linalg_matrix_norm prod std sum var renorm
+""")
 
 # Everything else on Apex's promotion list (add, mul, eq, ...) is promoted by torch itself.
-WIDEST = ["addcdiv", "addcmul", "atan2", "cross", "linalg_cross", "bilinear", "dot", "cat", "stack"]
+WIDEST = _names("addcdiv addcmul atan2 cross linalg_cross bilinear dot")
+
+# Left to torch, which promotes them; autocast's own rule raises on the reduced dtype that is not its own.
+UNTOUCHED = _names("cat stack")
 
 # An error on reduced-precision input, because its gradient overflows there; float32 input is fine.
 BANNED = ["binary_cross_entropy"]
 
 # Operations whose built-in autocast rule differs from Apex's and is replaced.
-REPLACED = {"grid_sampler", "binary_cross_entropy"}
+REPLACED = {"grid_sampler", "binary_cross_entropy", "cat", "stack"}

@@ -39,6 +39,7 @@ class AmpStash:
         self.lazy_init_called = not master_weights
         self.params_have_scaled_gradients = False
         self.scaled_by = 1.0
+        self.owed: Any = None  # the scaler whose verdict waits for a reduction, see exchange
         self.all_fp16_params: list[Tensor] = []
         self.all_fp32_from_fp16_params: list[Tensor] = []
         self.all_fp32_params: list[Tensor] = []

@@ -11,12 +11,13 @@ lists; a ``TorchFunctionMode`` pays on every operation instead of on the listed 
 
 There is no weight cache: a weight used twice in one forward is cast twice, and what is written to a weight is seen at
 once. (The cache of ``torch.autocast`` lives until its outermost ``with`` ends; without one it would serve stale
-weights.) The state is that of the calling thread, like all of autocast.
+weights.) The state is that of the calling thread, like all of autocast; a forked child starts with casts off.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class CastEngine:
         for device_type in device_types:
             self.add(device_type)
         self._plain_cpu = torch.Tensor.cpu
-        torch.Tensor.cpu = _cpu  # type: ignore[method-assign]
+        setattr(torch.Tensor, "cpu", _cpu)  # noqa: B010 - no type checker accepts a method replaced in the open
 
     def add(self, device_type: str) -> None:
         """Cast operations on ``device_type`` as well."""
@@ -83,13 +84,20 @@ class CastEngine:
         for library in self._libraries.values():
             library._destroy()
         torch.set_autocast_cache_enabled(self._cache_before)
-        del torch.Tensor.cpu
-        if torch.Tensor.cpu is not self._plain_cpu:
-            torch.Tensor.cpu = self._plain_cpu  # type: ignore[method-assign]
+        delattr(torch.Tensor, "cpu")  # what is left is the inherited method
         self._libraries, self._before, self.dtype = {}, {}, None
 
 
 engine = CastEngine()
+
+
+def _start_child_without_casts() -> None:
+    for device_type in engine.device_types:
+        torch.set_autocast_enabled(device_type, False)
+
+
+# a data loader's worker prepares data, it does not train: its tensors stay as they are, as on a GPU run
+os.register_at_fork(after_in_child=_start_child_without_casts)
 
 
 @contextmanager
@@ -129,6 +137,7 @@ def _register(key: str, dtype: torch.dtype) -> torch.library.Library:
         (lists.FLOAT32, _float32_kernel),
         (lists.WIDEST, _widest_kernel),
         (lists.BANNED, _banned_kernel),
+        (lists.UNTOUCHED, lambda op, below: torch.library.fallthrough_kernel),
     ]
     below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     for names, make in makers:

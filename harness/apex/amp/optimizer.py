@@ -99,11 +99,30 @@ def _skip(optimizer: Optimizer, stash: AmpStash, closure: Any) -> None:
     masters.drop_master_gradients(stash)
 
 
+def _must_skip(optimizer: Optimizer, stash: AmpStash) -> bool:
+    """Whether this ``step()`` is to do nothing; also refuses to step on gradients that still carry a loss scale."""
+    if stash.params_have_scaled_gradients and any(p.grad is not None for p in _scaled_params(optimizer, stash)):
+        raise RuntimeError(
+            "step() was called while gradients still carry the loss scale: the last scale_loss had delay_unscale=True. "
+            "Leave delay_unscale out in the last micro-batch before step()."
+        )
+    if stash.owed is not None:
+        scaler, stash.owed = stash.owed, None
+        stash.already_patched |= gradients.settle(optimizer, scaler)
+    return stash.already_patched
+
+
+def _scaled_params(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
+    return (
+        stash.all_fp16_params + stash.all_fp32_params if stash.master_weights else list(masters.all_params(optimizer))
+    )
+
+
 def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., Any]:
     @functools.wraps(previous)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         stash: AmpStash = self._amp_stash  # type: ignore[attr-defined]
-        if stash.already_patched:
+        if _must_skip(self, stash):
             return _skip(self, stash, args[0] if args else kwargs.get("closure"))
         if casts_functions:
             with o1.disable_casts():
@@ -117,7 +136,7 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def step(self: Optimizer, closure: Any = None) -> Any:
         stash: AmpStash = self._amp_stash  # type: ignore[attr-defined]
-        if stash.already_patched:
+        if _must_skip(self, stash):
             return _skip(self, stash, closure)
         if closure is not None:
             raise RuntimeError(

@@ -71,10 +71,16 @@ def scale_loss(
         scaler.clear_overflow_state()
     elif exchange.any_local(parameter for optimizer in chosen for parameter in _model_params(optimizer)):
         scaler.defer()
-    elif scaler.update_scale():
-        scaler.clear_overflow_state()
         for optimizer in chosen:
-            _stash(optimizer).already_patched = True
+            _stash(optimizer).owed = scaler
+    else:
+        skip = scaler.update_scale()
+        if skip:
+            scaler.clear_overflow_state()
+        for optimizer in chosen:
+            stash = _stash(optimizer)
+            stash.owed = None
+            stash.already_patched |= skip
 
 
 def _scaler(loss_id: int) -> LossScaler:

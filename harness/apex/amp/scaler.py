@@ -96,7 +96,7 @@ class LossScaler:
         self.unscale_(master_grads, self._loss_scale if scale is None else scale)
 
     def defer(self) -> None:
-        """End a context whose gradients are still local to this rank: the verdict falls in the one that reduces them."""
+        """End a context whose gradients are still local to this rank: the one that reduces them gives the verdict."""
         self._deferred += 1
         self.clear_overflow_state()
 
@@ -137,9 +137,9 @@ class LossScaler:
         if self._loss_scale <= self._min and (self._loss_scale != before or self._in_a_row % COMPLAIN_EVERY == 0):
             warn(
                 f"Loss scaler {self.index} is at its floor of {self._min:g} after {self._in_a_row} overflows in a row: "
-                "a smaller scale is not tried, and steps are skipped until gradients are finite. Usually the loss itself "
-                "is inf or NaN (look at the data and the learning rate), or zero_grad() was not called after a skipped "
-                f"step. If the loss is finite and large, type amp.initialize(..., min_loss_scale={self._min / 1024:g}).",
+                "no smaller scale is tried, and steps are skipped until gradients are finite. Usually the loss is "
+                "inf or NaN (look at data and learning rate), or zero_grad() was not called after a skipped step. "
+                f"If the loss is finite but large, type amp.initialize(..., min_loss_scale={self._min / 1024:g}).",
                 always=True,
             )
 

@@ -83,7 +83,8 @@ class Bucket:
         """
         self.work.wait()
         self.work = None
-        assert self._flat is not None and self._flags is not None
+        assert self._flat is not None
+        assert self._flags is not None
         if scaling.after != 1.0:
             self._flat.mul_(scaling.after)
         used = flagged if all(flagged) else (self._flags != 0).tolist()

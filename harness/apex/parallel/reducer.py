@@ -125,6 +125,8 @@ class GradientReducer:
     @torch.no_grad()
     def _end(self) -> None:
         """The end of a backward pass that reduces."""
+        if self._pass == -1:
+            return  # queued twice: a backward pass ran inside this one and ended first
         for bucket in self.buckets[self._launched :]:
             self._launch(bucket)
         for bucket in self.buckets:

@@ -1,0 +1,254 @@
+"""``amp.initialize``: levels, overrides, return shapes, refusals (contract 1.2, 8)."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from harness.apex import amp
+
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+
+PROPERTIES = {
+    # cast_model_type, patch_torch_functions, type, keep_batchnorm_fp32, master_weights, loss_scale
+    "O0": (FLOAT, False, None, None, False, 1.0),
+    "O1": (None, True, HALF, None, None, "dynamic"),
+    "O2": (HALF, False, None, True, True, "dynamic"),
+    "O3": (HALF, False, None, False, False, 1.0),
+    "O4": (None, True, BFLOAT, None, None, 1.0),
+    "O5": (BFLOAT, False, None, True, True, 1.0),
+}
+
+
+def pair():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def start(level, **overrides):
+    return amp.initialize(*pair(), opt_level=level, verbosity=0, **overrides)
+
+
+@pytest.mark.parametrize("level", PROPERTIES)
+def test_properties_of_each_level(level):
+    start(level)
+    p = amp._amp_state.opt_properties
+    found = (p.cast_model_type, p.patch_torch_functions, p.patch_torch_functions_type)
+    assert (*found, p.keep_batchnorm_fp32, p.master_weights, p.loss_scale) == PROPERTIES[level]
+    assert p.enabled
+    assert p.opt_level == level
+
+
+def test_default_is_o1():
+    amp.initialize(*pair(), verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == "O1"
+
+
+@pytest.mark.parametrize("level", [None, "o1", "O6", "O", 1, ""])
+def test_unknown_level(level):
+    with pytest.raises(RuntimeError, match="Unexpected optimization level"):
+        start(level)
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "error"),
+    [
+        ("O1", {"cast_model_type": HALF}, RuntimeError),
+        ("O4", {"cast_model_type": BFLOAT}, RuntimeError),
+        ("O1", {"keep_batchnorm_fp32": True}, RuntimeError),
+        ("O1", {"keep_batchnorm_fp32": "None"}, RuntimeError),
+        ("O1", {"master_weights": True}, RuntimeError),
+        ("O1", {"master_weights": False}, RuntimeError),
+        ("O0", {"patch_torch_functions": True}, RuntimeError),
+        ("O2", {"patch_torch_functions": True}, RuntimeError),
+        ("O1", {"patch_torch_functions_type": BFLOAT}, RuntimeError),
+        ("O2", {"keep_batchnorm_fp32": "yes"}, AssertionError),
+        ("O3", {"keep_batchnorm_fp32": 2}, AssertionError),
+        ("O2", {"loss_scale": "fast"}, ValueError),
+        ("O2", {"loss_scale": 0}, ValueError),
+        ("O2", {"loss_scale": float("inf")}, ValueError),
+        ("O2", {"cast_model_type": torch.int8}, TypeError),
+        ("O2", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError),
+        ("O2", {"num_losses": 0}, ValueError),
+    ],
+)
+def test_refused_overrides(level, overrides, error):
+    with pytest.raises(error) as caught:
+        start(level, **overrides)
+    assert str(caught.value), "says nothing"
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "name", "value"),
+    [
+        ("O1", {"cast_model_type": FLOAT}, "cast_model_type", FLOAT),
+        ("O1", {"cast_model_type": False}, "cast_model_type", False),
+        ("O1", {"patch_torch_functions": False}, "patch_torch_functions", False),
+        ("O2", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32", False),
+        ("O3", {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32", True),
+        ("O0", {"loss_scale": "dynamic"}, "loss_scale", "dynamic"),
+        ("O2", {"loss_scale": "128.0"}, "loss_scale", 128.0),
+        ("O0", {"master_weights": True}, "master_weights", True),
+        ("O3", {"master_weights": True}, "master_weights", True),
+        ("O2", {"cast_model_type": BFLOAT}, "cast_model_type", BFLOAT),
+        ("O2", {"max_loss_scale": None}, "loss_scale", "dynamic"),
+        ("O2", {"keep_batchnorm_fp32": None}, "keep_batchnorm_fp32", True),
+    ],
+)
+def test_accepted_overrides_train_a_step(level, overrides, name, value):
+    model, optimizer = start(level, **overrides)
+    assert getattr(amp._amp_state.opt_properties, name) == value
+    before = [p.detach().float().clone() for p in model.parameters()]
+    dtype = next(model.parameters()).dtype if not amp._amp_state.opt_properties.cast_model_type else FLOAT
+    with amp.scale_loss(model(torch.randn(8, 4, dtype=dtype)).float().sum() * 1e-3, optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert any((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_hard_override_turns_refusals_into_warnings(caplog):
+    amp._amp_state.hard_override = True
+    start("O2", patch_torch_functions_type=HALF)
+    assert "Warning:" in caplog.text
+    assert "patch_torch_functions_type" in caplog.text
+
+
+def test_return_shapes_are_the_objects_passed():
+    def lists():
+        m, o = pair()
+        return m, o, [m], [o]
+
+    for level in PROPERTIES:
+        amp.reset()
+        m, o, ms, os = lists()
+        assert amp.initialize(m, opt_level=level, verbosity=0) is m
+        assert amp.initialize(ms, opt_level=level, verbosity=0, enabled=False) is ms
+        amp.reset()
+        m, o, ms, os = lists()
+        assert amp.initialize(ms, None, opt_level=level, verbosity=0) is ms
+        for first, second in ((0, 1), (0, 3), (2, 1), (2, 3)):
+            amp.reset()
+            given = lists()
+            found = amp.initialize(given[first], given[second], opt_level=level, verbosity=0)
+            assert isinstance(found, tuple)
+            assert found[0] is given[first]
+            assert found[1] is given[second]
+        amp.reset()
+        empty: list = []
+        m, _, _, _ = lists()
+        found = amp.initialize(m, empty, opt_level=level, verbosity=0)
+        assert found[0] is m
+        assert found[1] is empty
+
+
+def test_disabled_validates_nothing_and_does_nothing():
+    model, optimizer = pair()
+    assert amp.initialize("model", (1, 2), enabled=False, opt_level="whatever") == ("model", (1, 2))
+    assert amp.initialize(model, enabled=False) is model
+    loss = torch.ones((), dtype=torch.float64, requires_grad=True)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    assert amp.state_dict() == OrderedDict()
+    amp.load_state_dict({})
+
+
+@pytest.mark.parametrize("models", [(nn.Linear(1, 1),), "model", [1], None])
+def test_wrong_models(models):
+    with pytest.raises(TypeError, match="models must be either"):
+        amp.initialize(models, verbosity=0)
+
+
+@pytest.mark.parametrize("optimizers", ["sgd", (1,), [1], 3])
+def test_wrong_optimizers(optimizers):
+    with pytest.raises(TypeError, match="optimizers must be either"):
+        amp.initialize(nn.Linear(1, 1), optimizers, verbosity=0)
+
+
+def test_model_not_in_float32():
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError, match="Found param 0.weight"):
+        amp.initialize(model.half(), optimizer, verbosity=0)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+
+def test_an_optimizer_only_once():
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError, match="once"):
+        amp.initialize(model, [optimizer, optimizer], opt_level="O2", verbosity=0)
+    assert model[0].weight.dtype is FLOAT, "a refused call changed the model"
+    amp.initialize(model, optimizer, verbosity=0)
+    with pytest.raises(RuntimeError, match="once"):
+        amp.initialize(model, optimizer, verbosity=0)
+
+
+def test_wrapped_too_early():
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError, match="AFTER"):
+        amp.initialize(nn.DataParallel(model), optimizer, verbosity=0)
+
+
+def test_same_model_twice_is_cast_once():
+    model, optimizer = pair()
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    amp.initialize(model, [], opt_level="O0", verbosity=0)
+    assert len(model._forward_pre_hooks) == 1
+
+
+def test_reset_gives_back_what_was_hung_on():
+    model, optimizer = pair()
+    plain_step = optimizer.step
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    amp.reset()
+    assert optimizer.step == plain_step
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not hasattr(optimizer, "_amp_stash")
+    with pytest.raises(RuntimeError, match="never initialized"), amp.scale_loss(torch.ones(()), optimizer):
+        pass
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+
+
+def test_the_level_is_printed_unless_silenced(capsys):
+    amp.initialize(*pair(), opt_level="O2")
+    out = capsys.readouterr().out
+    assert "O2" in out
+    assert "keep_batchnorm_fp32    : True" in out
+    amp.initialize(*pair(), opt_level="O2", verbosity=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_schedulers_made_before_and_after(recwarn):
+    for make_before in (True, False):
+        for level in ("O1", "O2"):
+            amp.reset()
+            model, optimizer = pair()
+            if make_before:
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            if not make_before:
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            with amp.scale_loss(model(torch.randn(4, 4)).sum() * float("inf"), optimizer) as loss:
+                loss.backward()
+            assert optimizer._amp_stash.already_patched
+            optimizer.step()
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+            optimizer.zero_grad()
+            weight = model[0].weight.detach().clone()
+            with amp.scale_loss(model(torch.randn(4, 4)).float().pow(2).mean() / 8, optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+            assert (model[0].weight != weight).any()
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def test_optimizer_and_model_can_be_copied():
+    model, optimizer = start("O2")
+    twin = copy.deepcopy(optimizer)
+    assert not hasattr(twin, "_amp_stash")
+    assert copy.deepcopy(model)[0].weight.dtype is HALF

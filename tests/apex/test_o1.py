@@ -1,0 +1,414 @@
+"""O1 and O4 by operation: dtypes of Apex's lists, and the wrong results a cast cache can give (contract 3.6, 4)."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.apex import amp
+
+LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=LEVELS)
+def reduced(request):
+    """O1 or O4 in force; the value is its reduced dtype."""
+    amp.initialize(nn.Linear(1, 1), opt_level=request.param, verbosity=0)
+    return LEVELS[request.param]
+
+
+def rand(*shape, dtype=torch.float32):
+    return (torch.rand(*shape) * 0.8 + 0.1).to(dtype)
+
+
+def w(*shape):
+    return torch.rand(*shape)
+
+
+REDUCED_OPS = {
+    "linear": lambda x: F.linear(x, w(5, 4), w(5)),
+    "conv1d": lambda x: F.conv1d(x[None], w(2, 4, 1), w(2)),
+    "conv2d": lambda x: F.conv2d(x[None, None], w(2, 1, 2, 2), w(2)),
+    "conv3d": lambda x: F.conv3d(x[None, None, None], w(2, 1, 1, 2, 2)),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], w(4, 2, 1)),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x[None, None], w(1, 2, 2, 2)),
+    "conv_transpose3d": lambda x: F.conv_transpose3d(x[None, None, None], w(1, 2, 1, 2, 2)),
+    "conv_tbc": lambda x: torch.conv_tbc(x[None], w(1, 4, 3), w(3)),
+    "prelu": lambda x: F.prelu(x, w(1)),
+    "addmm": lambda x: torch.addmm(w(4, 4), x, w(4, 4)),
+    "addmv": lambda x: torch.addmv(w(4), x, w(4)),
+    "addr": lambda x: torch.addr(w(4, 4), x[0], w(4)),
+    "matmul": lambda x: torch.matmul(x, w(4, 4)),
+    "matmul left": lambda x: torch.matmul(w(4, 4), x),
+    "matmul operator": lambda x: x @ w(4, 4),
+    "matmul method": lambda x: x.matmul(w(4, 4)),
+    "mm": lambda x: torch.mm(x, w(4, 4)),
+    "mv": lambda x: x.mv(w(4)),
+    "bmm": lambda x: torch.bmm(x[None], w(1, 4, 4)),
+    "baddbmm": lambda x: torch.baddbmm(w(1, 4, 4), x[None], w(1, 4, 4)),
+    "addbmm": lambda x: torch.addbmm(w(4, 4), x[None], w(1, 4, 4)),
+    "nn.Linear": lambda x: nn.Linear(4, 3)(x),
+    "nn.Conv2d": lambda x: nn.Conv2d(1, 2, 2)(x[None, None]),
+    "lstm cell": lambda x: nn.LSTMCell(4, 3)(x),
+    "gru cell": lambda x: nn.GRUCell(4, 3)(x),
+    "rnn cell": lambda x: nn.RNNCell(4, 3)(x),
+    "lstm": lambda x: nn.LSTM(4, 3, num_layers=2, bidirectional=True)(x[None])[0],
+    "lstm state": lambda x: nn.LSTM(4, 3)(x[None])[1],
+    "gru": lambda x: nn.GRU(4, 3, batch_first=True)(x[None])[0],
+    "rnn tanh": lambda x: nn.RNN(4, 3)(x[None])[0],
+    "rnn relu": lambda x: nn.RNN(4, 3, nonlinearity="relu")(x[None])[0],
+    "packed lstm": lambda x: nn.LSTM(4, 3)(nn.utils.rnn.pack_padded_sequence(x[:, None], [4]))[0].data,
+}
+_index = torch.tensor([0, 1, 2, 3])
+FLOAT32_OPS = {
+    "interpolate nearest": lambda x: F.interpolate(x[None, None], scale_factor=2),
+    "interpolate bilinear": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+    "interpolate bicubic": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bicubic"),
+    "interpolate linear": lambda x: F.interpolate(x[None], scale_factor=2, mode="linear"),
+    "grid_sample": lambda x: F.grid_sample(x[None, None], w(1, 2, 2, 2), align_corners=False),
+    "softplus": F.softplus,
+    "softmin": lambda x: F.softmin(x, -1),
+    "softmax": lambda x: F.softmax(x, -1),
+    "softmax method": lambda x: x.softmax(-1),
+    "nn.Softmax": lambda x: nn.Softmax(-1)(x),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "gelu": F.gelu,
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "nn.LayerNorm": lambda x: nn.LayerNorm(4)(x),
+    "group_norm": lambda x: nn.GroupNorm(2, 4)(x),
+    "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
+    "normalize": F.normalize,
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x * 2),
+    "poisson_nll": lambda x: F.poisson_nll_loss(x, x),
+    "cosine_embedding": lambda x: F.cosine_embedding_loss(x, x, torch.ones(4)),
+    "cross_entropy": lambda x: F.cross_entropy(x, _index),
+    "hinge_embedding": lambda x: F.hinge_embedding_loss(x, torch.ones(4, 4)),
+    "kl_div": lambda x: F.kl_div(x, x, reduction="batchmean"),
+    "l1": lambda x: F.l1_loss(x, x * 2),
+    "mse": lambda x: F.mse_loss(x, x * 2),
+    "margin_ranking": lambda x: F.margin_ranking_loss(x, x, torch.ones(4, 4)),
+    "multilabel_margin": lambda x: F.multilabel_margin_loss(x[0], _index),
+    "multilabel_soft_margin": lambda x: F.multilabel_soft_margin_loss(x, torch.ones(4, 4)),
+    "multi_margin": lambda x: F.multi_margin_loss(x, _index),
+    "nll": lambda x: F.nll_loss(x, _index),
+    "bce with logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "smooth_l1": lambda x: F.smooth_l1_loss(x, x * 2),
+    "soft_margin": lambda x: F.soft_margin_loss(x, torch.ones(4, 4)),
+    "triplet_margin": lambda x: F.triplet_margin_loss(x, x, x),
+    "ctc": lambda x: F.ctc_loss(
+        x.log_softmax(-1)[:, None], torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+    ),
+    "pow method": lambda x: x.pow(2),
+    "pow operator": lambda x: x**2,
+    "rpow operator": lambda x: 2**x,
+    "cumprod": lambda x: x.cumprod(0),
+    "cumsum": lambda x: torch.cumsum(x, 0),
+    "dist": lambda x: torch.dist(x, x * 2),
+    "norm": lambda x: torch.norm(x),
+    "norm method": lambda x: x.norm(dim=1),
+    "prod": lambda x: x.prod(),
+    "std": lambda x: x.std(),
+    "sum": lambda x: x.sum(),
+    "sum over": lambda x: torch.sum(x, dim=1),
+    "var": lambda x: torch.var(x, 0),
+    "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
+}
+for _name in ("acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan").split():  # noqa: SIM905
+    FLOAT32_OPS[_name] = getattr(torch, _name)
+    FLOAT32_OPS[_name + " method"] = lambda x, n=_name: getattr(x, n)()
+MATCH_OPS = {
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "mean": torch.mean,
+    "sqrt": torch.sqrt,
+    "silu": F.silu,
+    "max_pool": lambda x: F.max_pool2d(x[None], 2),
+    "batch_norm": lambda x: nn.BatchNorm1d(4)(x),
+    "batch_norm eval": lambda x: nn.BatchNorm1d(4).eval()(x),
+    "exp_": lambda x: x.clone().exp_(),
+    "add_": lambda x: x.clone().add_(w(4, 4)),
+    "sum dtype": lambda x: x.sum(dtype=x.dtype),
+    "softmax dtype": lambda x: x.softmax(-1, dtype=x.dtype),
+}
+PROMOTE_OPS = {
+    "addcdiv": lambda a, b: torch.addcdiv(a, b, b),
+    "addcmul": lambda a, b: torch.addcmul(a, b, b),
+    "atan2": torch.atan2,
+    "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
+    "bilinear": lambda a, b: F.bilinear(a, b, w(2, 4, 4).to(a.dtype)),
+    "dot": lambda a, b: torch.dot(a[0], b[0]),
+    "add": torch.add,
+    "div": torch.div,
+    "mul": lambda a, b: a * b,
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+}
+
+
+def dtypes(result):
+    return {t.dtype for t in (result if isinstance(result, tuple) else (result,))}
+
+
+@pytest.mark.parametrize("name", REDUCED_OPS)
+def test_reduced_list(reduced, name):
+    for dtype in FLOATS:
+        x = rand(4, 4, dtype=dtype).requires_grad_()
+        out = REDUCED_OPS[name](x)
+        assert dtypes(out) == {reduced}, dtype
+        sum(t.float().sum() for t in (out if isinstance(out, tuple) else (out,))).backward()
+        assert x.grad.dtype is dtype
+
+
+@pytest.mark.parametrize("name", FLOAT32_OPS)
+def test_float32_list(reduced, name):
+    for dtype in FLOATS:
+        x = rand(4, 4, dtype=dtype).requires_grad_()
+        out = FLOAT32_OPS[name](x)
+        assert out.dtype is torch.float32, dtype
+        if out.requires_grad:
+            out.sum().backward()
+            assert x.grad.dtype is dtype
+
+
+@pytest.mark.parametrize("name", MATCH_OPS)
+def test_unlisted_and_in_place_match_their_input(reduced, name):
+    for dtype in FLOATS:
+        assert MATCH_OPS[name](rand(4, 4, dtype=dtype)).dtype is dtype
+
+
+@pytest.mark.parametrize("name", PROMOTE_OPS)
+def test_promotion_list(reduced, name):
+    low, wide = rand(4, 4, dtype=reduced), rand(4, 4)
+    assert PROMOTE_OPS[name](low, wide).dtype is torch.float32
+    assert PROMOTE_OPS[name](wide, low).dtype is torch.float32
+    assert PROMOTE_OPS[name](low, low).dtype is reduced
+    assert PROMOTE_OPS[name](wide, wide).dtype is torch.float32
+
+
+def test_float64_is_never_cast(reduced):
+    x = rand(4, 4, dtype=torch.float64)
+    assert (x @ x).dtype is torch.float64
+    for op in (torch.exp, torch.sum, lambda t: t.softmax(-1), lambda t: t.cpu(), lambda t: torch.dot(t[0], t[0])):
+        assert op(x).dtype is torch.float64
+
+
+def test_binary_cross_entropy_is_banned_for_reduced_input_only(reduced):
+    assert F.binary_cross_entropy(rand(4), rand(4)).dtype is torch.float32
+    with pytest.raises(NotImplementedError, match="BCEWithLogitsLoss"):
+        F.binary_cross_entropy(rand(4, dtype=reduced), rand(4, dtype=reduced))
+
+
+def test_cpu_gives_float32(reduced):
+    assert rand(2, dtype=reduced).cpu().dtype is torch.float32
+    with amp.disable_casts():
+        assert rand(2, dtype=reduced).cpu().dtype is reduced
+
+
+def test_early_bound_names_are_cast_too(reduced):
+    from torch.nn.functional import linear, softmax
+
+    assert softmax(linear(rand(2, 4), w(4, 4)), -1).dtype is torch.float32
+    assert linear(rand(2, 4), w(4, 4)).dtype is reduced
+
+
+def test_values_equal_casts_by_hand(reduced):
+    x, weight = rand(4, 4), w(4, 4)
+    expected = (x.to(reduced) @ weight.to(reduced)).float()
+    with amp.disable_casts():
+        expected = (x.to(reduced) @ weight.to(reduced)).float().exp()
+    assert torch.equal((x @ weight).exp(), expected)
+
+
+def test_a_weight_used_twice_gets_the_sum_of_both_gradients(reduced):
+    layer = nn.Linear(4, 4, bias=False)
+    x = rand(4, 4)
+    layer(layer(x)).sum().backward()
+    amp.reset()
+    twin = copy.deepcopy(layer)
+    twin.weight.grad = None
+    half = lambda t: t.to(reduced)  # noqa: E731
+    F.linear(F.linear(half(x), half(twin.weight)), half(twin.weight)).float().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad, rtol=1e-2, atol=1e-2)
+    assert layer.weight.grad.dtype is torch.float32
+
+
+def test_weights_changed_between_evaluations_are_seen(reduced):
+    layer = nn.Linear(4, 4)
+    x = rand(4, 4)
+    with torch.no_grad():
+        before = layer(x)
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)
+        assert torch.equal(layer(x), before * 2)
+        layer.load_state_dict({k: v * 2 for k, v in layer.state_dict().items()})
+        assert torch.equal(layer(x), before * 4)
+
+
+def test_training_after_evaluation_without_gradients(reduced):
+    layer = nn.Linear(4, 4)
+    with torch.no_grad():
+        layer(rand(4, 4))
+    layer(rand(4, 4)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_deep_copies_are_independent(reduced):
+    model = nn.Sequential(nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = rand(2, 4)
+    twin = copy.deepcopy(model)
+    before = twin(x)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(twin(x), before)
+
+
+def test_disable_casts_nests_and_survives_errors(reduced):
+    def product():
+        return (rand(2, 2) @ rand(2, 2)).dtype
+
+    with amp.disable_casts():
+        with amp.disable_casts():
+            assert product() is torch.float32
+        assert product() is torch.float32
+        with pytest.raises(ZeroDivisionError), amp.disable_casts():
+            raise ZeroDivisionError
+        assert product() is torch.float32
+    assert product() is reduced
+
+
+def test_disable_casts_without_o1_is_nothing():
+    with amp.disable_casts():
+        assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
+
+
+def test_a_later_level_turns_o1_off(reduced):
+    for level in ("O0", "O2", "O3", "O5"):
+        amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+        assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
+        assert rand(2, dtype=torch.float16).exp().dtype is torch.float16
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float16
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", enabled=False)
+    assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
+
+
+def test_user_autocast_regions_still_work(reduced):
+    with torch.autocast("cpu", enabled=False):
+        assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
+    assert (rand(2, 2) @ rand(2, 2)).dtype is reduced
+
+
+def test_outputs_are_left_alone_unless_asked():
+    model, x = nn.Linear(4, 4), rand(2, 4)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model(x).dtype is torch.float16
+    amp.initialize(model, opt_level="O1", cast_model_outputs=torch.float32, verbosity=0)
+    assert model(x).dtype is torch.float32
+
+
+def test_the_optimizer_steps_without_casts():
+    seen = []
+
+    class Sgd(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append((rand(2, 2) @ rand(2, 2)).dtype)
+            return super().step(closure)
+
+    model = nn.Linear(4, 4)
+    optimizer = Sgd(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(model(rand(2, 4)).float().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert seen == [torch.float32]
+
+
+def test_a_closure_works_at_o1():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert optimizer.step(lambda: 3.0) == 3.0
+
+
+def test_decorators():
+    @amp.half_function
+    def half(a, b=None):
+        """doc"""
+        return a.dtype, b.dtype
+
+    @amp.float_function
+    def full(a):
+        return (a @ a).dtype
+
+    @amp.promote_function
+    def promote(a, b):
+        return a.dtype, b.dtype
+
+    @amp.half_function
+    def many(items):
+        return {t.dtype for t in items}
+
+    h, f = rand(2, 2, dtype=torch.float16), rand(2, 2)
+    assert half.__name__ == "half"
+    assert half(f, b=f) == (torch.float32,) * 2
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert half(f, b=f) == (torch.float16,) * 2
+    assert half(f.double(), b=f) == (torch.float64, torch.float16)
+    assert full(h) is torch.float32
+    assert promote(h, f) == (torch.float32,) * 2
+    assert promote(h, h) == (torch.float16,) * 2
+    assert many([nn.Parameter(f), nn.Parameter(f)]) == {torch.float16}
+    with amp.disable_casts():
+        assert half(f, b=f) == (torch.float32,) * 2
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
+    assert half(f, b=f) == (torch.float32,) * 2
+
+
+def test_registered_functions(monkeypatch):
+    module = types.ModuleType("somebody")
+    module.double = lambda t: t * 2
+    monkeypatch.setitem(sys.modules, "somebody", module)
+    original, sigmoid, softmax, matmul = module.double, torch.sigmoid, torch.softmax, torch.matmul
+    with pytest.raises(ValueError, match="No function named"):
+        amp.register_half_function(module, "triple")
+    amp.register_half_function(module, "double")
+    amp.register_float_function(torch, "sigmoid")
+    amp.register_half_function(torch, "softmax")
+    amp.register_float_function(torch, "matmul")
+    assert module.double is original, "applied before initialize"
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert module.double(rand(2)).dtype is torch.float16
+    assert torch.sigmoid(rand(2, dtype=torch.float16)).dtype is torch.float32
+    assert torch.softmax(rand(2, 2), -1).dtype is torch.float16, "the script's choice comes before the lists"
+    assert torch.matmul(rand(2, 2), rand(2, 2)).dtype is torch.float32
+    amp.reset()
+    assert module.double is original
+    assert (torch.sigmoid, torch.softmax, torch.matmul) == (sigmoid, softmax, matmul)
+
+
+def test_bfloat16_registration():
+    module = types.SimpleNamespace(same=lambda t: t)
+    amp.register_bfloat16_function(module, "same")
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert module.same(rand(2)).dtype is torch.bfloat16
+
+
+class _Products(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return rand(2, 2) @ rand(2, 2)
+
+
+def test_loader_workers_are_not_cast(reduced):
+    loader = torch.utils.data.DataLoader(_Products(), num_workers=1, multiprocessing_context="fork")
+    assert next(iter(loader)).dtype is torch.float32

@@ -1,0 +1,369 @@
+"""``amp.scale_loss``: gradients, skips, several models, losses and optimizers (contract 1.3, 2.3, 2.4, 3.3, 6.1)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from harness.apex import amp
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+SCALED = [
+    ("O0", "dynamic"),
+    ("O0", 8.0),
+    ("O1", None),
+    ("O2", None),
+    ("O2", 8.0),
+    ("O2", 1.0),
+    ("O3", 8.0),
+    ("O5", None),
+]
+
+
+class Product(nn.Module):
+    """``(weight * x).sum()``: the gradient is ``x``. Half of it behaves like batch norm, float32 under O2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.norm = nn.BatchNorm1d(2)  # its affine parameters stay float32 under O2; used as plain numbers
+
+    def forward(self, x):
+        return (self.weight * x).sum() + (self.norm.weight * x.to(self.norm.weight.dtype)).sum()
+
+
+def start(level, scale=None, lr=0.5, **overrides):
+    model = Product()
+    optimizer = torch.optim.SGD([model.weight, model.norm.weight], lr=lr, momentum=0.5)
+    return amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0, **overrides)
+
+
+def backward(model, optimizer, value, **options):
+    with amp.scale_loss(model(torch.full((2,), float(value))), optimizer, **options) as loss:
+        loss.backward()
+
+
+def gradients(optimizer):
+    return [p.grad.float().tolist() if p.grad is not None else None for p in amp.master_params(optimizer)]
+
+
+def scale_of(index=0):
+    return amp._amp_state.loss_scalers[index].loss_scale()
+
+
+@pytest.mark.parametrize(("level", "scale"), SCALED)
+@pytest.mark.parametrize("delays", [(False,), (False, False), (True, False), (False, True, False), (True, True, False)])
+def test_accumulated_gradients_are_the_true_sum(level, scale, delays):
+    model, optimizer = start(level, scale, max_loss_scale=1024.0)
+    for i, delay in enumerate(delays):
+        backward(model, optimizer, i + 1, delay_unscale=delay)
+    total = float(sum(range(1, len(delays) + 1)))
+    assert gradients(optimizer) == [[total] * 2] * 2
+    optimizer.step()
+    assert model.weight.tolist() == [1.0 - 0.5 * total, 2.0 - 0.5 * total]
+    optimizer.zero_grad()
+    backward(model, optimizer, 1)
+    assert gradients(optimizer) == [[1.0] * 2] * 2, "something of the last step was left behind"
+
+
+@pytest.mark.parametrize(("level", "scale"), SCALED)
+def test_two_backwards_in_one_context(level, scale):
+    model, optimizer = start(level, scale, max_loss_scale=1024.0)
+    with amp.scale_loss(model(torch.ones(2)), optimizer) as loss:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert gradients(optimizer) == [[2.0] * 2] * 2
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_any_iterable_of_optimizers(kind):
+    model, optimizer = start("O0", 4.0)
+    for _ in range(2):
+        backward(model, kind([optimizer]), 1)
+    assert gradients(optimizer) == [[2.0] * 2] * 2
+
+
+def test_the_scale_moves_between_delayed_contexts():
+    for level in ("O0", "O2"):
+        amp.reset()
+        model, optimizer = start(level, "dynamic", num_losses=2)
+        first, second = amp._amp_state.loss_scalers
+        first._loss_scale, second._loss_scale = 4.0, 16.0
+        backward(model, optimizer, 1, delay_unscale=True, loss_id=0)
+        backward(model, optimizer, 1, loss_id=1)
+        assert gradients(optimizer) == [[2.0] * 2] * 2
+
+
+def test_model_gradients_stay_scaled_and_reduced():
+    model, optimizer = start("O2", 8.0)
+    backward(model, optimizer, 3)
+    assert model.weight.dtype is torch.float16
+    assert model.weight.grad.tolist() == [24.0, 24.0]
+    assert gradients(optimizer)[0] == [3.0, 3.0]
+
+
+def test_short_circuit_leaves_everything_to_autograd():
+    model, optimizer = start("O0")
+    x = torch.ones(2, dtype=torch.float32)
+    loss = model(x)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype is torch.float32
+        assert scaled == loss
+        scaled.backward()
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
+    assert not optimizer._amp_stash.already_patched
+
+
+def test_the_loss_is_yielded_in_float32_times_scale():
+    _, optimizer = start("O2", 8.0)
+    with amp.scale_loss(torch.ones(3, dtype=torch.float16), optimizer) as scaled:
+        assert scaled.dtype is torch.float32
+        assert scaled.tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O0", "dynamic"), ("O1", None), ("O2", None), ("O3", "dynamic")])
+def test_overflow_skips_exactly_the_next_step(level, scale):
+    model, optimizer = start(level, scale, max_loss_scale=1024.0)
+    before = [p.clone() for p in amp.master_params(optimizer)]
+    backward(model, optimizer, float("inf"))
+    assert optimizer._amp_stash.already_patched
+    assert scale_of() == 512.0
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    assert optimizer.step() is None
+    assert not optimizer._amp_stash.already_patched
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+    optimizer.zero_grad()
+    backward(model, optimizer, 1)
+    assert not optimizer._amp_stash.already_patched
+    optimizer.step()
+    assert model.weight.tolist() == [0.5, 1.5]
+
+
+def test_two_overflows_before_one_step():
+    model, optimizer = start("O2")
+    backward(model, optimizer, float("inf"))
+    backward(model, optimizer, float("inf"))
+    assert scale_of() == 65536.0 / 4
+    optimizer.step()
+    assert not optimizer._amp_stash.already_patched
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_clean_backward_after_an_overflow_counts_and_does_not_disarm(level):
+    model, optimizer = start(level, "dynamic", max_loss_scale=1024.0)
+    backward(model, optimizer, float("inf"))
+    backward(model, optimizer, 1)
+    assert optimizer._amp_stash.already_patched
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 1}
+
+
+def test_leftovers_of_a_skipped_step_are_found_again():
+    model, optimizer = start("O0", "dynamic")
+    backward(model, optimizer, float("inf"))
+    optimizer.step()
+    backward(model, optimizer, 1)  # no zero_grad: inf is still in the sum
+    assert optimizer._amp_stash.already_patched
+
+
+def test_a_delayed_inf_is_found_at_the_end():
+    for level in ("O0", "O2"):
+        amp.reset()
+        model, optimizer = start(level, "dynamic")
+        backward(model, optimizer, float("inf"), delay_unscale=True)
+        assert not optimizer._amp_stash.already_patched
+        backward(model, optimizer, 1)
+        assert optimizer._amp_stash.already_patched
+
+
+def test_delay_overflow_check_leaves_the_verdict_to_the_next_context():
+    model, optimizer = start("O0", "dynamic")
+    backward(model, optimizer, float("inf"), delay_overflow_check=True)
+    assert not optimizer._amp_stash.already_patched
+    assert scale_of() == 65536.0
+    backward(model, optimizer, 1)
+    assert optimizer._amp_stash.already_patched
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_stepping_on_scaled_gradients_is_refused(level):
+    model, optimizer = start(level, 8.0)
+    backward(model, optimizer, 1, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="delay_unscale"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_body_that_raises_keeps_what_was_accumulated(level):
+    model, optimizer = start(level, 8.0)
+    backward(model, optimizer, 1)
+
+    def failing():
+        with amp.scale_loss(model(torch.ones(2)), optimizer) as loss:
+            loss.backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert gradients(optimizer) == [[1.0] * 2] * 2
+    backward(model, optimizer, 1)
+    assert gradients(optimizer) == [[2.0] * 2] * 2
+
+
+def test_scripts_may_write_the_scale():
+    model, optimizer = start("O2")
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+    backward(model, optimizer, 1)
+    assert model.weight.grad.tolist() == [4.0, 4.0]
+    assert gradients(optimizer)[0] == [1.0, 1.0]
+
+
+def test_wrong_use_is_explained():
+    model, optimizer = start("O1")
+    with pytest.raises(IndexError, match="num_losses=2"), amp.scale_loss(torch.ones(()), optimizer, loss_id=1):
+        pass
+    stranger = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="has not seen"), amp.scale_loss(torch.ones(()), stranger):
+        pass
+
+
+def test_sparse_gradients():
+    for level in ("O1", "O2"):
+        amp.reset()
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        before = model.weight.detach().float().clone()
+        for _ in range(2):
+            with amp.scale_loss(model(torch.tensor([1, 1, 3])).float().sum(), optimizer) as loss:
+                loss.backward()
+        optimizer.step()
+        moved = (before - model.weight.detach().float()).round(decimals=2)
+        assert moved.tolist() == [[0, 0], [4, 4], [0, 0], [2, 2], [0, 0]]
+
+
+# The conformance core: models x losses x optimizers, an inf somewhere, against plain SGD with the right steps left out.
+
+WIRINGS = {
+    # name: (models, per loss the models it reaches and the optimizers given to scale_loss, models of each optimizer)
+    "2 models, 2 losses, 1 optimizer": (2, [([0], [0]), ([1], [0])], [[0, 1]]),
+    "3 models, 2 losses, 1 optimizer": (3, [([0, 2], [0]), ([1, 2], [0])], [[0, 1, 2]]),
+    "2 models, 2 losses, 2 optimizers": (2, [([0], [0]), ([1], [1])], [[0], [1]]),
+    "3 models, 2 losses, 2 optimizers": (3, [([0, 2], [0, 1]), ([1, 2], [1])], [[0], [1, 2]]),
+}
+
+
+def zero(style, models, optimizers):
+    if style == "optimizer":
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    elif style == "model":
+        for model in models:
+            model.zero_grad()
+        for optimizer in optimizers:  # masters of a skipped or finished step are cleared by step itself
+            assert all(p.grad is None or not p.grad.any() for p in amp.master_params(optimizer))
+    else:
+        for optimizer in optimizers:
+            for p in amp.master_params(optimizer):
+                p.grad = None
+
+
+def inputs(step, loss):
+    return [torch.full((2,), 0.5 + step + loss), torch.full((2,), 0.25 * (step + 1))]
+
+
+def reference(wiring, skipped):
+    """Plain SGD in float32; ``skipped``: pairs (step, optimizer) left out. Returns weights and the last gradients."""
+    count, losses, owners = WIRINGS[wiring]
+    models = [Product() for _ in range(count)]
+    sgds = [
+        torch.optim.SGD([p for m in own for p in (models[m].weight, models[m].norm.weight)], lr=0.25, momentum=0.5)
+        for own in owners
+    ]
+    for step in range(3):
+        for k, (reached, _) in enumerate(losses):
+            sum(models[m](inputs(step, k)[i % 2]) for i, m in enumerate(reached)).backward()
+        for k, sgd in enumerate(sgds):
+            if (step, k) not in skipped:
+                sgd.step()
+            sgd.zero_grad()
+    return [p for m in models for p in (m.weight, m.norm.weight)]
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+@pytest.mark.parametrize("level", LEVELS[:4])
+@pytest.mark.parametrize("style", ["optimizer", "model", "by hand"])
+def test_conformance(wiring, level, style):
+    count, losses, owners = WIRINGS[wiring]
+    where = [None, *itertools.product(range(2), range(2), range(2), ("float16", "float32"))]
+    for num_losses, bad in itertools.product((1, 2), where):
+        amp.reset()
+        models = [Product() for _ in range(count)]
+        optimizers = [
+            torch.optim.SGD([p for m in own for p in (models[m].weight, models[m].norm.weight)], lr=0.25, momentum=0.5)
+            for own in owners
+        ]
+        amp.initialize(models, optimizers, opt_level=level, loss_scale="dynamic", num_losses=num_losses, verbosity=0)
+        for i, scaler in enumerate(amp._amp_state.loss_scalers):
+            scaler._loss_scale = (4.0, 16.0)[i]
+        skipped = set()
+        for step in range(3):
+            for k, (reached, given) in enumerate(losses):
+                total = sum(models[m](inputs(step, k)[i % 2]) for i, m in enumerate(reached))
+                chosen = [optimizers[o] for o in given]
+                with amp.scale_loss(total, chosen, loss_id=k if num_losses == 2 else 0) as loss:
+                    loss.backward()
+                    if bad is not None and bad[:2] == (step, k):
+                        victim = models[reached[bad[2] % len(reached)]]
+                        parameter = victim.weight if bad[3] == "float16" else victim.norm.weight
+                        parameter.grad[0] = float("inf")
+                        skipped |= {(step, o) for o in given}
+            for k, optimizer in enumerate(optimizers):
+                assert optimizer._amp_stash.already_patched == ((step, k) in skipped)
+                optimizer.step()
+            zero(style, models, optimizers)
+        expected = reference(wiring, skipped)
+        found = [p for m in models for p in (m.weight, m.norm.weight)]
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(b.detach().float(), a.detach(), rtol=0, atol=0 if level != "O3" else 0.02)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("zero_before", [False, True])
+def test_add_param_group(level, accumulate, zero_before):
+    models = [Product(), Product()]
+    plain = copy.deepcopy(models)
+
+    def train(models, optimizer, contexts):
+        for step in range(4):
+            if step == 2:
+                if zero_before:
+                    optimizer.zero_grad()
+                optimizer.add_param_group({"params": [models[1].weight, models[1].norm.weight], "lr": 0.125})
+                if not zero_before:
+                    optimizer.zero_grad()
+            for micro in range(2 if accumulate else 1):
+                for model in models:
+                    contexts(model, 1 + step + micro)
+            optimizer.step()
+            if step != 1:
+                optimizer.zero_grad()
+            for parameter in (models[1].weight, models[1].norm.weight):
+                parameter.grad = parameter.grad if step > 1 else None
+
+    def optimizer_of(models):
+        return torch.optim.SGD([models[0].weight, models[0].norm.weight], lr=0.25, momentum=0.5)
+
+    expected = optimizer_of(plain)
+    train(plain, expected, lambda model, value: model(torch.full((2,), float(value))).backward())
+    optimizer = optimizer_of(models)
+    amp.initialize(models, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    train(models, optimizer, lambda model, value: backward(model, optimizer, value))
+    for a, b in zip(plain, models, strict=True):
+        torch.testing.assert_close(b.weight.detach().float(), a.weight.detach(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(b.norm.weight.detach().float(), a.norm.weight.detach(), rtol=1e-3, atol=1e-3)
