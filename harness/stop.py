@@ -6,7 +6,9 @@ not signalled stops at the same step as the one that was.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +64,21 @@ def on_signals(stop: Stop) -> Iterator[None]:
 
 
 def in_loader_worker(_: int) -> None:
-    """Signal rules of a loader process: Ctrl-C is its parent's business, and it must die of the parent's SIGTERM."""
+    """Signal rules of a loader process: only its parent ends it.
+
+    Launchers and schedulers signal every process of a rank. A loader that died of it would fail the rank, which is
+    about to write its checkpoint; so Ctrl-C is ignored, and SIGTERM too unless it comes from the parent. A parent that
+    was killed takes it along within a second: until then it holds the parent's connections open, and no peer notices.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":  # elsewhere a signal's sender is not told
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="harness-signals", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)
