@@ -15,7 +15,10 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 def _fresh_amp():
     amp.reset()
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors here are tiny: more threads only wait for each other
     yield
+    torch.set_num_threads(threads)
     amp.reset()
     assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
     assert torch.is_autocast_cache_enabled(), "autocast's cache was left off"

@@ -1,0 +1,224 @@
+"""Casting of models and of what goes through them (contract 3.1, 3.4, 3.5)."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.apex import amp
+from harness.apex.amp.casting import cast_tree
+
+HALF = torch.float16
+Point = namedtuple("Point", "x y")  # noqa: PYI024
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: torch.Tensor
+
+
+class ModelOutput(OrderedDict):
+    """As in the transformers library: an ordered dict whose keys are attributes too."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, dtype):
+        return Batch(self.x.to(dtype))
+
+
+def f(*shape):
+    return torch.ones(*shape or (2,))
+
+
+def test_trees_keep_their_types():
+    half = cast_tree(
+        {
+            "list": [f(), (f(), 1, "text")],
+            "named": Point(f(), torch.tensor([1])),
+            "dataclass": Output(f(), None),
+            "frozen": Frozen(f()),
+            "ordered": OrderedDict(a=f()),
+            "default": defaultdict(list, a=f()),
+            "model output": ModelOutput(logits=f()),
+            "batch": Batch(f()),
+            "double": f().double(),
+            "bfloat16": f().bfloat16(),
+        },
+        HALF,
+    )
+    assert half["list"][0].dtype is HALF
+    assert half["list"][1][0].dtype is HALF
+    assert half["list"][1][1:] == (1, "text")
+    assert type(half["named"]) is Point
+    assert half["named"].x.dtype is HALF
+    assert half["named"].y.dtype is torch.int64
+    assert type(half["dataclass"]) is Output
+    assert half["dataclass"].logits.dtype is HALF
+    assert half["frozen"].logits.dtype is HALF
+    assert type(half["ordered"]) is OrderedDict
+    assert half["ordered"]["a"].dtype is HALF
+    assert half["default"].default_factory is list
+    assert half["model output"].logits.dtype is HALF
+    assert half["model output"]["logits"].dtype is HALF
+    assert half["batch"].x.dtype is HALF
+    assert half["double"].dtype is HALF
+    assert half["bfloat16"].dtype is HALF
+
+
+def test_originals_are_not_changed():
+    value = {"a": Output(f()), "b": ModelOutput(x=f())}
+    cast_tree(value, HALF)
+    assert value["a"].logits.dtype is torch.float32
+    assert value["b"].x.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, 2.0, "text", b"bytes", range(3), torch.Size([1]), torch.tensor([1]), {"a": 1}, [1, "b"], int, object()],
+)
+def test_what_holds_nothing_to_cast_comes_back_itself(value):
+    assert cast_tree(value, HALF) is value
+
+
+def test_generators_and_modules_pass_through():
+    generator, module = (t for t in [f()]), nn.Linear(1, 1)
+    assert cast_tree(generator, HALF) is generator
+    assert next(generator).dtype is torch.float32
+    assert cast_tree(module, HALF) is module
+    assert module.weight.dtype is torch.float32
+
+
+def test_packed_sequences():
+    packed = nn.utils.rnn.pack_padded_sequence(f(3, 2, 4), [3, 2])
+    half = cast_tree(packed, HALF)
+    assert type(half) is type(packed)
+    assert half.data.dtype is HALF
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.plain_norm = nn.BatchNorm1d(4, affine=False)
+        self.layer_norm = nn.LayerNorm(4)
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("counts", torch.ones(4, dtype=torch.int64))
+        self.seen: list = []
+
+    def forward(self, x, *, extra=None):
+        self.seen.append((x.dtype, extra.dtype if extra is not None else None))
+        return {"out": self.plain_norm(self.layer_norm(self.norm(self.first(x)))) * self.table}
+
+
+def start(level, **overrides):
+    return amp.initialize(Net(), [], opt_level=level, verbosity=0, **overrides)[0]
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O2", HALF), ("O5", torch.bfloat16)])
+def test_o2_keeps_affine_batch_norm_only(level, dtype):
+    net = start(level)
+    assert net.first.weight.dtype is dtype
+    assert net.norm.weight.dtype is torch.float32
+    assert net.norm.running_mean.dtype is torch.float32
+    assert net.plain_norm.running_mean.dtype is dtype
+    assert net.layer_norm.weight.dtype is dtype
+    assert net.table.dtype is dtype
+    assert net.counts.dtype is torch.int64
+    out = net(torch.randn(3, 4), extra=torch.randn(2).double())
+    assert net.seen == [(dtype, dtype)]
+    assert out["out"].dtype is torch.float32
+
+
+def test_overrides_of_casting():
+    assert start("O3").norm.weight.dtype is HALF
+    assert start("O3", keep_batchnorm_fp32=True).norm.weight.dtype is torch.float32
+    assert start("O2", keep_batchnorm_fp32=False).norm.weight.dtype is HALF
+    net = start("O2", cast_model_outputs=torch.float64)
+    assert net(torch.randn(3, 4))["out"].dtype is torch.float64
+    net = start("O2", cast_model_type=False)
+    assert net.first.weight.dtype is torch.float32
+    assert not net._forward_pre_hooks
+
+
+def test_o0_is_a_cast_to_float32():
+    net = amp.initialize(Net().double(), [], opt_level="O0", verbosity=0)[0]
+    assert net.first.weight.dtype is torch.float32
+
+
+def test_parameters_keep_identity_and_gradients():
+    net = Net()
+    before = list(net.parameters())
+    net.first.weight.grad = torch.ones(4, 4)
+    amp.initialize(net, opt_level="O2", verbosity=0)
+    assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+    assert net.first.weight.grad.dtype is HALF
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_state_dicts_are_float32_and_load_back(level):
+    net = start(level)
+    saved = net.state_dict()
+    assert {v.dtype for v in saved.values() if v.is_floating_point()} == {torch.float32}
+    assert {v.dtype for v in net.first.state_dict().values()} == {torch.float32}, "a part of the model"
+    wrapped = nn.Sequential(net)
+    assert set(wrapped.state_dict()) == {f"0.{name}" for name in saved}
+    twin = start(level)
+    twin.load_state_dict(saved)
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.dtype is b.dtype
+
+
+def test_extra_state_is_left_alone():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"version": 3}
+
+        def set_extra_state(self, state):
+            self.version = state["version"]
+
+    net = amp.initialize(Extra(2, 2), opt_level="O2", verbosity=0)
+    saved = net.state_dict()
+    assert saved["_extra_state"] == {"version": 3}
+    net.load_state_dict(saved)
+    assert net.version == 3
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_copies_are_bound_to_their_own_weights(level):
+    net = amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
+    x = torch.randn(2, 4)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        before = twin(x)
+        with torch.no_grad():
+            net.weight.add_(1)
+        assert torch.equal(twin(x), before)
+        assert not torch.equal(net(x), before)
+        assert twin(x).dtype is torch.float32
+        assert twin.state_dict()["weight"].dtype is torch.float32
+
+
+def test_data_parallel_replicas_use_their_own_weights():
+    net = amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert nn.DataParallel(net)(torch.randn(2, 2)).dtype is torch.float32

@@ -1,0 +1,272 @@
+"""Master weights and exact resume, in every order of loading (contract 3.2, 3.3, 3.5)."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.apex import amp
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+OPTIMIZERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-3, eps=1e-4),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=1e-3),
+}
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def build(level, kind, seed=0, **overrides):
+    model = net(seed)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **overrides)
+
+
+def train(model, optimizer, steps, start=0):
+    losses = []
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(16, 6, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+        loss = F.cross_entropy(model(x).float(), y)
+        with amp.scale_loss(loss * 1e-2, optimizer) as scaled:  # small gradients: their squares vanish in float16
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def on_disk(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def everything(model, optimizer):
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    state = [
+        value.clone()
+        for p in amp.master_params(optimizer)
+        for value in optimizer.state[p].values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return masters + state + [v.clone() for v in model.state_dict().values()]
+
+
+def assert_same(a, b):
+    for first, second in zip(a, b, strict=True):
+        assert first.dtype is second.dtype
+        assert torch.equal(first, second)
+
+
+ORDERS = list(itertools.permutations(["model", "optimizer", "amp"]))
+MOMENTS = ["before initialize", "before first use", "after first use", "after training"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_resumed_run_equals_the_unbroken_one(level, kind, moment):
+    model, optimizer = build(level, kind)
+    train(model, optimizer, 12)
+    saved = on_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
+    expected_losses = train(model, optimizer, 6, start=12)
+    expected = everything(model, optimizer)
+    for order in ORDERS if level in ("O2", "O5") else ORDERS[::5]:
+        amp.reset()
+        if moment == "before initialize":
+            model = net(seed=1)
+            optimizer = OPTIMIZERS[kind](model.parameters())
+        else:
+            model, optimizer = build(level, kind, seed=1)
+        if moment == "after first use":
+            optimizer.zero_grad()
+        if moment == "after training":
+            train(model, optimizer, 3)
+        checkpoint = on_disk(saved)
+        for what in order:
+            if what == "model":
+                model.load_state_dict(checkpoint["model"])
+            elif what == "optimizer":
+                optimizer.load_state_dict(checkpoint["optimizer"])
+            elif moment != "before initialize":
+                amp.load_state_dict(checkpoint["amp"])
+        if moment == "before initialize":
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            amp.load_state_dict(checkpoint["amp"])
+        assert train(model, optimizer, 6, start=12) == expected_losses, order
+        assert_same(everything(model, optimizer), expected)
+
+
+def test_masters_hold_more_than_the_model():
+    """Else the test above could not tell masters from rounded weights."""
+    model, optimizer = build("O2", "adam")
+    train(model, optimizer, 5)
+    master = next(amp.master_params(optimizer))
+    assert not torch.equal(master, model[0].weight.float())
+    assert torch.equal(master.half(), model[0].weight)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_checkpoint_without_masters_follows_the_model(level):
+    model, optimizer = build(level, "adam")
+    train(model, optimizer, 5)
+    weights, state = on_disk(model.state_dict()), on_disk(optimizer.state_dict())
+    for group in state["param_groups"]:
+        del group["master_params"]
+    for order in itertools.permutations("mo"):
+        amp.reset()
+        model, optimizer = build(level, "adam", seed=3)
+        optimizer.zero_grad()
+        for what in order:
+            model.load_state_dict(weights) if what == "m" else optimizer.load_state_dict(on_disk(state))
+        train(model, optimizer, 0)
+        with amp.scale_loss(model(torch.randn(4, 6)).sum(), optimizer):
+            pass
+        assert torch.equal(next(amp.master_params(optimizer)), weights["0.weight"])
+        assert optimizer.state[next(amp.master_params(optimizer))]["exp_avg_sq"].dtype is torch.float32
+
+
+def test_weights_loaded_late_are_not_overwritten():
+    model, optimizer = build("O2", "momentum")
+    train(model, optimizer, 3)
+    other = {name: value + 1 if value.is_floating_point() else value for name, value in net(9).state_dict().items()}
+    model.load_state_dict(other)
+    optimizer.step()  # no gradients: nothing may move
+    for name, value in model.state_dict().items():
+        assert torch.equal(
+            value, other[name].half().float() if "1." not in name and value.is_floating_point() else value
+        )
+    assert torch.equal(model[0].weight, other["0.weight"].half())
+
+
+def test_weights_swapped_out_and_back_keep_the_masters():
+    model, optimizer = build("O2", "adam")
+    train(model, optimizer, 3)
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    backup = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(net(4).state_dict())
+    model.load_state_dict(backup)
+    with amp.scale_loss(model(torch.randn(4, 6)).sum(), optimizer):
+        pass
+    for a, b in zip(masters, amp.master_params(optimizer), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_with_masters_in_a_run_without_them():
+    model, optimizer = build("O2", "adam")
+    train(model, optimizer, 3)
+    state, weights = on_disk(optimizer.state_dict()), on_disk(model.state_dict())
+    for level in ("O0", "O1", "O3"):
+        amp.reset()
+        model, optimizer = build(level, "adam")
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(on_disk(state))
+        assert "master_params" not in optimizer.param_groups[0]
+        train(model, optimizer, 2)
+        assert "master_params" not in optimizer.state_dict()["param_groups"][0]
+
+
+def test_masters_appear_at_first_use_in_the_same_groups():
+    model, optimizer = build("O2", "adam")
+    group = optimizer.param_groups[0]
+    params = group["params"]
+    assert params[0] is model[0].weight
+    optimizer.zero_grad()
+    assert optimizer.param_groups[0] is group, "a scheduler may hold the group"
+    assert group["params"] is params
+    assert params[0] is not model[0].weight
+    assert params[0].dtype is torch.float32
+    assert params[2] is model[1].weight, "float32 batch norm is its own master"
+    stash = optimizer._amp_stash
+    assert stash.lazy_init_called
+    assert [id(p) for p in stash.all_fp16_params] == [
+        id(model[i].weight if j == 0 else model[i].bias) for i in (0, 3) for j in (0, 1)
+    ]
+    assert stash.all_fp32_from_fp16_params[0] is params[0]
+    assert len(stash.fp16_groups[0]) == 4
+
+
+def test_apex_names_for_a_resume_by_hand():
+    model, optimizer = build("O2", "adam")
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_lazy_init()
+    with torch.no_grad():
+        for p in amp.master_params(optimizer):
+            p.fill_(0.25)
+    optimizer._master_params_to_model_params()
+    assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 0.25))
+    scaler = amp._amp_state.loss_scalers[0]
+    optimizer._prepare_amp_backward()
+    (model(torch.randn(4, 6)).sum() * scaler.loss_scale() * 1e-3).backward()
+    optimizer._post_amp_backward(scaler)
+    assert next(amp.master_params(optimizer)).grad is not None
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none):
+    model, optimizer = build("O2", "adam")
+    with amp.scale_loss(model(torch.randn(4, 6)).sum() * 1e-4, optimizer) as loss:
+        loss.backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert all(p.grad is None for p in optimizer._amp_stash.all_fp32_from_fp16_params)
+    if set_to_none:
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_step_with_masters_refuses_a_closure_and_returns_the_value():
+    model, optimizer = build("O2", "adam")
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    assert optimizer.step() is None
+
+
+def test_parameters_unfrozen_later_get_masters():
+    torch.manual_seed(0)
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    train(model, optimizer, 2)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().float()
+    train(model, optimizer, 1)
+    master = optimizer.param_groups[0]["params"][0]
+    assert master.dtype is torch.float32
+    assert master is not model[0].weight
+    moved = (master.detach() - before).abs().max()
+    assert 0 < moved < 1e-2, "stepped with a scaled gradient"
+
+
+def test_other_dtypes_are_refused():
+    model = nn.Linear(2, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O2", cast_model_type=False, verbosity=0)
+    with pytest.raises(TypeError, match="float64"):
+        optimizer.zero_grad()
+
+
+def test_optimizer_state_made_before_initialize_is_kept_in_float32():
+    model = net()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    model(torch.randn(4, 6)).sum().mul(1e-6).backward()
+    optimizer.step()
+    before = optimizer.state[model[0].weight]["exp_avg_sq"].clone()
+    assert (before.half() == 0).all(), "the values must not survive float16"
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    optimizer.zero_grad()
+    after = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"]
+    assert torch.equal(before, after)
+    assert model[0].weight not in optimizer.state
