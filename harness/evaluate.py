@@ -20,6 +20,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     None if a stop was agreed on the way. Collective: ranks ask equally often whether to stop, however many batches each
     has, and meet again only in the reduction. The bare module is called, so no rank waits for another's batch.
     """
+    run.average_buffers()  # or each rank would evaluate a model of its own
     data, module, sums = run.eval_data, run.module, Sums()
     rows = bad = 0
     module.eval()

@@ -129,9 +129,10 @@ def evaluation(run: Run) -> None:
         state.since_best += 1
     run.report(found)
     shown = "  ".join(f"{key} {plain[key]:.4f}" for key in run.config.task.metrics)
+    where = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
     log.info(
-        "epoch %d: %s  (%d of %d rows, each once)%s",
-        state.epoch,
+        "%s: %s  (%d of %d rows)%s",
+        where,
         shown,
         found["rows_used"],
         found["rows"],

@@ -137,7 +137,7 @@ class Run:
                 "bad_rows": self.state.bad_rows,
             },
         )
-        log.info("epoch %d: %d of %d rows used, each once%s", self.state.epoch + 1, used, len(self.seen),
+        log.info("epoch %d: %d of %d rows used%s", self.state.epoch + 1, used, len(self.seen),
                  f"; {self.state.bad_rows} images could not be read so far" if self.state.bad_rows else "")  # fmt: skip
         self.seen[:] = False
 
@@ -148,7 +148,7 @@ class Run:
         self.meter.wait_s, self.train_data.loader.wait_s = self.meter.wait_s + self.train_data.loader.wait_s, 0.0
         self.guard(self._window_loss(), self.meter.steps)
         self.state.wall_s = self.wall_s()
-        ranks = self.runtime.gather({"rng": rng.get_state(self.runtime.device), "meter": self.meter.state_dict()})
+        ranks = self.runtime.gather_to_first(self._own())
         seen = self.runtime.union(torch.from_numpy(np.packbits(self.seen)))
         with self.runtime.together("saving"):
             if self.runtime.rank == 0:
@@ -170,6 +170,26 @@ class Run:
                 )
         self.saved_step = self.state.step
 
+    def _own(self) -> dict[str, Any]:
+        """What this rank has of its own: its random streams, its part of the open log window, and running statistics
+        of batch norm, which training leaves to each rank."""
+        buffers = {} if self.runtime.world_size == 1 else {name: b.cpu() for name, b in self._float_buffers().items()}
+        return {"rng": rng.get_state(self.runtime.device), "meter": self.meter.state_dict(), "buffers": buffers}
+
+    def _float_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
+
+    def average_buffers(self) -> None:
+        """Make the replicas one model: the mean over ranks of the running statistics, on all of them. Collective."""
+        buffers = list(self._float_buffers().values())
+        if self.runtime.world_size == 1 or not buffers:
+            return
+        flat = (
+            self.runtime.sum(torch.cat([buffer.double().reshape(-1) for buffer in buffers])) / self.runtime.world_size
+        )
+        for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+
     def _window_loss(self) -> float:
         """The loss since the last log line, summed: a model gone wrong must not become the newest checkpoint."""
         return self.runtime.sum(self.meter.loss.detach().clone()).item()
@@ -178,7 +198,8 @@ class Run:
         """Go on from the checkpoint at ``path``, as if never interrupted.
 
         At the same world size that is exact, bit for bit. At another one the position in the data, the weights and the
-        optimizer are exact, and no row of the epoch is lost or repeated; random streams (dropout) start anew.
+        optimizer are exact, and no row of the epoch is lost or repeated; random streams (dropout) start anew, and
+        running statistics of batch norm are the mean over the ranks there were.
         """
         content = checkpoint.read(path)
         if content["opt_level"] != self.config.precision.opt_level:
@@ -206,12 +227,14 @@ class Run:
         log.info("resumed from %s: epoch %d, step %d", path, self.state.epoch + 1, self.state.step)
 
     def _restore_ranks(self, content: dict[str, Any]) -> None:
-        """What each rank had of its own: random streams, its part of the open log window, the rows it has used."""
+        """What each rank had of its own, and the rows of the epoch that are used."""
         ranks, rank = content["ranks"], self.runtime.rank
         if rank == 0:
             self.seen[:] = np.unpackbits(content["seen"].numpy(), count=len(self.seen)).astype(bool)
         if content["world_size"] == self.runtime.world_size:
             rng.set_state(ranks[rank]["rng"], self.runtime.device)
+            for name, buffer in self._float_buffers().items():
+                buffer.copy_(ranks[rank]["buffers"].get(name, buffer))
             self.meter.load_state_dict(ranks[rank]["meter"])
             return
         log.info(
@@ -220,6 +243,8 @@ class Run:
             self.runtime.world_size,
         )
         rng.seed_all(rng.TRAINING, self.config.seed, self.state.step, rank)
+        for name, buffer in self._float_buffers().items() if ranks[0]["buffers"] else ():
+            buffer.copy_(torch.stack([other["buffers"][name] for other in ranks]).double().mean(0))
         if rank == 0:  # the open window as a whole; sums do not care who brings them
             meters = [other["meter"] for other in ranks]
             self.meter.load_state_dict(

@@ -172,6 +172,14 @@ class Runtime:
             dist.all_gather_object(values, value, group=self._control)
         return values
 
+    def gather_to_first(self, value: Value) -> list[Value]:
+        """Every rank's ``value`` (picklable), by rank, on rank 0; an empty list elsewhere."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self._control)
+        return values or []
+
     def from_first(self, value: Value) -> Value:
         """Rank 0's ``value`` (picklable) on all ranks."""
         values = [value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from harness import assemble, configfile, console, loop
 from harness.config import Config
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
-from harness.folder import RunFolder
+from harness.folder import RunFolder, cannot_write
 from harness.run import Run
 from harness.runtime import Launch, Runtime, detect, open_runtime
 from harness.stop import Stop, on_signals
@@ -27,13 +28,22 @@ def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_
     try:
         launch = detect(environ, local_rank)
         console.to_terminal(launch.rank)
-        config = configfile.load(path, overrides)
+        config = read_config(path, overrides, launch)
         with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
             return run_rank(config, runtime)
     except HarnessError as error:
         if error.told_by is None or error.told_by == _rank(environ):
             log.error("error: %s", error)
         return error.exit_code
+
+
+def read_config(path: str, overrides: Sequence[str], launch: Launch) -> Config:
+    """The configuration. All ranks of a node read the same file and find the same wrong in it: the first one tells."""
+    try:
+        return configfile.load(path, overrides)
+    except HarnessError as error:
+        error.told_by = launch.rank - launch.local_rank
+        raise
 
 
 def run_rank(config: Config, runtime: Runtime) -> int:
@@ -62,7 +72,11 @@ def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
     with runtime.together("preparing the run folder"):
         if runtime.rank == 0:
             told = folder.claim(config)
-    console.to_file(folder.logs, runtime.rank)
+    with runtime.together("opening the logs"):
+        try:
+            console.to_file(folder.logs, runtime.rank)
+        except OSError as error:
+            raise cannot_write(folder.logs, error) from None
     if told:
         log.info(told)
 
@@ -70,12 +84,13 @@ def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
 def announce(run: Run) -> None:
     """Say what is about to happen, and record on what."""
     runtime, config = run.runtime, run.config
-    name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-    topology = runtime.gather(f"{runtime.host}: {runtime.device} ({name})")
+    card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    topology = runtime.gather(f"{runtime.host}: {runtime.device} ({card})")
     size = assemble.sizes(config, run.train_data.num_rows, runtime.world_size)
     facts = assemble.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
-    log.info("%s", "  ".join(f"{key}: {value} |" for key, value in facts.items()).rstrip(" |"))
-    log.info("parallel: %s; launched by %s", run.parallel.strategy, runtime.launch.by)
+    facts |= {"parallel": run.parallel.strategy, "launched by": runtime.launch.by, "run folder": run.folder.path}
+    for name, value in facts.items():
+        log.info("%14s: %s", name, value)
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
             run.folder.provenance(runtime, run.precision.backend, topology)
@@ -106,19 +121,11 @@ def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, err
     """Report ``error`` once: in failure.json by the rank that failed first, on its terminal, in every rank's log."""
     if isinstance(error, HarnessError) and error.told_by not in (None, runtime.rank):
         return error.exit_code  # raised by all ranks together; the one whose error it is tells it
-    lost = _lost_peer(error)
-    shown = (
-        TrainingError(
-            f"lost contact with the other ranks: {lost}",
-            hint="the log of the rank that died tells more; one that was killed from outside says nothing",
-        )
-        if lost
-        else error
-    )
-    first = folder.failure(runtime, run.state.step if run else 0, error)
+    shown = _explained(error)
+    first = folder.failure(runtime, run.state.step if run else 0, shown, traceback.format_exception(error))
     watch.report(runtime.rank)
     if first is not None and first["rank"] != runtime.rank:
-        log.info("ended, since rank %s failed first: %s", first["rank"], first["message"])
+        log.info("ended, since rank %s failed; %s tells why", first["rank"], folder.path / "failure.json")
         return int(first["exit_code"])
     if isinstance(shown, HarnessError):
         log.error("error: %s", shown)
@@ -126,6 +133,22 @@ def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, err
         return shown.exit_code
     log.error("%s", "".join(traceback.format_exception(error)).rstrip())
     return EXIT_FAILURE
+
+
+def _explained(error: Exception) -> Exception:
+    """``error``, or what it means to a user where its own words do not say so."""
+    if lost := _lost_peer(error):
+        return TrainingError(
+            f"lost contact with the other ranks: {lost}",
+            hint="the log of the rank that died tells more; one that was killed from outside says nothing",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        return TrainingError(
+            f"a file could not be written: {error.strerror}",
+            where=str(error.filename or ""),
+            hint="mend that and start the same command again: it goes on from the last checkpoint",
+        )
+    return error
 
 
 def _lost_peer(error: Exception) -> str:

@@ -87,6 +87,24 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float 
                 process.join()
 
 
+def wait_for(processes: list, timeout_s: float) -> list[int]:
+    """Wait for what ``start`` returned; return the exit codes. Raises RankFailure after ``timeout_s``, all killed."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        for process, _ in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        running = [index for index, (process, _) in enumerate(processes) if process.is_alive()]
+        if running:
+            raise RankFailure(f"ranks {running} were still running after {timeout_s} s")
+        return [process.exitcode for process, _ in processes]
+    finally:
+        for process, receiver in processes:
+            receiver.close()
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
 def _entry(sender, function, args, environ) -> None:
     os.environ.update(environ)
     import torch

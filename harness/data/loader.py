@@ -100,7 +100,7 @@ class Loader:
 @dataclass
 class MicroBatch:
     """A part of a step on one rank; ``weight`` makes the sum over micro-batches and the average over ranks a mean over
-    all rows of the step, however they are spread. A rank without rows in the tail has one of weight 0.
+    all rows of the step, however they are spread. One of weight 0 only keeps the ranks in step.
     """
 
     batch: Batch
@@ -150,21 +150,29 @@ class TrainData:
         num_left = self.num_rows - sum(self._rows_of(done))
         rows = plan(self.rule, self.num_rows, self.rank, self.world_size, epoch, self.seed, done)
         steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
-        requests = (Request(part, epoch) for step in steps for part in self._micro_batches(rows, step))
+        filler = rows[:1] if len(rows) else np.zeros(1, np.int64)
+        requests = (
+            Request(part if len(part) else filler, epoch)
+            for step in steps
+            for part in self._micro_batches(rows, num_left, step)
+        )
         batches = self.loader.fetch(requests)
         for step in steps:
-            total = step_rows(num_left, self.world_size, self.per_rank, step)
-            parts = len(self._micro_batches(rows, step))
-            scale = self.world_size / total if step * self.per_rank < len(rows) else 0.0
-            yield [MicroBatch(batch, len(batch) * scale) for batch in itertools.islice(batches, parts)]
+            scale = self.world_size / step_rows(num_left, self.world_size, self.per_rank, step)
+            parts = self._micro_batches(rows, num_left, step)
+            yield [
+                MicroBatch(batch, len(part) * scale)
+                for part, batch in zip(parts, itertools.islice(batches, len(parts)), strict=True)
+            ]
 
-    def _micro_batches(self, rows: np.ndarray, step: int) -> list[np.ndarray]:
-        own = rows[step * self.per_rank : (step + 1) * self.per_rank]
-        if len(own) == 0:
-            # Every rank must take part in the reduction: any row will do, its gradient is multiplied by zero.
-            return [rows[:1] if len(rows) else np.zeros(1, np.int64)]
-        micro = self.per_rank // self.accumulate
-        return [own[start : start + micro] for start in range(0, len(own), micro)]
+    def _micro_batches(self, rows: np.ndarray, num_left: int, step: int) -> list[np.ndarray]:
+        """This rank's rows of ``step``, in as many parts as every rank has. In the tail parts are uneven, even empty:
+        ranks must run the same backward passes, so an empty part is filled with a row of weight zero.
+        """
+        first = step * self.per_rank
+        longest = min(self.per_rank, -(-num_left // self.world_size) - first)
+        num_parts = -(-longest // (self.per_rank // self.accumulate))
+        return np.array_split(rows[first : first + self.per_rank], num_parts)
 
     def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
         left = self.num_rows

@@ -1,0 +1,192 @@
+"""A small experiment that exercises everything a resume must restore, and how to run it on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torchvision.io import write_png
+
+from harness.trackers import TIMES
+from tests.ranks import free_port, launch_environment, start, wait_for
+
+NUM_TRAIN, NUM_EVAL, NUM_CLASSES, SIZE = 61, 23, 3, 8  # odd sizes: ragged shards, ragged last batches
+
+
+def write_images(folder: Path, num_train: int = NUM_TRAIN, num_eval: int = NUM_EVAL) -> Path:
+    """Noisy stripes of three directions as PNG files, with train.csv and eval.csv: learnable, always the same."""
+    generator = np.random.default_rng(0)
+    (folder / "images").mkdir(parents=True)
+    for split, count in (("train", num_train), ("eval", num_eval)):
+        lines = ["path,label"]
+        for index in range(count):
+            label = int(generator.integers(NUM_CLASSES))
+            rows, columns = np.mgrid[0:SIZE, 0:SIZE]
+            wave = np.cos((rows, columns, rows + columns)[label] * 1.5 + generator.normal() * 0.3)
+            pixels = np.clip(128 + 90 * wave + generator.normal(0, 20, (SIZE, SIZE)), 0, 255).astype(np.uint8)
+            write_png(torch.from_numpy(pixels)[None], str(folder / "images" / f"{split}{index}.png"))
+            lines.append(f"images/{split}{index}.png,{('row', 'column', 'slope')[label]}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def write_config(folder: Path, data: Path, /, **settings: Any) -> Path:
+    """A YAML over ``data`` with output in ``folder``; ``settings`` are sections that replace or extend these."""
+    config: dict[str, Any] = {
+        "name": "run",
+        "output": str(folder / "runs"),
+        "task": {
+            "name": "image_csv",
+            "train_csv": str(data / "train.csv"),
+            "eval_csv": str(data / "eval.csv"),
+            "root": str(data),
+            "color": "gray",
+            "augment": {"crop_padding": 1, "horizontal_flip": 0.5},
+        },
+        "data": {"num_workers": 0, "cache_dir": str(data / "cache")},
+        "model": {"name": "small_cnn", "args": {"width": 4}},
+        "batch": {"global": 8},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        "schedule": {"name": "cosine", "warmup_epochs": 0.5},
+        "precision": {"opt_level": "O0"},
+        "train": {"epochs": 3, "log_every": 3},
+        "runtime": {"device": "cpu", "timeout_s": 30},
+    }
+    for key, value in settings.items():
+        config[key] = (
+            {**config[key], **value} if isinstance(value, dict) and isinstance(config.get(key), dict) else value
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def run(
+    config: Path, world_size: int = 1, *overrides: str, kill: Kill | None = None, timeout_s: float = 90
+) -> list[int]:
+    """Train ``config`` on ``world_size`` real processes; return their exit codes by rank (negative: the signal)."""
+    port = free_port()
+    processes = [
+        start(
+            _drive,
+            (str(config), overrides, kill if kill and kill.rank == rank else None, config.parent),
+            launch_environment(rank, world_size, port) if world_size > 1 else {},
+        )
+        for rank in range(world_size)
+    ]
+    return wait_for(processes, timeout_s)
+
+
+class Kill:
+    """Where a rank is to die of SIGKILL: at the end of optimizer step ``step``, while that step's checkpoint is being
+    written (``where="save"``), or in the evaluation after it."""
+
+    def __init__(self, rank: int, step: int, where: str = "step") -> None:
+        self.rank, self.step, self.where = rank, step, where
+
+    def arm(self) -> None:
+        from harness import evaluate, loop
+        from harness.run import Run
+
+        def die() -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.where == "step":
+            book = loop.count
+
+            def count(run: Run, *args: Any) -> None:
+                book(run, *args)
+                if run.state.step >= self.step:
+                    die()
+
+            loop.count = count
+        elif self.where == "save":
+            save = torch.save
+
+            def half_save(content: Any, file: Any, **options: Any) -> None:
+                if isinstance(content, dict) and "state" in content and content["state"]["step"] >= self.step:
+                    file.write(b"half a checkpoint")
+                    file.flush()
+                    die()
+                save(content, file, **options)
+
+            torch.save = half_save
+        else:
+            prepare = evaluate.prepare
+
+            def die_in_evaluation(run: Run, inputs: Any) -> Any:
+                if not run.module.training and run.state.step >= self.step:
+                    die()
+                return prepare(run, inputs)
+
+            evaluate.prepare = die_in_evaluation
+
+
+def _drive(config: str, overrides: tuple[str, ...], kill: Kill | None, folder: Path) -> None:
+    """A rank, as driver.py would run it; its terminal is a file."""
+    from harness.cli import drive
+
+    terminal = os.open(folder / f"terminal-{os.environ.get('RANK', '0')}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    if kill is not None:
+        kill.arm()
+    raise SystemExit(drive(["-c", config, *overrides]))
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, times aside."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in record(folder) if "loss" in line]
+
+
+def last_checkpoint(folder: Path) -> dict[str, Any]:
+    """Everything in the newest checkpoint but what a clock says."""
+    name = (folder / "checkpoints" / "latest").read_text().strip()
+    content: dict[str, Any] = torch.load(folder / "checkpoints" / name / "state.pt", weights_only=True)
+    for times in [content["state"], *[rank["meter"] for rank in content["ranks"]]]:
+        for key in ("wall_s", "train_s", "wait_s", "time_s"):
+            times.pop(key, None)
+    content.pop("log_offset")  # counts bytes, and times have more or fewer digits
+    return content
+
+
+def assert_same(left: Any, right: Any, where: str = "") -> None:
+    """Bitwise equality of nested plain data and tensors, naming the first place that differs."""
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, where
+        assert left.shape == right.shape, where
+        same = (
+            torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+            if left.numel()
+            else True
+        )
+        assert same, f"{where}: differs by up to {(left.double() - right.double()).abs().max().item():.3g}"
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), f"{where}: {set(left) ^ set(right)}"
+        for key in left:
+            assert_same(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), where
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_same(one, other, f"{where}[{index}]")
+    else:
+        assert left == right or (left != left and right != right), f"{where}: {left!r} != {right!r}"
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Two finished run folders hold the same weights, the same state and the same record, bit for bit."""
+    assert_same(record(one), record(other), "metrics.jsonl")
+    assert_same(last_checkpoint(one), last_checkpoint(other), "checkpoint")
+    assert (one / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
