@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,12 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the run folder cannot be written: {error.strerror}", where=str(path), hint="name another with output=FOLDER"
+    )
 
 
 class RunFolder:
@@ -60,11 +65,7 @@ class RunFolder:
             write_atomically(self.path / "config.yaml", configfile.to_text(config))
             (self.path / "failure.json").unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"the run folder cannot be written: {error.strerror}",
-                where=str(self.path),
-                hint="name another with output=FOLDER",
-            ) from None
+            raise cannot_write(self.path, error) from None
         return told
 
     def _continue_or_move(self, saved: Path, config: Config) -> str:
@@ -118,7 +119,7 @@ class RunFolder:
             table = pd.DataFrame(matrix, index=pd.Index(classes, name="truth"), columns=classes)
             write_atomically(self.path / "confusion.csv", table.to_csv())
 
-    def failure(self, runtime: Runtime, step: int, error: BaseException) -> dict[str, Any] | None:
+    def failure(self, runtime: Runtime, step: int, error: Exception, trace: list[str]) -> dict[str, Any] | None:
         """Leave ``failure.json``, unless another rank was first: then return what it wrote."""
         path = self.path / "failure.json"
         report = {
@@ -128,20 +129,28 @@ class RunFolder:
             "error": type(error).__name__,
             "message": str(error),
             "exit_code": error.exit_code if isinstance(error, HarnessError) else EXIT_FAILURE,
-            "traceback": traceback.format_exception(error),
+            "traceback": trace,
         }
         try:
             with open(path, "x", encoding="utf-8") as file:
                 json.dump(report, file, indent=1)
         except FileExistsError:
-            try:
-                first: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                return None  # another rank is writing it at this moment
-            return first
+            return _read_soon(path)
         except OSError:
             pass  # a full disk or a folder gone; the log and the terminal have the error
         return None
+
+
+def _read_soon(path: Path) -> dict[str, Any] | None:
+    """The JSON of ``path``, which another rank may be writing at this moment; None if it never becomes whole."""
+    for _ in range(20):
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            time.sleep(0.05)
+        else:
+            return content
+    return None
 
 
 def _git() -> dict[str, Any] | None:

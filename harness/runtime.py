@@ -10,8 +10,9 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from harness.network import interface_towards
 
 Value = TypeVar("Value")
 
+_TELL_S = 5.0  # for the ranks of a failed start to agree on who tells why
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N driver.py …, or unset the variables"
 
@@ -258,6 +260,43 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 
 
 @contextmanager
+def told_once(launch: Launch) -> Iterator[None]:
+    """What comes before the ranks meet: all of a node's ranks find the same thing wrong, and one of them tells.
+
+    The first to say so in the launch's store does; the error of the others gets ``told_by``. A rank that reaches no
+    store within five seconds tells: an error is rather told twice than never.
+    """
+    try:
+        yield
+    except HarnessError as error:
+        if launch.world_size > 1:
+            node = launch.rank - launch.local_rank
+            with suppress(RuntimeError, ValueError, OSError):
+                store = _meet(launch, _TELL_S)
+                if store.add(f"told/{node}", 1) > 1:
+                    error.told_by = node
+                if store.add("asked", 1) < launch.world_size and launch.rank == 0 and not launch.elastic:
+                    _wait_until_all_asked(store, launch.world_size)  # this rank hosts the store
+        raise
+
+
+def _wait_until_all_asked(store: Any, world_size: int) -> None:
+    deadline = time.monotonic() + _TELL_S
+    while store.add("asked", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _meet(launch: Launch, timeout_s: float) -> Any:
+    """The store of this launch: the one that torch's launcher opened, else one that rank 0 opens for all."""
+    timeout = timedelta(seconds=timeout_s)
+    url = f"tcp://{launch.master_addr}:{launch.master_port}"
+    store, _, _ = next(rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    # A restarted gang must not read the keys of the one before it in a store that the launcher kept.
+    return PrefixStore(f"harness/{launch.restart}", store)
+
+
+@contextmanager
 def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0) -> Iterator[Runtime]:
     """A Runtime for ``launch``, with a process group where there are several ranks; closed again at the end.
 
@@ -272,11 +311,7 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
     _choose_interface(launch)
     timeout = timedelta(seconds=timeout_s)
     try:
-        url = f"tcp://{launch.master_addr}:{launch.master_port}"
-        store, _, _ = next(rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        # A restarted gang must not read the keys of the one before it in a store that the launcher kept.
-        store = PrefixStore(f"harness/{launch.restart}", store)
+        store = _meet(launch, timeout_s)
         backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:

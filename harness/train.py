@@ -15,7 +15,7 @@ from harness.config import Config
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
 from harness.folder import RunFolder, cannot_write
 from harness.run import Run
-from harness.runtime import Launch, Runtime, detect, open_runtime
+from harness.runtime import Launch, Runtime, choose_device, detect, open_runtime, told_once
 from harness.stop import Stop, on_signals
 from harness.watch import Watch
 
@@ -28,22 +28,15 @@ def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_
     try:
         launch = detect(environ, local_rank)
         console.to_terminal(launch.rank)
-        config = read_config(path, overrides, launch)
+        with told_once(launch):
+            config = configfile.load(path, overrides)
+            choose_device(config.runtime.device, launch)
         with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
             return run_rank(config, runtime)
     except HarnessError as error:
-        if error.told_by is None or error.told_by == _rank(environ):
+        if error.told_by is None:
             log.error("error: %s", error)
         return error.exit_code
-
-
-def read_config(path: str, overrides: Sequence[str], launch: Launch) -> Config:
-    """The configuration. All ranks of a node read the same file and find the same wrong in it: the first one tells."""
-    try:
-        return configfile.load(path, overrides)
-    except HarnessError as error:
-        error.told_by = launch.rank - launch.local_rank
-        raise
 
 
 def run_rank(config: Config, runtime: Runtime) -> int:
@@ -165,10 +158,6 @@ def _lost_peer(error: Exception) -> str:
     )
     is_collective = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
     return text.strip().splitlines()[0] if is_collective and any(sign in text for sign in signs) else ""
-
-
-def _rank(environ: Mapping[str, str]) -> int:
-    return detect(environ).rank
 
 
 __all__ = ["Launch", "main", "run_rank"]
