@@ -30,6 +30,7 @@ def train(run: Run) -> bool:
         else:
             epoch(run)
             run.save()
+    run.save()  # if it was stopped before the first step; else there is one
     return False
 
 
