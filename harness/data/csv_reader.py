@@ -70,18 +70,26 @@ class _RecordTooLong(Exception):
 
 
 class _Ended(io.RawIOBase):
-    """The bytes of a file and then one more record; full blocks until the end."""
+    """The bytes of a file and then one more record, in blocks none of which ends in a carriage return.
+
+    pyarrow takes a line feed at the start of a block for the second half of a line end, and drops it, even if
+    the first half was inside quotes.
+    """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
-        self.stream, self.ending = stream, ending
+        self.stream, self.ending, self.kept = stream, ending, b""
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
-        block = self.stream.read(size)
+        more = self.stream.read(size - len(self.kept))
+        block = self.kept + more if self.kept else more  # no copy of a block in the usual case
+        self.kept = b""
         if len(block) < size:
             block, self.ending = block + self.ending, b""
+        elif block.endswith(b"\r"):
+            block, self.kept = block[:-1], b"\r"
         return block
 
 

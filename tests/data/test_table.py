@@ -108,6 +108,10 @@ def test_equal_content_has_equal_digest(opened, content):
     [
         CSV.replace(b"c.png", b"d.png"),
         CSV.replace(b"c.png,7", b"c.png,8"),
+        CSV.replace(b"png,7", b"png,?")
+        .replace(b"png,10", b"png,7")
+        .replace(b"png,?", b"png,10", 1)
+        .replace(b"?", b"7"),
         CSV.replace(b"caption", b"text"),
         CSV + b"d.png,7,\n",
         CSV.replace(b"a.png", b"a.pn").replace(b"b.png", b"gb.png"),  # the same bytes, cut elsewhere
@@ -216,6 +220,15 @@ def test_row_longer_than_a_block(opened, monkeypatch, first):
     rows = [f"p{i},{long if i == 700 else 'y'}" for i in range(1000)]
     table = opened(("path,caption\n" + "\n".join(rows)).encode())
     assert [f"{p},{c}" for p, c in table.slice_frame(0, 1000).to_numpy()] == rows
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_line_break_in_quotes_across_blocks(opened, monkeypatch, end):
+    for block in range(64, 80):
+        monkeypatch.setattr(csv_reader, "_FIRST_BLOCK", block)
+        content = b"path,caption" + end + b"".join(b'p%d,"x\r\ny"%s' % (i, end) for i in range(50))
+        table = opened(content, f"{block}.csv")
+        assert table.strings("caption", np.arange(50)) == ["x\r\ny"] * 50
 
 
 def test_long_rows_make_short_batches(opened):

@@ -149,7 +149,7 @@ def test_null_labels_of_parquet(refused):
 
 
 def test_labels_that_differ_in_white_space(refused):
-    message, _, hint = refused(b"path,label\na,cat\nb,dog\nc,dog \n")
+    message, _, hint = refused(b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n")
     assert message == "labels 'dog' (row 1) and 'dog ' (row 2) differ in white space alone"
     assert "'label'" in hint
 
