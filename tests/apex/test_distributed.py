@@ -62,3 +62,310 @@ def _compare_with_one_process(delay: bool) -> None:
 @pytest.mark.parametrize("delay", [True, False])
 def test_two_ranks_train_like_one_process_with_all_the_data(delay):
     run_ranks(2, _compare_with_one_process, delay)
+
+
+# Gradients by hand. A parameter's gradient here is the number it is multiplied by.
+
+
+class Numbers(nn.Module):
+    """``forward([a, b, ...])``: the sum of ``parameter * number``; None leaves a parameter out of the graph."""
+
+    def __init__(self, sizes=(3, 2, 4), dtypes=(torch.float32,) * 3):
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(torch.ones(n, dtype=d)) for n, d in zip(sizes, dtypes, strict=True)])
+
+    def forward(self, numbers):
+        return sum((p * x).sum().double() for p, x in zip(self.list, numbers, strict=True) if x is not None)
+
+
+def _gradients(net):
+    return [None if p.grad is None else p.grad.float().unique().tolist() for p in net.parameters()]
+
+
+def _wrap(model=None, **options):
+    model = Numbers() if model is None else model
+    return DistributedDataParallel(model, **options)
+
+
+BOTH = [{"delay_allreduce": True}, {"delay_allreduce": False, "message_size": 1}, {"delay_allreduce": False}]
+
+
+def _averages() -> None:
+    rank = dist.get_rank()
+    for options in BOTH:
+        for extra, expected in (
+            ({}, 1.5),
+            ({"gradient_predivide_factor": 2.0}, 1.5),
+            ({"gradient_average": False}, 3.0),
+            ({"gradient_average": False, "gradient_predivide_factor": 2.0}, 1.5),
+            ({"allreduce_always_fp32": True}, 1.5),
+            ({"retain_allreduce_buffers": True}, 1.5),
+        ):
+            net = _wrap(**options, **extra)
+            for _ in range(3):
+                net([1.0 + rank] * 3).backward()
+                assert _gradients(net) == [[expected]] * 3, (options, extra)
+                net.zero_grad()
+            net([1.0 + rank] * 3).backward()
+            net([1.0 + rank] * 3).backward()
+            assert _gradients(net) == [[2 * expected]] * 3, ("accumulated, reduced each time", options, extra)
+            net.zero_grad()
+            for _ in range(2):
+                with net.no_sync():
+                    net([1.0 + rank] * 3).backward()
+                    assert _gradients(net)[0] != [expected]
+            net([1.0 + rank] * 3).backward()
+            assert _gradients(net) == [[3 * expected]] * 3, ("accumulated, reduced at the end", options, extra)
+            net([1.0 + rank] * 3).backward()
+            assert _gradients(net) == [[4 * expected]] * 3, ("reduced twice", options, extra)
+            if extra.get("retain_allreduce_buffers"):
+                assert sum(flat.numel() for flat in net.allreduce_buffers) == 9
+
+
+def _dtypes() -> None:
+    rank = dist.get_rank()
+    kinds = (torch.float16, torch.bfloat16, torch.float64)
+    for options in BOTH:
+        for fp32 in (False, True):
+            net = _wrap(Numbers(dtypes=kinds), allreduce_always_fp32=fp32, **options)
+            net([1.0 + rank] * 3).backward()
+            assert _gradients(net) == [[1.5]] * 3
+            assert [p.grad.dtype for p in net.parameters()] == list(kinds)
+
+
+def _unused() -> None:
+    rank = dist.get_rank()
+    for options in BOTH:
+        for average in (True, False):
+            net = _wrap(gradient_average=average, **options)
+            half = 0.5 if average else 1.0
+            patterns = [
+                ([1.0, None, 2.0], [3.0, None, 2.0], [[4 * half], None, [4 * half]]),
+                (
+                    [1.0, None, None],
+                    [None, 5.0, None],
+                    [[1 * half], [5 * half], None],
+                ),  # equal totals in Apex: averaged
+                ([None, None, 2.0], [1.0, 1.0, 1.0], [[1 * half], [1 * half], [3 * half]]),
+                ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [[2 * half]] * 3),
+            ]
+            for mine_0, mine_1, expected in patterns + patterns[::-1]:
+                net.zero_grad()
+                net(mine_1 if rank else mine_0).backward()
+                assert _gradients(net) == expected, (options, average)
+            net.zero_grad()
+            net([1.0, None, 1.0] if rank == 0 else [None, None, 1.0]).backward()
+            net([None, 4.0, 1.0] if rank == 0 else [1.0, 4.0, None]).backward()
+            assert _gradients(net) == [[2 * half], [8 * half], [3 * half]], ("accumulated", options, average)
+
+
+def _several_backwards() -> None:
+    rank = dist.get_rank()
+    for options in BOTH:
+        net = _wrap(**options)
+        out = net([1.0 + rank] * 3)
+        out.backward(retain_graph=True)
+        out.backward()
+        assert _gradients(net) == [[3.0]] * 3
+        net.zero_grad()
+        (net([1.0 + rank] * 3) + net([1.0 + rank] * 3)).backward()
+        assert _gradients(net) == [[3.0]] * 3
+        net.zero_grad()
+
+        class Fails(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, g):
+                raise ZeroDivisionError
+
+        with contextlib.suppress(ZeroDivisionError):
+            early = Fails.apply(torch.ones((), requires_grad=True))  # recorded first, so its backward runs last
+            net([early, 1.0, 1.0]).backward()
+        assert all(p.grad is not None for p in net.parameters()), "the pass ended before it reached anything"
+        net.zero_grad()
+        net([1.0 + rank] * 3).backward()
+        assert _gradients(net) == [[1.5]] * 3, "after a backward pass that raised"
+
+
+def _local_overflow() -> None:
+    """An inf on one rank only, in a micro-batch that is not reduced: both ranks skip and halve once, at the end."""
+    rank = dist.get_rank()
+    for level in ("O0", "O1", "O2", "O3"):
+        for delay_unscale in (False, True):
+            amp.reset()
+            model = Numbers()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=64.0, verbosity=0)
+            net = _wrap(model, delay_allreduce=True)
+            with net.no_sync():
+                bad = float("inf") if rank == 0 else 1.0
+                with amp.scale_loss(net([torch.tensor(bad)] * 3), optimizer, delay_unscale=delay_unscale) as loss:
+                    loss.backward()
+            assert not optimizer._amp_stash.already_patched
+            assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 0}
+            with amp.scale_loss(net([torch.tensor(1.0)] * 3), optimizer) as loss:
+                loss.backward()
+            assert optimizer._amp_stash.already_patched, level
+            assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 0}
+            optimizer.step()
+            optimizer.zero_grad()
+            with net.no_sync(), amp.scale_loss(net([torch.tensor(1.0 + rank)] * 3), optimizer) as loss:
+                loss.backward()
+            with amp.scale_loss(net([torch.tensor(1.0 + rank), None, None]), optimizer) as loss:
+                loss.backward()
+            assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 2}, "both contexts count"
+            optimizer.step()
+            found = [p.detach().float().unique().tolist() for p in net.parameters()]
+            assert found == [[1 - 0.5 * 3.0], [1 - 0.5 * 1.5], [1 - 0.5 * 1.5]], (level, found)
+    amp.reset()
+
+
+def _never_reduced() -> None:
+    """An optimizer that steps under a disabled reduction still skips an overflow."""
+    amp.reset()
+    model = Numbers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    net = _wrap(model, delay_allreduce=True)
+    net.disable_allreduce()
+    with amp.scale_loss(net([torch.tensor(float("inf"))] * 3), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
+    net.enable_allreduce()
+    amp.reset()
+
+
+def _construction() -> None:
+    import copy
+
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
+    model[1].running_mean.fill_(rank)
+    net = _wrap(model)
+    assert all(name.startswith("module.") for name in net.state_dict())
+    values = [v.float() for v in net.state_dict().values()]
+    flat = torch.cat([v.reshape(-1) for v in values])
+    other = flat.clone()
+    dist.broadcast(other, 0)
+    assert torch.equal(flat, other)
+    assert net.module is model
+    assert model.mask.tolist() == [True, False]
+    twin = copy.deepcopy(net)
+    for copy_or_net in (twin, net):
+        copy_or_net(torch.randn(4, 3)).sum().backward()
+    assert model[0].weight.grad is not None
+    gathered = [None, None]
+    dist.all_gather_object(gathered, twin.module[0].weight.grad.tolist())
+    assert gathered[0] == gathered[1], "a copy reduces too"
+    for error, options in (
+        (ValueError, {"shared_param": True}),
+        (ValueError, {"delay_allreduce": True, "num_allreduce_streams": 2}),
+        (ValueError, {"delay_allreduce": True, "allreduce_trigger_params": list(model.parameters())}),
+    ):
+        with pytest.raises(error):
+            _wrap(model, **options)
+    with pytest.raises(RuntimeError, match="AFTER"):
+        amp.initialize(net, verbosity=0)
+    amp.reset()
+    net.module[0].weight.requires_grad_(False)
+    net.zero_grad()
+    net(torch.randn(4, 3)).sum().backward()
+    assert net.module[0].weight.grad is None
+    net.module[0].weight.requires_grad_(True)
+    net(torch.randn(4, 3)).pow(2).sum().backward()
+    dist.all_gather_object(gathered, net.module[0].weight.grad.tolist())
+    assert gathered[0] == gathered[1], "a parameter unfrozen later is reduced"
+
+
+def _sparse() -> None:
+    rank = dist.get_rank()
+    for options in BOTH:
+        model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1, bias=False))
+        with torch.no_grad():
+            model[1].weight.fill_(1.0)
+        net = _wrap(model, **options)
+        net(torch.tensor([1, 3 if rank else 1])).sum().backward()
+        gradient = model[0].weight.grad
+        assert gradient.is_sparse
+        assert gradient.to_dense()[:, 0].tolist() == [0.0, 1.5, 0.0, 0.5, 0.0]
+
+
+def _reentrant_checkpoint() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    rank = dist.get_rank()
+    for options in BOTH:
+        torch.manual_seed(0)
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        class Net(nn.Module):
+            def __init__(self, first=first, second=second):
+                super().__init__()
+                self.first, self.second = first, second
+
+            def forward(self, x):
+                return self.second(checkpoint(self.first, x, use_reentrant=True))
+
+        net = _wrap(Net(), **options)
+        batch = torch.randn(2, 4, 3)
+        net(batch[rank].requires_grad_()).pow(2).mean().backward()
+        found = first.weight.grad.clone()
+        first.zero_grad()
+        second(first(batch.flatten(0, 1))).pow(2).mean().backward(inputs=[first.weight])
+        torch.testing.assert_close(found, first.weight.grad)
+
+
+BODIES = [
+    _averages,
+    _dtypes,
+    _unused,
+    _several_backwards,
+    _local_overflow,
+    _never_reduced,
+    _construction,
+    _sparse,
+    _reentrant_checkpoint,
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
+def test_on_two_ranks(body):
+    run_ranks(2, body, timeout_s=60)
+
+
+def test_unused_parameters_on_three_ranks():
+    run_ranks(3, _three_ranks, timeout_s=60)
+
+
+def _three_ranks() -> None:
+    rank = dist.get_rank()
+    for options in BOTH:
+        net = _wrap(**options)
+        net([3.0 if rank == i else None for i in range(3)]).backward()
+        assert _gradients(net) == [[1.0]] * 3
+
+
+def _alone() -> None:
+    net = _wrap()
+    net([1.0, None, 2.0]).backward()
+    assert _gradients(net) == [[1.0], None, [2.0]]
+    assert net._reducer is None, "one process pays for nothing"
+    with net.no_sync():
+        net([1.0, None, 2.0]).backward()
+    assert net.allreduce_buffers == []
+
+
+def test_world_of_one():
+    run_ranks(1, _alone)
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        DistributedDataParallel(nn.Linear(1, 1))

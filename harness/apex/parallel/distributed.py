@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness.apex.parallel.buckets import Scaling
 from harness.apex.parallel.reducer import GradientReducer
+from harness.apex.parallel.sparse import sparse_parameters
 
 
 class DistributedDataParallel(nn.Module):
@@ -123,9 +124,13 @@ class DistributedDataParallel(nn.Module):
         self._reducer = None
         if self.world_size > 1:
             scaling = Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor)
-            size = None if self.delay_allreduce else self.message_size
             self._reducer = GradientReducer(
-                self._trainable(), scaling, size, self.allreduce_always_fp32, self.retain_allreduce_buffers
+                self._trainable(),
+                scaling,
+                message_size=None if self.delay_allreduce else self.message_size,
+                fp32=self.allreduce_always_fp32,
+                retain=self.retain_allreduce_buffers,
+                sparse=sparse_parameters(self.module),
             )
             self._reducer.enabled = self._enabled
 

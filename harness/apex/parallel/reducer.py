@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from harness.apex import exchange
 from harness.apex.parallel.buckets import Bucket, Scaling, layout
+from harness.apex.parallel.sparse import sum_over_ranks
 
 
 class GradientReducer:
@@ -28,15 +29,24 @@ class GradientReducer:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], scaling: Scaling, message_size: int | None, fp32: bool, retain: bool
+        self,
+        parameters: Sequence[Tensor],
+        scaling: Scaling,
+        message_size: int | None = None,
+        fp32: bool = False,
+        retain: bool = False,
+        sparse: Sequence[Tensor] = (),
     ) -> None:
         self.parameters = list(parameters)
         self.enabled = True
         self.holds_local = False
         self._scaling, self._retain = scaling, retain
         self._overlap = message_size is not None
-        reverse = range(len(self.parameters) - 1, -1, -1)  # about the order in which gradients become ready
-        self.buckets = layout(self.parameters, reverse, message_size, fp32)
+        sparse_ids = {id(parameter) for parameter in sparse}
+        self._sparse = [i for i, parameter in enumerate(self.parameters) if id(parameter) in sparse_ids]
+        # about the order in which gradients become ready
+        dense = [i for i in reversed(range(len(self.parameters))) if i not in self._sparse]
+        self.buckets = layout(self.parameters, dense, message_size, fp32)
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
         self._pending = [False] * len(self.parameters)  # has local amounts that no reduction has seen
         self._ids = {id(parameter) for parameter in self.parameters}
@@ -97,7 +107,7 @@ class GradientReducer:
         if task != self._pass:
             self._begin(task)
         self._pending[i] = True
-        if self._overlap and self.enabled:
+        if self._overlap and self.enabled and i in self._bucket_of:
             self._bucket_of[i].missing -= 1
             buckets = self.buckets
             while self._launched < len(buckets) and buckets[self._launched].missing <= 0:
@@ -131,6 +141,8 @@ class GradientReducer:
             self._launch(bucket)
         for bucket in self.buckets:
             self._collect(bucket)
+        for i in self._sparse:
+            self._reduce_sparse(i)
         if self.holds_local:
             self._reduce_hidden()
             self.holds_local = False
@@ -150,6 +162,15 @@ class GradientReducer:
                 results.append(view)
         if targets:
             torch._foreach_copy_(targets, results)
+
+    def _reduce_sparse(self, i: int) -> None:
+        parameter, scaling = self.parameters[i], self._scaling
+        gradient = parameter.grad
+        if gradient is not None and not self._pending[i] and scaling.carry != 1.0:
+            gradient = gradient * scaling.carry
+        total = sum_over_ranks(gradient, parameter)
+        if total is not None:
+            parameter.grad = total * (scaling.before * scaling.after)
 
     def _reduce_hidden(self) -> None:
         """Reduce what amp moved out of ``.grad`` since the last reduction, in float32 (contract 5.1.6)."""
