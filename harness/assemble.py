@@ -105,7 +105,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     """Everything the loop needs, restored from the newest checkpoint where there is one. Collective."""
     rng.make_deterministic(config.train.deterministic)
     task = open_task(config, runtime)
-    size = sizes(config, len(task.train), runtime.world_size)
+    with runtime.together("dealing the rows"):
+        size = sizes(config, len(task.train), runtime.world_size)
     warn_of_skew(config, task, runtime)
     with runtime.together("building the model"):
         model = build_model(config, task).to(runtime.device)
