@@ -45,7 +45,8 @@ def epoch(run: Run) -> None:
     for group in data.groups(state.epoch, state.segments):
         lr = run.schedule.set_lr(run.optimizer, state.applied)
         step(run, group)
-        state.segments, left = data.extend(state.segments), left - 1
+        data.advance(state.segments)
+        left -= 1
         run.progress.step()
         if state.step % config.train.log_every == 0:
             run.log_train(lr)
@@ -74,7 +75,8 @@ def step(run: Run, group: list[MicroBatch]) -> None:
         with run.parallel.reduce_when(last):
             outputs = run.parallel.model(prepare(run, micro.batch.inputs))
             loss = run.task.loss(outputs, micro.batch.targets)
-            with precision.scale_loss(loss * micro.weight, run.optimizer, delay_unscale=not last) as scaled:
+            weighted = loss if micro.weight == 1.0 else loss * micro.weight
+            with precision.scale_loss(weighted, run.optimizer, delay_unscale=not last) as scaled:
                 scaled.backward()
         losses.append((loss, micro))
     skip = precision.skips(run.optimizer)

@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -116,11 +116,11 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: "node[03-07,9],x" is node03."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
+    """The first host of a Slurm node list: "node[03-07,9],x" is node03, "rack[1-2]n[3-4]" is rack1n3."""
+    match = re.match(r"(?:[^,\[\]]|\[\w[^\]]*\])+", nodelist)
     if not match:
         raise LaunchError(f"the node list {nodelist!r} cannot be read", hint="export MASTER_ADDR")
-    return match.group(1) + (match.group(2) or "") + match.group(3)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
 
 
 def _number(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
@@ -192,16 +192,16 @@ class Runtime:
     def barrier(self) -> None:
         self.gather(None)
 
-    def flag_async(self, flag: bool) -> Callable[[], bool]:
-        """Start asking whether any rank has ``flag`` set; the answer comes by calling what is returned, later."""
+    def max_async(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start taking the maximum over ranks of each of ``values``; it comes by calling what is returned, later."""
         if self.world_size == 1:
-            return lambda: flag
-        tensor = torch.tensor([flag], dtype=torch.uint8)
+            return lambda: list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
 
-        def answer() -> bool:
+        def answer() -> list[int]:
             work.wait()
-            return bool(tensor.item())
+            return tensor.tolist()
 
         return answer
 

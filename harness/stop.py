@@ -1,6 +1,6 @@
 """Stopping early, together: a signal sets a flag, and all ranks agree on the step at which it is obeyed.
 
-The agreement of one step is asked for asynchronously and read a step later, so it costs no waiting; a rank that was
+The question is asked asynchronously, some steps apart, and read a step later, so it costs no waiting; a rank that was
 not signalled stops at the same step as the one that was.
 """
 
@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from harness.runtime import Runtime
+
+PERIOD_S = 0.5  # between two questions whether anybody wants to stop
 
 
 class Stop:
@@ -22,7 +25,9 @@ class Stop:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._asked: Callable[[], bool] | None = None
+        self._asked: Callable[[], list[int]] | None = None
+        self._pause = 0  # calls until the next question; the same on every rank
+        self._calls, self._since = 0, time.monotonic()
         self.reason = ""
         self.verdict = False
 
@@ -30,19 +35,40 @@ class Stop:
         self.reason = self.reason or reason
 
     def agreed(self) -> bool:
-        """True from the step on at which all ranks know of a request. Collective; does not wait for this step's."""
-        if not self.verdict:
-            answer, self._asked = self._asked, self._runtime.flag_async(bool(self.reason))
-            self.verdict = answer() if answer is not None else False
+        """True from the call on at which all ranks know of a request. All ranks call it equally often.
+
+        Several ranks ask about twice a second: every answer carries how many calls to wait with the next question, by
+        rank 0's clock. An answer is read one call after its question, when it has long arrived.
+        """
+        if self._runtime.world_size == 1:
+            self.verdict = self.verdict or bool(self.reason)
+        elif not self.verdict:
+            self._calls += 1
+            if self._asked is not None:
+                requested, self._pause = self._asked()
+                self.verdict, self._asked = bool(requested), None
+            elif self._pause > 0:
+                self._pause -= 1
+            else:
+                self._asked = self._runtime.max_async([bool(self.reason), self._next_pause()])
         return self.verdict
 
     def settle(self) -> bool:
         """The verdict with every request so far counted, waiting for it. Collective; for edges that are rare."""
         if not self.verdict:
-            earlier = self._asked() if self._asked is not None else False
+            earlier = self._asked()[0] if self._asked is not None else 0
             self._asked = None
-            self.verdict = self._runtime.flag_async(bool(self.reason))() or earlier
+            requested, self._pause = self._runtime.max_async([bool(self.reason), 0])()
+            self.verdict = bool(requested or earlier)
+            self._calls, self._since = 0, time.monotonic()  # what comes next may be faster or slower
         return self.verdict
+
+    def _next_pause(self) -> int:
+        """Calls in half a second at the present pace; at most four times as many as since the last question."""
+        now = time.monotonic()
+        calls, elapsed = self._calls, max(now - self._since, 1e-6)
+        self._calls, self._since = 0, now
+        return min(int(calls * PERIOD_S / elapsed), 4 * calls) if self._runtime.rank == 0 else 0
 
 
 @contextmanager

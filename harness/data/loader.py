@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from harness.data.images import Batch
-from harness.data.shards import Segment, bounds, left_over, num_steps, plan, step_rows
+from harness.data.shards import Segment, bounds, num_steps, plan, step_rows
 from harness.errors import HarnessError
 from harness.stop import in_loader_worker
 
@@ -136,16 +136,20 @@ class TrainData:
         left = self.num_rows - sum(self._rows_of(segments))
         return num_steps(left, self.world_size, self.per_rank, self.tail)
 
-    def extend(self, segments: Sequence[Segment]) -> list[Segment]:
-        """``segments`` with one more step by the present gang of ranks."""
-        if segments and (segments[-1].world_size, segments[-1].per_rank) == (self.world_size, self.per_rank):
-            return [*segments[:-1], replace(segments[-1], steps=segments[-1].steps + 1)]
-        return [*segments, Segment(self.world_size, self.per_rank, 1)]
+    def advance(self, segments: list[Segment]) -> None:
+        """Book one more step by the present gang of ranks, in place."""
+        if segments and self._ours(segments[-1]):
+            segments[-1].steps += 1
+        else:
+            segments.append(Segment(self.world_size, self.per_rank, 1))
+
+    def _ours(self, segment: Segment) -> bool:
+        return segment.world_size == self.world_size and segment.per_rank == self.per_rank
 
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
         """The groups of ``epoch`` from where ``segments`` end. All ranks yield the same number."""
         done, first = list(segments), 0
-        if done and (done[-1].world_size, done[-1].per_rank) == (self.world_size, self.per_rank):
+        if done and self._ours(done[-1]):
             first = done.pop().steps  # the last stretch is ours: its deal goes on, it is not dealt anew
         num_left = self.num_rows - sum(self._rows_of(done))
         rows = plan(self.rule, self.num_rows, self.rank, self.world_size, epoch, self.seed, done)
@@ -180,12 +184,6 @@ class TrainData:
             rows = sum(step_rows(left, segment.world_size, segment.per_rank, step) for step in range(segment.steps))
             left -= rows
             yield rows
-
-    def rows_done(self, epoch: int, segments: Sequence[Segment]) -> np.ndarray:
-        """A boolean per row: used in the ``segments`` of ``epoch``."""
-        done = np.ones(self.num_rows, dtype=bool)
-        done[np.asarray(left_over(self.rule, self.num_rows, epoch, self.seed, segments))] = False
-        return done
 
 
 @dataclass(frozen=True)

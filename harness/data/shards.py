@@ -35,7 +35,7 @@ def shard(rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed
     return _deal(rule, _order(rule, num_rows, epoch, seed), rank, world_size, (seed, epoch, 0))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segment:
     """A stretch of an epoch that one gang of ranks trained: ``steps`` steps of ``per_rank`` rows a rank."""
 
