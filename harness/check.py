@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness import assemble, configfile, optim, precision
-from harness.errors import HarnessError
+from harness.errors import ConfigError, HarnessError
 from harness.runtime import Launch, Runtime, choose_device
 
 
@@ -42,7 +42,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
         facts |= assemble.describe(config, task, size, world_size, device, chosen.backend)
     if world_size > 1 and config.parallel.strategy == "none":
         problems.append(
-            HarnessError(
+            ConfigError(
                 "parallel.strategy=none runs one process only",
                 where="parallel.strategy",
                 hint="use parallel.strategy=ddp",

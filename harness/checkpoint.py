@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -60,8 +61,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {_reason(error)} "
-                f"({shutil.disk_usage(self.folder).free / 2**20:.0f} MiB free)",
+                f"the checkpoint of step {step} could not be written: {_reason(error)} ({_free(self.folder)})",
                 where=str(self.folder),
                 hint="free some space and start the same command again: it goes on from the checkpoint before",
             ) from None
@@ -79,7 +79,7 @@ class Checkpoints:
             )
             os.replace(temporary, path)
             write_atomically(self.folder / "best", f"{_PREFIX}{step}\n")
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             raise CheckpointError(
                 f"the best weights could not be written: {_reason(error)}",
@@ -113,9 +113,11 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Remove all but the newest ``keep`` and the best, and what a crash left half written."""
-        spared = {self._named("latest"), self._named("best")}
-        for path in sorted(self._steps(), key=_step_of)[: -self.keep]:
-            if path not in spared:
+        latest, best, steps = self._named("latest"), self._named("best"), sorted(self._steps(), key=_step_of)
+        # Steps beyond the latest were abandoned by a resume from an earlier one: they must not take its place.
+        current = [path for path in steps if latest not in steps or _step_of(path) <= _step_of(latest)]
+        for path in steps:
+            if path not in (*current[-self.keep :], latest, best):
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_PREFIX}*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
@@ -152,6 +154,12 @@ def read(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="name another with checkpoint.resume=FOLDER, or start anew with checkpoint.resume=never",
         ) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            "state.pt is not a checkpoint of this harness",
+            where=str(path),
+            hint="name another with checkpoint.resume=FOLDER, or start anew with checkpoint.resume=never",
+        )
     return content
 
 
@@ -172,11 +180,22 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
+    except OSError as error:
+        return _reason(error)
+
+
 def _step_of(path: Path) -> int:
     return int(path.name[len(_PREFIX) :])
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+def _reason(error: BaseException) -> str:
+    """What the system said, where that is behind it (torch hides a full disk behind "unexpected pos 704 vs 598")."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

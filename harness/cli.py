@@ -46,7 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     schema.add_argument("--out", type=Path, metavar="FILE", help="default: print it")
     schema.set_defaults(run=_schema)
 
-    arguments = parser.parse_intermixed_args(argv) if argv and argv[0] == "check" else parser.parse_args(argv)
+    arguments, more = parser.parse_known_args(argv)
+    # Overrides may stand anywhere among the options, which argparse's sub-commands do not see by themselves.
+    strange = [word for word in more if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if more:
+        arguments.overrides += more
     try:
         code: int = arguments.run(arguments)
     except HarnessError as error:

@@ -7,9 +7,11 @@ is found in one pass and told in one ConfigError: where it is written, the key, 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Union, get_args
@@ -20,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError, create_model
 
 import harness.tasks
-from harness.config import Config, TaskSection, conflicts
+from harness.config import Config, TaskSection, conflicts, flatten
 from harness.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -42,16 +44,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
                 hint="write key=value, for example train.epochs=3",
             )
         try:
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+            written = OmegaConf.from_dotlist([override])
+            tree = OmegaConf.merge(tree, written)
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{override!r}: {_first_line(error)}",
                 where=COMMAND_LINE,
                 hint="write key=value, for example train.epochs=3",
             ) from None
-        origins[key] = COMMAND_LINE
+        leaves = flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
+        origins |= dict.fromkeys((key, *leaves), COMMAND_LINE)
     try:
-        raw = OmegaConf.to_container(tree, resolve=True)
+        raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(
             _first_line(error), where=_origin(getattr(error, "full_key", "") or "", origins, str(path))
@@ -61,7 +65,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def to_text(config: Config) -> str:
     """The resolved configuration as YAML, itself a valid configuration file."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    return yaml.dump(as_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def json_schema() -> str:
@@ -87,6 +91,7 @@ def _task_section(name: str) -> type[TaskSection]:
     return section
 
 
+@functools.cache  # two configurations of one task are of one class, and can be compared
 def _with_task(task: Any) -> type[Config]:
     return create_model("Config", __base__=Config, __doc__="One experiment.", task=(task, ...))
 
@@ -122,11 +127,19 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
             where=str(path),
             hint="start it with a line such as name: digits",
         )
-    bases = tree.pop("extends", None) or []
+    bases = OmegaConf.to_container(tree).get("extends") or []  # type: ignore[union-attr]
+    tree.pop("extends", None)
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(
+            f"extends names a file or a list of files (seen: {bases!r})",
+            where=origins.get("extends", str(path)),
+            hint="for example extends: base.yaml",
+        )
     merged: Any = OmegaConf.create({})
     all_origins: dict[str, str] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        base_tree, base_origins = _read(path.parent / str(base), (*parents, path.resolve()))
+    for base in bases:
+        base_tree, base_origins = _read(path.parent / base, (*parents, path.resolve()))
         merged, all_origins = OmegaConf.merge(merged, base_tree), all_origins | base_origins
     try:
         return OmegaConf.merge(merged, tree), all_origins | origins
@@ -176,10 +189,12 @@ def _validate(raw: Any, origins: dict[str, str], path: str) -> Config:
             removed = [_remove(raw, error["loc"]) for error in errors.errors()]
             wrong |= found.keys()
             if not any(removed):  # only required keys are missing: stand something in for them
+                if cls is Config and "task" in wrong:
+                    break  # that was done, or a key is of a kind that cannot be taken out, such as a number
                 cls, raw = Config, {"name": "unnamed", **raw, "task": {"name": "unknown"}}
                 wrong.add("task")
         else:
-            sections = {key.split(".")[0] for key in wrong}
+            sections = {near for key in wrong for near in _sections_near(key.split(".")[0])}
             problems += [
                 (conflict.keys[0], f"{conflict.message}\n     -> {conflict.hint}")
                 for conflict in conflicts(config)
@@ -191,6 +206,11 @@ def _validate(raw: Any, origins: dict[str, str], path: str) -> Config:
     lines = [f"  {_origin(key, origins, path)}: {key}: {message}" for key, message in problems]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     raise ConfigError(f"{count} in the configuration\n" + "\n".join(lines), where=path)
+
+
+def _sections_near(name: str) -> list[str]:
+    """``name``, or the section that it misspells, whose settings are then not known."""
+    return [name] if name in Config.model_fields else difflib.get_close_matches(name, Config.model_fields, n=1)
 
 
 def _config_class(raw: dict[str, Any]) -> tuple[type[Config], list[Problem]]:
@@ -278,6 +298,15 @@ def _remove(raw: Any, loc: Iterable[Any]) -> bool:
 
 
 _MISSING = object()
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that OmegaConf, unlike PyYAML, reads as a number, such as 1e5."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -27,11 +29,16 @@ _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "
 def write_atomically(path: Path, text: str) -> None:
     """``text`` at ``path``: all of it or what was there before, also after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
@@ -111,7 +118,7 @@ class RunFolder:
         write_atomically(path, json.dumps(starts, indent=1) + "\n")
 
     def summary(self, values: dict[str, Any]) -> None:
-        write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
+        write_atomically(self.path / "summary.json", json.dumps(_finite(values), indent=1) + "\n")
 
     def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
         """``confusion.csv``: a row for each true class, a column for each guess, counts in the cells."""
@@ -139,6 +146,15 @@ class RunFolder:
         except OSError:
             pass  # a full disk or a folder gone; the log and the terminal have the error
         return None
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read_soon(path: Path) -> dict[str, Any] | None:

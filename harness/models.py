@@ -79,21 +79,30 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
     try:
         inspect.signature(make).bind(**given)
         model = make(**given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         takes = ", ".join(key for key in accepted if key not in ("args", "kwargs", "self"))
         raise ConfigError(
             f"model {name} cannot be made: {error}", where="model.args", hint=f"it takes: {takes}"
         ) from None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} makes a {type(model).__name__}, not a torch.nn.Module", where="model.name")
     try:
         with torch.no_grad():
-            model.eval()(example)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0]
+            outputs = model.eval()(example)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"model {name} cannot take a batch of shape {tuple(example.shape)}: {reason}",
             where="model.name",
             hint="check task.image_size and task.color (torchvision's models want rgb)",
         ) from None
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if "num_classes" in known and shape != (len(example), known["num_classes"]):
+        raise ConfigError(
+            f"model {name} yields {shape} of {len(example)} images, not {known['num_classes']} logits for each",
+            where="model.name",
+            hint="a model of your own gets the number of classes if it takes num_classes; or say it in model.args",
+        )
     return model.train()
 
 
@@ -116,7 +125,8 @@ def _find(name: str) -> tuple[Callable[..., nn.Module], bool]:
         raise ConfigError(f"there is no model {name!r}", where="model.name", hint=hint)
     try:
         found: Callable[..., nn.Module] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        inspect.signature(found)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model {name!r} cannot be imported: {error}",
             where="model.name",

@@ -16,7 +16,7 @@ def interface_towards(host: str) -> str | None:
             probe.connect((host, 9))  # a datagram socket only chooses a route; nothing is sent
             address = probe.getsockname()[0]
         return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what cannot be a host name, such as "a..b"
         return None
 
 

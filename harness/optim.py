@@ -38,7 +38,8 @@ def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) 
         value = getattr(section, key)
         if value is not None:
             given[key] = value
-    wrong = [key for key in given if key not in accepted]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    wrong = [] if takes_all else [key for key in given if key not in accepted]
     if wrong:
         takes = ", ".join(key for key in accepted if key != "params")
         raise ConfigError(f"{section.name} takes no {', '.join(wrong)}", where="optimizer", hint=f"it takes: {takes}")
@@ -46,6 +47,8 @@ def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) 
         optimizer: torch.optim.Optimizer = make(params, **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{section.name} cannot be made: {error}", where="optimizer") from None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{section.name} is not a torch.optim.Optimizer", where="optimizer.name")
     return optimizer
 
 
@@ -53,15 +56,20 @@ def _find(name: str) -> Any:
     known = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+        if inspect.isclass(value)
+        and issubclass(value, torch.optim.Optimizer)
+        # LBFGS wants to run the model itself, which no amp and no loop of this kind can let it.
+        and value not in (torch.optim.Optimizer, torch.optim.LBFGS)
     }
     if name in known:
         return known[name]
     module, _, attribute = name.rpartition(".")
     try:
         if module:
-            return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+            found = getattr(importlib.import_module(module), attribute)
+            inspect.signature(found)
+            return found
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {name!r} cannot be imported: {error}", where="optimizer.name") from None
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(sorted(known))

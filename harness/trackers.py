@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,25 +55,33 @@ class JsonLines:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
-            raise CheckpointError(
-                f"cannot be written: {error.strerror}",
-                where=str(self._path),
-                hint="free some space and start the same command again",
-            ) from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"cannot be written: {error.strerror}",
+            where=str(self._path),
+            hint="free some space and start the same command again",
+        )
 
     def offset(self) -> int:
         """Bytes that are safely on disk: a checkpoint promises that they will still be there after a crash."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from None
         return self._file.tell()
 
     def rewind(self, offset: int) -> None:
         """Forget lines after ``offset``: a resumed run writes them again."""
-        self._file.truncate(offset)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.truncate(min(offset, size))  # a record that was deleted since must not be filled up with zeros
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a line that a full disk has refused, and ``log`` has reported
+            self._file.close()
 
 
 def _finite(value: Any) -> Any:

@@ -21,6 +21,7 @@ def write(folder: Path) -> str:
 
     A complete folder is left as it is. An incomplete one never carries the name: it is written aside and renamed.
     """
+    folder = folder.resolve()  # "." has no name to write aside of
     if (folder / "train.csv").exists() and (folder / "eval.csv").exists():
         return f"{folder} has the digits already"
     try:

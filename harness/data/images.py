@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torchvision.io import ImageReadMode, decode_image, read_file
+from torchvision.transforms.v2 import functional
 
 from harness.data.table import Table
 from harness.errors import DataError
@@ -97,13 +99,14 @@ class ImageTable:
         """The image of ``row``, uint8 (channels, height, width). Raises DataError naming the CSV line and the file."""
         file = os.path.join(self.root, path)
         try:
-            image = decode_image(read_file(file), mode=self.mode)
+            image = _as_asked(decode_image(read_file(file), mode=self.mode), self.mode)
         except (RuntimeError, OSError) as error:
             raise self._unreadable(row, file, error) from None
         if epoch is None:
             return self.resize(image)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive(AUGMENTATION, self.seed, epoch, row))
+            # Not torch.manual_seed: that would seed the GPUs too, whose stream belongs to training.
+            torch.default_generator.manual_seed(derive(AUGMENTATION, self.seed, epoch, row))
             return self.augment(image)
 
     def _replacement(self, row: int, epoch: int) -> tuple[int, torch.Tensor]:
@@ -138,7 +141,8 @@ class ImageTable:
             return DataError(
                 f"image not found: {file}", where=where, hint=hint + "; task.on_bad_image=skip goes on without it"
             )
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = re.sub(r"^\S+, \S+:\d+, ", "", reason)  # where in torchvision's source it was found
         return DataError(
             f"image cannot be decoded: {file}: {reason}",
             where=where,
@@ -157,3 +161,12 @@ class ImageTable:
                     hint="set task.image_size=[height,width]",
                 )
         return torch.stack(images)
+
+
+def _as_asked(image: torch.Tensor, mode: ImageReadMode) -> torch.Tensor:
+    """uint8 with the channels of ``mode``, which torchvision does not heed for 16-bit PNG, WebP and GIF."""
+    if image.dim() != 3:
+        raise RuntimeError(f"an animation of {len(image)} frames, not one image")
+    if image.dtype != torch.uint8:
+        image = functional.to_dtype(image, torch.uint8, scale=True)
+    return functional.rgb_to_grayscale(image) if mode is ImageReadMode.GRAY and len(image) == 3 else image
