@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
