@@ -93,8 +93,8 @@ def infer_kind(chunks: Iterable[pa.Array]) -> str:
         if not len(values):
             continue
         any_value = True
-        here, large = _kinds_of(values, possible)
-        possible, inexact = possible & here, inexact | large
+        possible, large = _kinds_of(values, possible)
+        inexact |= large
         if not possible:
             return "string"
     if "int64" in possible and any_value and not any_missing:
@@ -105,12 +105,12 @@ def infer_kind(chunks: Iterable[pa.Array]) -> str:
 
 
 def _kinds_of(values: pa.Array, possible: set[str]) -> tuple[set[str], bool]:
-    """(the kinds these values may have, whether there is an integer that float64 would round)."""
+    """(which of the possible kinds these values may have, whether there is an integer that float64 would round)."""
     if "bool" in possible and pc.all(pc.is_in(values, value_set=_BOOLS)).as_py():
         return {"bool"}, False
     if "int64" in possible and (numbers := _cast(values, pa.int64())) is not None:
         ends = pc.min_max(numbers).as_py()
-        return {"int64", "float64"}, max(-ends["min"], ends["max"]) > _EXACT
+        return possible - {"bool"}, max(-ends["min"], ends["max"]) > _EXACT
     if "float64" in possible and _cast(values, pa.float64()) is not None:
         large = pc.any(pc.match_substring_regex(values, r"^\s*[+-]?[0-9]{16,}\s*$")).as_py()
         return {"float64"}, large

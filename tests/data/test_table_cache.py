@@ -126,6 +126,19 @@ def test_second_open_converts_nothing(csv, tmp_path, conversions):
     assert second.digest == first.digest
 
 
+def test_converted_between_the_look_and_the_lock(csv, tmp_path, conversions, monkeypatch):
+    real = cache.Entry.try_lock
+
+    def late(entry):
+        monkeypatch.setattr(cache.Entry, "try_lock", real)
+        open_table(csv, label="label", cache_dir=tmp_path / "cache")
+        return real(entry)
+
+    monkeypatch.setattr(cache.Entry, "try_lock", late)
+    open_table(csv, label="label", cache_dir=tmp_path / "cache")
+    assert conversions() == 1
+
+
 def test_another_name_of_the_same_file_converts_nothing(csv, tmp_path, conversions, monkeypatch):
     (tmp_path / "link.csv").symlink_to(csv)
     monkeypatch.chdir(tmp_path)
