@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ class _BesideTheBar(logging.Handler):
         sys.stderr.flush()
 
 
+class _LogFile(logging.FileHandler):
+    """A rank's log. A full disk must not fill the terminal with logging's own tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 def to_terminal(rank: int) -> None:
     """Messages of rank 0 on the terminal; of other ranks errors only, with their rank."""
     log.setLevel(logging.INFO)
@@ -39,7 +51,7 @@ def to_terminal(rank: int) -> None:
 def to_file(folder: Path, rank: int) -> None:
     """Everything this rank says, and what torch warns of, also in ``folder/rank-N.log``."""
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8")
+    handler = _LogFile(folder / f"rank-{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     logging.captureWarnings(True)
