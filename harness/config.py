@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
+# Merging keeps what a base file has; null is how an override says "none of them".
+Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 
 
 class Section(BaseModel):
@@ -54,8 +56,8 @@ class DataSection(Section):
 class ModelSection(Section):
     name: str = "small_cnn"
     """One of ours (small_cnn, mlp, linear), a torchvision model (resnet18, ...), or package.module.Class."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of that model."""
+    args: Arguments = {}
+    """Keyword arguments of that model; null: none."""
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format (faster on tensor cores)."""
     compile: bool = False
@@ -63,8 +65,6 @@ class ModelSection(Section):
 
 
 class BatchSection(Section):
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
-
     global_: Positive | None = Field(default=None, alias="global")
     """Rows of one optimizer step over all ranks."""
     per_rank: Positive | None = None
@@ -84,7 +84,7 @@ class OptimizerSection(Section):
     """For sgd and rmsprop; null: the optimizer's own default."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """null: the optimizer's own default."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Further keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply lr by global batch / lr_base_batch, or by its square root."""
@@ -196,7 +196,8 @@ class Config(Section):
 # What may change between the two halves of a resumed run without making it another experiment.
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
-     "data.num_workers", "data.cache_dir", "checkpoint", "runtime", "batch.eval_per_rank"]
+     "data.num_workers", "data.cache_dir", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.resume", "runtime",
+     "batch.eval_per_rank"]
 )  # fmt: skip
 
 

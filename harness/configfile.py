@@ -57,9 +57,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            _first_line(error), where=_origin(getattr(error, "full_key", "") or "", origins, str(path))
-        ) from None
+        key = getattr(error, "full_key", None) or ""
+        raise ConfigError(f"{key}: {_first_line(error)}", where=_origin(key, origins, str(path))) from None
     return _validate(raw, origins, str(path))
 
 
@@ -162,12 +161,12 @@ def _lines(text: str, path: Path) -> dict[str, str]:
 
 
 def _origin(key: str, origins: dict[str, str], default: str) -> str:
-    """Where ``key``, or the nearest section around it, was written."""
+    """Where ``key``, or the nearest section around it, or else a part of it, was written."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         if found := origins.get(".".join(parts[:length])):
             return found
-    return default
+    return next((origin for part, origin in origins.items() if part.startswith(f"{key}.")), default)
 
 
 # Validating

@@ -1,0 +1,89 @@
+"""Small data sets and configurations that several tests share. Everything is generated; nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torchvision.io import write_png
+
+from harness import configfile
+from harness.config import Config
+
+
+def write_rows(folder: Path, name: str, num_rows: int, classes: int = 3, size: tuple[int, int] = (8, 8)) -> Path:
+    """``name.csv`` (path, label) of ``num_rows`` gray PNGs in ``folder``; row r has label r % classes.
+
+    Each image tells its row: its first pixel is r % 256; the rest is bright where the label says so, so that a model
+    can learn it.
+    """
+    images = folder / f"{name}_images"
+    images.mkdir(parents=True, exist_ok=True)
+    lines = ["path,label"]
+    for row in range(num_rows):
+        pixels = torch.full((1, *size), 20, dtype=torch.uint8)
+        pixels[0, row % classes :: classes] = 220
+        pixels[0, 0, 0] = row % 256
+        write_png(pixels, str(images / f"{row}.png"))
+        lines.append(f"{images.name}/{row}.png,{row % classes}")
+    csv = folder / f"{name}.csv"
+    csv.write_text("\n".join(lines) + "\n")
+    return csv
+
+
+def settings(folder: Path, **sections: Any) -> dict[str, Any]:
+    """A small valid experiment over ``train.csv`` and ``eval.csv`` in ``folder``; ``sections`` are merged into it."""
+    tree: dict[str, Any] = {
+        "name": "small",
+        "output": str(folder / "runs"),
+        "task": {
+            "name": "image_csv",
+            "train_csv": str(folder / "train.csv"),
+            "eval_csv": str(folder / "eval.csv"),
+            "root": str(folder),
+            "color": "gray",
+        },
+        "data": {"num_workers": 0, "cache_dir": str(folder / "cache")},
+        "model": {"name": "linear"},
+        "batch": {"global": 4},
+        "runtime": {"device": "cpu"},
+    }
+    for name, section in sections.items():
+        merged = isinstance(section, dict) and isinstance(tree.get(name), dict)
+        tree[name] = {**tree[name], **section} if merged else section
+    return tree
+
+
+def write_yaml(path: Path, tree: dict[str, Any] | str) -> Path:
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+def make_config(folder: Path, overrides: Sequence[str] = (), **sections: Any) -> Config:
+    """The validated configuration of ``settings(folder, **sections)``."""
+    return configfile.load(write_yaml(folder / "config.yaml", settings(folder, **sections)), overrides)
+
+
+class CountingTable:
+    """A dataset without files: the input of row r is [r, random], the target r % 3. ``fail_at`` raises DataError."""
+
+    def __init__(self, num_rows: int, fail_at: int | None = None) -> None:
+        self.num_rows, self.fail_at = num_rows, fail_at
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Any:
+        from harness.data.images import Batch
+        from harness.errors import DataError
+        from harness.rng import derive
+
+        if self.fail_at is not None and self.fail_at in rows:
+            raise DataError("image not found: x.png", where=f"train.csv:{self.fail_at + 2}", hint="restore it")
+        marks = [derive(1, 0 if epoch is None else epoch + 1, int(row)) % 10_000 for row in rows]
+        inputs = torch.tensor([[float(row), float(mark)] for row, mark in zip(rows, marks, strict=True)])
+        return Batch(inputs.view(-1, 2), torch.from_numpy(rows % 3), torch.from_numpy(rows.copy()), [])
