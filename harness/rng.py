@@ -13,7 +13,10 @@ INITIAL_WEIGHTS, TRAINING, AUGMENTATION, ORDER = range(4)  # purposes: streams t
 
 
 def derive(*key: int) -> int:
-    """A 63-bit seed that depends on every number of ``key`` (non-negative), well mixed."""
+    """A 63-bit seed that depends on every number of ``key``, each from 0 to 2^32 - 1, well mixed.
+
+    Zeros at the end do not count, (1, 0) is (1,): the keys of one purpose should have one length.
+    """
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 

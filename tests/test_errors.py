@@ -1,0 +1,45 @@
+"""Errors for the user: their text, their exit codes, and their way across process borders."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from harness import errors
+from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, LaunchError, TrainingError
+
+
+def test_text_says_where_what_and_what_to_type():
+    error = DataError("label 'cta' is unknown", where="train.csv:17", hint="did you mean 'cat'?")
+    assert str(error) == "train.csv:17: label 'cta' is unknown\n  -> did you mean 'cat'?"
+    assert str(HarnessError("only this")) == "only this"
+    assert str(HarnessError("this", hint="that")) == "this\n  -> that"
+
+
+@pytest.mark.parametrize(
+    ("cls", "code"),
+    [
+        (HarnessError, 70),
+        (ConfigError, 2),
+        (LaunchError, 2),
+        (DataError, 65),
+        (CheckpointError, 70),
+        (TrainingError, 70),
+    ],
+)
+def test_crosses_a_process_border_whole(cls, code):
+    error = pickle.loads(pickle.dumps(cls("what", where="here", hint="do")))
+    assert type(error) is cls
+    assert (error.message, error.where, error.hint, error.exit_code, error.told_by) == (
+        "what",
+        "here",
+        "do",
+        code,
+        None,
+    )
+
+
+def test_exit_codes_differ():
+    codes = [getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")]
+    assert sorted(codes) == [0, 2, 65, 70, 75]
