@@ -295,6 +295,21 @@ def _sparse() -> None:
         gradient = model[0].weight.grad
         assert gradient.is_sparse
         assert gradient.to_dense()[:, 0].tolist() == [0.0, 1.5, 0.0, 0.5, 0.0]
+        for level in ("O1", "O2"):
+            amp.reset()
+            model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1, bias=False))
+            model[1].weight.requires_grad_(False).fill_(1.0)
+            optimizer = torch.optim.SGD([model[0].weight], lr=1.0)
+            amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+            net = _wrap(model, **options)
+            for synchronized in (False, True):
+                with contextlib.nullcontext() if synchronized else net.no_sync():
+                    loss = net(torch.tensor([1, 3 if rank else 1])).float().sum()
+                    with amp.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+            gradient = next(amp.master_params(optimizer)).grad.to_dense()
+            assert gradient[:, 0].tolist() == [0.0, 3.0, 0.0, 1.0, 0.0], level
+        amp.reset()
 
 
 def _reentrant_checkpoint() -> None:

@@ -75,18 +75,16 @@ class Bucket:
             flat.mul_(scaling.before)
         self.work = dist.all_reduce(flat, async_op=True)
 
-    def finish(self, flagged: Sequence[bool], scaling: Scaling) -> list[tuple[int, Tensor]]:
-        """Wait for the sum; return (place in this bucket, result) of every parameter some rank flagged.
+    def finish(self, flagged: Sequence[bool]) -> list[tuple[int, Tensor]]:
+        """Wait for the sum; return (place in this bucket, sum) of every parameter some rank flagged.
 
-        Results are views of the buffer, good until the next ``launch``. Reads the flags back from the device only when
-        this rank did not flag everything.
+        Sums are views of ``flat``, good until the next ``launch``. Reads the flags back from the device only when this
+        rank did not flag everything.
         """
         self.work.wait()
         self.work = None
         assert self._flat is not None
         assert self._flags is not None
-        if scaling.after != 1.0:
-            self._flat.mul_(scaling.after)
         used = flagged if all(flagged) else (self._flags != 0).tolist()
         return [(place, view) for place, view in enumerate(self._views) if used[place]]
 
@@ -100,21 +98,24 @@ class Bucket:
         return self._flat
 
 
-def layout(parameters: Sequence[Tensor], order: Sequence[int], min_elements: int | None, fp32: bool) -> list[Bucket]:
-    """Buckets over ``parameters`` taken in ``order``; a bucket of a kind closes at ``min_elements`` (None: never)."""
+def layout(parameters: Sequence[Tensor], order: Sequence[int], min_elements: int, fp32: bool) -> list[Bucket]:
+    """Buckets over ``parameters`` taken in ``order``; a bucket of a kind closes at ``min_elements``."""
     done: list[Bucket] = []
-    open_buckets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    elements: dict[tuple[torch.device, torch.dtype], int] = {}
 
     def close(kind: tuple[torch.device, torch.dtype]) -> None:
-        indices = open_buckets.pop(kind)
+        indices = filling.pop(kind)
         done.append(Bucket(indices, [parameters[i] for i in indices], comm_dtype(kind[1], fp32)))
 
     for i in order:
         kind = (parameters[i].device, parameters[i].dtype)
-        open_buckets.setdefault(kind, []).append(i)
-        if min_elements is not None and sum(parameters[j].numel() for j in open_buckets[kind]) >= min_elements:
+        filling.setdefault(kind, []).append(i)
+        elements[kind] = elements.get(kind, 0) + parameters[i].numel()
+        if elements[kind] >= min_elements:
             close(kind)
-    for kind in list(open_buckets):
+            elements[kind] = 0
+    for kind in list(filling):
         close(kind)
     return done
 

@@ -20,6 +20,9 @@ from harness.apex.parallel.buckets import Scaling
 from harness.apex.parallel.reducer import GradientReducer
 from harness.apex.parallel.sparse import sparse_parameters
 
+# Sent at the end, gradients still go in pieces: one is copied while another is on its way.
+DELAYED_SIZE = 1_000_000
+
 
 class DistributedDataParallel(nn.Module):
     """``module`` whose gradients are averaged over all ranks when ``backward`` returns.
@@ -127,7 +130,8 @@ class DistributedDataParallel(nn.Module):
             self._reducer = GradientReducer(
                 self._trainable(),
                 scaling,
-                message_size=None if self.delay_allreduce else self.message_size,
+                message_size=min(self.message_size, DELAYED_SIZE) if self.delay_allreduce else self.message_size,
+                overlap=not self.delay_allreduce,
                 fp32=self.allreduce_always_fp32,
                 retain=self.retain_allreduce_buffers,
                 sparse=sparse_parameters(self.module),

@@ -23,16 +23,17 @@ from harness.apex.parallel.sparse import sum_over_ranks
 class GradientReducer:
     """Reduces the gradients of ``parameters`` over the default process group, backward pass by backward pass.
 
-    ``message_size``: least number of elements in a bucket that is sent during the backward pass; None sends all at its
-    end. While ``enabled`` is False gradients accumulate locally (``holds_local``) and are reduced with the next enabled
-    backward pass, wherever amp has put them meanwhile.
+    ``message_size``: least number of elements in a bucket. ``overlap``: send a bucket as soon as it is full, else all
+    at the end of the pass. While ``enabled`` is False gradients accumulate locally (``holds_local``) and are reduced
+    with the next enabled backward pass, wherever amp has put them meanwhile.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         scaling: Scaling,
-        message_size: int | None = None,
+        message_size: int,
+        overlap: bool,
         fp32: bool = False,
         retain: bool = False,
         sparse: Sequence[Tensor] = (),
@@ -41,7 +42,7 @@ class GradientReducer:
         self.enabled = True
         self.holds_local = False
         self._scaling, self._retain = scaling, retain
-        self._overlap = message_size is not None
+        self._overlap, self._message_size = overlap, message_size
         sparse_ids = {id(parameter) for parameter in sparse}
         self._sparse = [i for i, parameter in enumerate(self.parameters) if id(parameter) in sparse_ids]
         # about the order in which gradients become ready
@@ -150,17 +151,25 @@ class GradientReducer:
         self._pass = -1
 
     def _collect(self, bucket: Bucket) -> None:
+        sums = bucket.finish([self._pending[i] for i in bucket.indices])
+        factor = self._scaling.after
+        fused = factor != 1.0 and bucket.flat.device.type == "cpu" and not self._retain
+        if factor != 1.0 and not fused:
+            bucket.flat.mul_(factor)
         targets, results = [], []
-        for place, view in bucket.finish([self._pending[i] for i in bucket.indices], self._scaling):
+        for place, total in sums:
             parameter = bucket.parameters[place]
-            if self._retain and view.dtype is parameter.dtype:
-                parameter.grad = view
-            elif parameter.grad is None:
-                parameter.grad = view.to(parameter.dtype, copy=True)
-            else:
-                targets.append(parameter.grad)
-                results.append(view)
-        if targets:
+            if self._retain and total.dtype is parameter.dtype:
+                parameter.grad = total
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            targets.append(parameter.grad)
+            results.append(total)
+        if fused:  # one pass over memory instead of two; on an accelerator launches would cost more than the pass
+            for target, total in zip(targets, results, strict=True):
+                torch.mul(total, factor, out=target)
+        elif targets:
             torch._foreach_copy_(targets, results)
 
     def _reduce_sparse(self, i: int) -> None:
@@ -181,13 +190,17 @@ class GradientReducer:
         dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
         if not somewhere.item():
             return
-        for bucket in layout(self.parameters, range(len(self.parameters)), None, fp32=True):
-            gradients = [hidden[i] for i in bucket.indices]
+        for bucket in layout(self.parameters, range(len(self.parameters)), self._message_size, fp32=True):
+            gradients = [_dense(hidden[i]) for i in bucket.indices]
             flagged = [gradient is not None for gradient in gradients]
             bucket.launch(gradients, flagged, self._scaling)
-            for place, view in bucket.finish(flagged, self._scaling):
+            for place, total in bucket.finish(flagged):
                 gradient = gradients[place]
-                if gradient is None:
-                    exchange.set_hidden(bucket.parameters[place], view.clone())
+                if gradient is None or gradient is not hidden[bucket.indices[place]]:
+                    exchange.set_hidden(bucket.parameters[place], total * self._scaling.after)
                 else:
-                    gradient.copy_(view)
+                    gradient.copy_(total * self._scaling.after)
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

@@ -19,7 +19,7 @@ def sum_over_ranks(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
     Returns None when no rank has any row.
     """
     if gradient is None:
-        gradient = torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
     gradient = gradient.coalesce()
     rows, values = gradient.indices(), gradient.values()
     counts = _gather(torch.tensor([rows.shape[1]], device=rows.device))
