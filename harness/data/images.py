@@ -35,7 +35,7 @@ class Batch:
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    rows: torch.Tensor
+    rows: np.ndarray
     bad: list[int]
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class ImageTable:
                     used.append(row)
         numbers = np.asarray(used, dtype=np.int64)
         targets = torch.from_numpy(self.targets[self.table.labels(numbers)] if used else np.empty(0, np.int64))
-        return Batch(self._stack(images, used), targets, torch.from_numpy(numbers), bad)
+        return Batch(self._stack(images, used), targets, numbers, bad)
 
     def image(self, row: int, path: str, epoch: int | None) -> torch.Tensor:
         """The image of ``row``, uint8 (channels, height, width). Raises DataError naming the CSV line and the file."""

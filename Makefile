@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`. Both set up the environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NPROC ?= 2
+
+.PHONY: train test check bench clean
+
+train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
+	$(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
+
+test: $(VENV)/.test  ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev  ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test  ## measure; results go to benchmarks/results
+	$(BIN)/python -m benchmarks.loop_overhead
+	$(BIN)/python -m benchmarks.ddp
+	$(BIN)/python -m benchmarks.open_shard
+
+data/digits/train.csv: | $(VENV)/.train
+	$(BIN)/harness data digits data/digits
+
+# Each level of the environment is installed once, and again when the dependencies change.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[digits]'
+	@touch $@
+
+$(VENV)/.test: setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.train
+
+$(VENV)/.dev: setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.test $(VENV)/.train
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

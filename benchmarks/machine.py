@@ -1,0 +1,46 @@
+"""What a result was measured on, and how results are written: Markdown, with the machine beside the numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).with_name("results")
+
+
+def describe() -> str:
+    """Processor, cores, memory, versions; no host name."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    parts = [
+        cpu,
+        f"{os.cpu_count()} cores",
+        f"{memory:.0f} GiB",
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__}",
+    ]
+    if torch.cuda.is_available():
+        parts.insert(0, torch.cuda.get_device_name())
+    return ", ".join(parts)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(name: str, title: str, text: str) -> None:
+    """``benchmarks/results/NAME.md``, and the same on the terminal."""
+    RESULTS.mkdir(exist_ok=True)
+    page = f"# {title}\n\nMachine: {describe()}.\n\n{text}\n"
+    (RESULTS / f"{name}.md").write_text(page)
+    print(page)

@@ -1,0 +1,123 @@
+"""What the README tells a reader to type, typed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from harness import configfile
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import write_images
+from tests.ranks import run_ranks
+
+README = (ROOT / "README.md").read_text()
+
+
+def block(language: str, contains: str) -> str:
+    """The one fenced block of ``language`` that has ``contains``."""
+    (found,) = [b for b in re.findall(rf"```{language}\n(.*?)```", README, re.S) if contains in b]
+    return found
+
+
+def commands() -> list[str]:
+    """Every line of every shell block, comments off."""
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip()]
+
+
+def _recipe(text: str) -> float:
+    text = re.sub(r"torch\.distributed\.init_process_group\(.*\).*", "", text)  # the test's group is there already
+    names: dict[str, object] = {}
+    exec(text, names)
+    return float(names["loss"].detach())  # type: ignore[attr-defined]
+
+
+def test_the_recipe_runs():
+    losses = run_ranks(2, _recipe, block("python", "amp.initialize"))
+    assert all(loss == loss for loss in losses)
+
+
+def test_commands_are_the_known_ones():
+    """A command that is added to the README must be added to a test."""
+    programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
+    assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh"}
+    assert len(commands()) == 7
+
+
+def test_make_targets_exist():
+    for line in commands():
+        if line.startswith("make "):
+            subprocess.run(["make", "-n", line.split()[1]], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_own_csv(tmp_path):
+    """The six lines, on a CSV of the reader's own, through the two commands under them and the launch script."""
+    write_images(tmp_path / "pets")
+    (tmp_path / "pets.yaml").write_text(block("yaml", "name: pets"))
+    assert len(block("yaml", "name: pets").strip().splitlines()) == 6
+    environ = {
+        **os.environ,
+        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+        "APEX_HARNESS_CACHE": str(tmp_path),
+    }
+    quick = ["train.max_steps=2", "batch.global=16", "data.num_workers=0"]
+    for line in commands():
+        if "pets.yaml" not in line:
+            continue
+        words = [str(ROOT / word) if word == "driver.py" else word for word in shlex.split(line)]
+        done = subprocess.run([*words, *quick], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "pets" / "weights.safetensors").exists()
+    assert yaml.safe_load((tmp_path / "runs" / "pets" / "config.yaml").read_text())["optimizer"]["lr"] == 0.05
+
+
+@pytest.mark.slow
+def test_launch_commands(tmp_path):
+    """The three of "Launch it anywhere", with the digits, two steps each; test_nodes.py has several nodes."""
+    from harness.data import digits
+    from tests.ranks import free_port
+
+    digits.write(tmp_path / "data" / "digits")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    environ = {
+        **os.environ,
+        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "APEX_HARNESS_CACHE": str(tmp_path),
+    }
+    found = [line for line in commands() if "configs/digits.yaml" in line]
+    assert len(found) == 3
+    for number, line in enumerate(found):
+        for name, value in re.findall(r"(\w+)=(\S+) (?=.*launch/)", line):
+            environ[name] = {"NNODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.get(
+                name, value
+            )
+        words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))
+        words = [
+            str(ROOT / word) if (ROOT / word).is_file() and not word.startswith("configs") else word for word in words
+        ]
+        words = ["2" if word == "4" else word for word in words]
+        quick = [f"name=r{number}", "train.max_steps=2", "data.num_workers=0"]
+        done = subprocess.run([*words, *quick], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "runs" / f"r{number}" / "summary.json").exists()
+
+
+def test_settings_named_in_the_readme_exist():
+    schema = configfile.json_schema()
+    for key in re.findall(r"`((?:data|train|runtime|checkpoint|precision|parallel)\.(\w+))", README):
+        assert f'"{key[1]}"' in schema, key[0]
+
+
+def test_links_lead_somewhere():
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
+    assert len(links) >= 8
+    for link in links:
+        assert (ROOT / link).exists(), link
