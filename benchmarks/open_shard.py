@@ -10,6 +10,9 @@ and read every label and caption of their shard as whole columns. Reported is th
     first   open_table with an empty cache: one rank converts, the others wait
     warm    open_table of a file converted before
 
+``others' work`` is the share of the machine that processes not of this benchmark took meanwhile: where it is large,
+times say little.
+
 ``--workers N`` also forks N loader workers from one process and lets them read all rows in random order.
 """
 
@@ -18,7 +21,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
+import os
 import platform
+import resource
 import shutil
 import statistics
 import tempfile
@@ -119,12 +124,15 @@ def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
     barrier, results = context.Barrier(world), context.Queue()
     arguments = (world, cache, barrier, results)
     ranks = [context.Process(target=_rank, args=(reader, path, rank, *arguments)) for rank in range(world)]
+    begun, busy, ours = time.perf_counter(), _busy_s(), _children_s()
     for process in ranks:
         process.start()
     found = [results.get(timeout=1200) for _ in ranks]
     for process in ranks:
         process.join()
+    others_s = (_busy_s() - busy) - (_children_s() - ours)
     return {
+        "others": max(0.0, others_s) / (time.perf_counter() - begun) / multiprocessing.cpu_count(),
         "seconds": max(r[1] for r in found),
         "seen": tuple(sum(r[2][i] for r in found) for i in range(3)),
         "peak_mb": max(r[3] for r in found),
@@ -132,9 +140,20 @@ def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
     }
 
 
+def _busy_s() -> float:
+    """Seconds of processor time that all cores have worked, for anybody."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+    return (sum(ticks[:8]) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def _worker(table: Any, worker: int, workers: int, results: Any) -> None:
     before = _memory_mb("smaps_rollup", "Private_Dirty")
-    rows = np.random.default_rng(0).permutation(table.num_rows)[worker::workers]
+    rows = np.random.default_rng(0).permutation(table.num_rows)[worker::workers].copy()
     own = rows.nbytes / 2**20
     start = time.perf_counter()
     for first in range(0, len(rows), 256):
@@ -169,8 +188,8 @@ def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int,
     lines = [
         f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
         "",
-        "| reader | slowest rank, s: median (range) | faster | peak RSS of a rank, MB | PSS of all ranks, MB | less |",
-        "|---|---|---|---|---|---|",
+        "| reader | slowest rank, s: median (range) | faster | peak RSS of a rank, MB | PSS of all ranks, MB | less | others' work |",
+        "|---|---|---|---|---|---|---|",
     ]
     for reader, results in runs.items():
         seconds = [r["seconds"] for r in results]
@@ -180,8 +199,9 @@ def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int,
             ratio = f"{statistics.median(p['seconds'] / r['seconds'] for p, r in pairs):.1f}"
             less = f"{statistics.median(p['pss_mb'] / r['pss_mb'] for p, r in pairs):.1f}"
         peak, pss = (statistics.median(r[k] for r in results) for k in ("peak_mb", "pss_mb"))
+        others = statistics.median(r["others"] for r in results)
         span = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
-        lines.append(f"| {reader} | {span} | {ratio} | {peak:.0f} | {pss:.0f} | {less} |")
+        lines.append(f"| {reader} | {span} | {ratio} | {peak:.0f} | {pss:.0f} | {less} | {others:.0%} |")
     return "\n".join(lines)
 
 
