@@ -126,26 +126,17 @@ class RunFolder:
             table = pd.DataFrame(matrix, index=pd.Index(classes, name="truth"), columns=classes)
             write_atomically(self.path / "confusion.csv", table.to_csv())
 
-    def failure(self, runtime: Runtime, step: int, error: Exception, trace: list[str]) -> dict[str, Any] | None:
-        """Leave ``failure.json``, unless another rank was first: then return what it wrote."""
+    def failure(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Leave ``report`` as failure.json, unless another rank was first; return what is there."""
         path = self.path / "failure.json"
-        report = {
-            "rank": runtime.rank,
-            "host": runtime.host,
-            "step": step,
-            "error": type(error).__name__,
-            "message": str(error),
-            "exit_code": error.exit_code if isinstance(error, HarnessError) else EXIT_FAILURE,
-            "traceback": trace,
-        }
         try:
             with open(path, "x", encoding="utf-8") as file:
                 json.dump(report, file, indent=1)
         except FileExistsError:
-            return _read_soon(path)
+            return _read_soon(path) or report
         except OSError:
             pass  # a full disk or a folder gone; the log and the terminal have the error
-        return None
+        return report
 
 
 def _finite(value: Any) -> Any:
@@ -155,6 +146,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def failure_report(runtime: Runtime, step: int, error: Exception, trace: list[str]) -> dict[str, Any]:
+    return {
+        "rank": runtime.rank,
+        "host": runtime.host,
+        "step": step,
+        "error": type(error).__name__,
+        "message": str(error),
+        "exit_code": error.exit_code if isinstance(error, HarnessError) else EXIT_FAILURE,
+        "traceback": trace,
+    }
 
 
 def _read_soon(path: Path) -> dict[str, Any] | None:

@@ -12,8 +12,8 @@ import torch
 
 from harness import assemble, configfile, console, loop
 from harness.config import Config
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
-from harness.folder import RunFolder, cannot_write
+from harness.errors import EXIT_DONE, EXIT_STOPPED, HarnessError, TrainingError
+from harness.folder import RunFolder, cannot_write, failure_report
 from harness.run import Run
 from harness.runtime import Launch, Runtime, choose_device, detect, open_runtime, told_once
 from harness.stop import Stop, on_signals
@@ -113,19 +113,23 @@ def finish(run: Run, done: bool) -> None:
 def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, error: Exception) -> int:
     """Report ``error`` once: in failure.json by the rank that failed first, on its terminal, in every rank's log."""
     if isinstance(error, HarnessError) and error.told_by not in (None, runtime.rank):
+        watch.acknowledge()
         return error.exit_code  # raised by all ranks together; the one whose error it is tells it
     shown = _explained(error)
-    first = folder.failure(runtime, run.state.step if run else 0, shown, traceback.format_exception(error))
-    watch.report(runtime.rank)
-    if first is not None and first["rank"] != runtime.rank:
+    report = failure_report(runtime, run.state.step if run else 0, shown, traceback.format_exception(error))
+    known = watch.report(report)
+    written = folder.failure(known or report)
+    first = known or written  # where the ranks cannot talk any more, the file decides
+    if first["rank"] != runtime.rank:
         log.info("ended, since rank %s failed; %s tells why", first["rank"], folder.path / "failure.json")
         return int(first["exit_code"])
     if isinstance(shown, HarnessError):
         log.error("error: %s", shown)
         log.debug("%s", traceback.format_exc())
-        return shown.exit_code
-    log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-    return EXIT_FAILURE
+    else:
+        log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+    watch.linger()
+    return int(report["exit_code"])
 
 
 def _explained(error: Exception) -> Exception:

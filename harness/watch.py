@@ -6,11 +6,15 @@ was killed. The failing rank leaves a mark in the launch's key-value store, whic
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 from harness.errors import EXIT_FAILURE
 from harness.runtime import Runtime
@@ -21,6 +25,7 @@ log = logging.getLogger("harness")
 _KEY = "failed"
 PERIOD_S = 1.0
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
+NEWS_S = 3.0  # for the news of a failure to reach all ranks, before the one that failed takes its connections along
 
 
 class Watch:
@@ -30,6 +35,7 @@ class Watch:
         self._runtime, self._stop, self._leave = runtime, stop, leave
         # A plain shell may end before its job does (nohup); only a launcher's death means that nobody supervises us.
         self._parent = os.getppid() if runtime.launch.elastic else None
+        self._first: dict[str, Any] | None = None  # the launch's first failure, once this rank has heard of it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="harness-watch", daemon=True)
 
@@ -41,13 +47,27 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def report(self, rank: int) -> None:
-        """Tell the peers that this rank failed. Never raises: the failure itself is what matters."""
-        try:
+    def report(self, failure: dict[str, Any]) -> dict[str, Any] | None:
+        """Tell the peers of ``failure`` (of JSON types); return the launch's first, which is this one if none was
+        before, or None if nobody can be told. Never raises: the failure itself is what matters."""
+        with suppress(Exception):  # the store went with the rank that hosted it
+            if self._runtime.store is not None and self._first is None:
+                self._first = json.loads(self._runtime.store.compare_set(_KEY, "", json.dumps(failure)))
+        self.acknowledge()
+        return self._first
+
+    def acknowledge(self) -> None:
+        """Say that this rank knows of the failure, by whatever way."""
+        with suppress(Exception):
             if self._runtime.store is not None:
-                self._runtime.store.set(_KEY, str(rank))
-        except Exception as error:  # the store went with the rank that hosted it
-            log.debug("peers could not be told of the failure: %s", error)
+                self._runtime.store.set(f"heard/{self._runtime.rank}", "")
+
+    def linger(self) -> None:
+        """Stay until all peers know of the failure, or a moment: the store, or the launcher, may end with this rank."""
+        with suppress(Exception):
+            if self._runtime.store is not None:
+                heard = [f"heard/{rank}" for rank in range(self._runtime.world_size)]
+                self._runtime.store.wait(heard, timedelta(seconds=NEWS_S))
 
     def _run(self) -> None:
         while not self._ended.wait(PERIOD_S):
@@ -59,14 +79,17 @@ class Watch:
                 return
 
     def _peer_failure(self) -> str:
-        if self._runtime.store is None:
+        store = self._runtime.store
+        if store is None:
             return ""
         try:
-            if self._runtime.store.check([_KEY]):
-                return f"rank {self._runtime.store.get(_KEY).decode()} failed"
+            if not store.check([_KEY]):
+                return ""
+            self._first = json.loads(store.get(_KEY))
         except Exception:
             return "rank 0, or the launcher, is gone"
-        return ""
+        self.acknowledge()
+        return f"rank {self._first['rank']} failed"
 
     def _end(self, reason: str) -> None:
         """Ask for a stop; if training cannot obey within the grace period, end the process."""

@@ -1,0 +1,144 @@
+"""Launchers and ranks as real processes: start them, look at what they started, end all of it again.
+
+Only processes that a test started, and what those started in turn, are ever looked at or signalled: each carries a
+mark in its environment, which outlives a launcher that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+from tests.ranks import free_port, launch_environment, start
+
+START_S = 60  # until a launcher's ranks train, on a slow machine
+END_S = 30  # within which ranks must have ended, whatever happened to their peers
+_MARK = "TEST_PROCESS_MARK"
+
+
+def wait_until(happened: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """The first true value of ``happened()``; AssertionError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := happened()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+    return value
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that process ``pid`` was started with; empty if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+class Started:
+    """A command that was started with its terminal in a file."""
+
+    def __init__(self, command: Sequence[str | Path], terminal: Path, environ: dict[str, str]) -> None:
+        self.terminal, self._mark = terminal, secrets.token_hex(8)
+        inherited = {key: value for key, value in os.environ.items() if key != "LAUNCHER"}
+        with open(terminal, "wb") as file:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**inherited, "OMP_NUM_THREADS": "1", **environ, _MARK: self._mark},
+                start_new_session=True,
+            )
+
+    def alive(self) -> dict[int, dict[str, str]]:
+        """{process id: environment} of this process and all that came of it, also of orphans."""
+        found = {
+            int(entry.name): environment_of(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+        }
+        return {pid: environ for pid, environ in found.items() if environ.get(_MARK) == self._mark}
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that the launcher started, by rank; loader workers, which they fork, left out."""
+        ranks = {
+            int(environ["RANK"]): pid
+            for pid, environ in sorted(self.alive().items(), reverse=True)
+            if "RANK" in environ
+        }
+        return [ranks[rank] for rank in sorted(ranks)]
+
+    def signal(self, number: int, pid: int | None = None) -> None:
+        os.kill(pid or self.process.pid, number)
+
+    def text(self) -> str:
+        return self.terminal.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s; it said:\n{self.text()}") from None
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        while left := self.alive():
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            time.sleep(0.02)
+        self.process.wait()
+
+
+@contextmanager
+def started(command: Sequence[str | Path], terminal: Path, **environ: str) -> Iterator[Started]:
+    """``command``, running in the project's folder; nothing of it is left when the body ends."""
+    process = Started(command, terminal, environ)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def wait_for_steps(folder: Path, num_lines: int, timeout_s: float = START_S) -> None:
+    """Until the record of the run ``folder`` has ``num_lines`` of training."""
+
+    def far_enough() -> bool:
+        try:
+            return (folder / "metrics.jsonl").read_text().count('"train"') >= num_lines
+        except OSError:
+            return False
+
+    wait_until(far_enough, timeout_s, f"{num_lines} lines of training in {folder}")
+
+
+def driver(arguments: Sequence[str], environ: dict[str, str], terminal: Path) -> Any:
+    """A rank as driver.py would run it, forked from the warm server: (process, connection). Its terminal is a file."""
+    return start(drive_in_terminal, (list(arguments), str(terminal)), environ)
+
+
+def drivers(world_size: int, arguments: Sequence[str], terminal: Path) -> list[Any]:
+    """``world_size`` ranks with one terminal between them; end them with ``tests.ranks.wait_for``."""
+    port = free_port()
+    return [
+        driver(arguments, launch_environment(rank, world_size, port) if world_size > 1 else {}, terminal)
+        for rank in range(world_size)
+    ]
+
+
+def drive_in_terminal(arguments: list[str], terminal: str) -> None:
+    """What driver.py does, with the file ``terminal`` for a terminal."""
+    file = os.open(terminal, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    from harness.cli import drive
+
+    raise SystemExit(drive(arguments))
