@@ -126,6 +126,8 @@ def first_host(nodelist: str) -> str:
 def _number(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
     try:
         value = int(environ[name])
+    except KeyError:
+        raise LaunchError(f"the launch environment is incomplete: {name} is missing", hint=_HINT) from None
     except ValueError:
         raise LaunchError(f"{name}={environ[name]!r} is not a whole number", hint=_HINT) from None
     if value < low or (high is not None and value > high):

@@ -1,0 +1,165 @@
+"""Stopping together: one verdict on one call on all ranks, whoever asks; signals ask, and are put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from harness.runtime import Runtime, detect, open_runtime
+from harness.stop import Stop, in_loader_worker, on_signals
+from tests.ranks import run_ranks, start
+
+
+def test_alone_it_is_immediate():
+    for ask in (Stop.agreed, Stop.settle):
+        stop = Stop(Runtime())
+        assert not ask(stop)
+        stop.request("SIGTERM")
+        stop.request("a second reason")
+        assert ask(stop)
+        assert ask(stop)
+        assert stop.reason == "SIGTERM"
+
+
+def _calls_until_agreed(asking: int, pace_s: float):
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        stop = Stop(runtime)
+        calls, deadline = 0, time.monotonic() + 15
+        while not stop.agreed():
+            calls += 1
+            assert time.monotonic() < deadline, "no verdict"
+            if runtime.rank == asking and calls == 7:
+                stop.request(f"asked by {asking}")
+            time.sleep(pace_s * (1 + runtime.rank))
+        return calls, stop.agreed(), stop.settle(), stop.reason
+
+
+@pytest.mark.parametrize(("world", "asking", "pace_s"), [(2, 0, 0.0), (3, 2, 0.001)])
+def test_all_ranks_agree_on_the_same_call(world, asking, pace_s):
+    results = run_ranks(world, _calls_until_agreed, asking, pace_s, group=False, timeout_s=30)
+    calls = {result[0] for result in results}
+    assert len(calls) == 1
+    assert calls.pop() >= 7
+    assert all(result[1:3] == (True, True) for result in results)
+    assert [rank for rank, result in enumerate(results) if result[3] == f"asked by {asking}"] == [asking]
+
+
+def _settle(asking: int):
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        stop = Stop(runtime)
+        before = [stop.agreed() for _ in range(4)], stop.settle(), stop.agreed()  # a question is under way
+        if runtime.rank == asking:
+            stop.request("now")
+        return before, stop.settle(), stop.agreed()
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+def test_settling_counts_every_request_so_far(asking):
+    for before, settled, after in run_ranks(2, _settle, asking, group=False, timeout_s=30):
+        assert before == ([False] * 4, False, False)
+        assert settled
+        assert after
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_ask_for_a_stop_and_are_put_back(number):
+    stop = Stop(Runtime())
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with suppress(ZeroDivisionError), on_signals(stop):
+        assert not stop.agreed()
+        signal.raise_signal(number)
+        assert stop.agreed()
+        assert stop.reason == signal.Signals(number).name
+        raise ZeroDivisionError
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_in_another_thread_signals_are_left_alone():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def run():
+        with on_signals(Stop(Runtime())):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(5)
+    assert seen == [before]
+
+
+def _end_a_loader_process(by_parent: bool):
+    """(alive after a signal, seconds until it ended) of a child that follows a loader process's rules."""
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        in_loader_worker(0)
+        os.write(tell, b"x")
+        time.sleep(20)
+        os._exit(3)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGINT)
+    if by_parent:
+        os.kill(child, signal.SIGTERM)
+    else:
+        messenger = os.fork()
+        if messenger == 0:
+            os.kill(child, signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(messenger, 0)
+    begun = time.monotonic()
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() - begun < 2:
+        time.sleep(0.02)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return ended[0] != 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a signal's sender is not told")
+@pytest.mark.parametrize("by_parent", [True, False])
+def test_only_its_parent_ends_a_loader_process(by_parent):
+    process, receiver = start(_end_a_loader_process, (by_parent,))
+    assert receiver.poll(20)
+    assert receiver.recv() == ("value", by_parent)
+    process.join(5)
+
+
+def _leave_a_loader_process_behind():
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        in_loader_worker(0)
+        os.write(tell, b"x")
+        time.sleep(20)
+        os._exit(3)
+    os.read(ready, 1)
+    return child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_loader_process_ends_with_its_parent():
+    process, receiver = start(_leave_a_loader_process_behind)
+    assert receiver.poll(20)
+    _, child = receiver.recv()
+    process.join(5)
+    deadline = time.monotonic() + 5
+    while _running(child):
+        assert time.monotonic() < deadline, "it outlived its parent"
+        time.sleep(0.05)
+
+
+def _running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
