@@ -202,11 +202,16 @@ def _local_overflow() -> None:
             net = _wrap(model, delay_allreduce=True)
             with net.no_sync():
                 bad = float("inf") if rank == 0 else 1.0
-                with amp.scale_loss(net([torch.tensor(bad)] * 3), optimizer, delay_unscale=delay_unscale) as loss:
+                numbers = [
+                    torch.tensor(bad),
+                    torch.tensor(1.0),
+                    torch.tensor(bad),
+                ]  # the last pass reaches the middle one
+                with amp.scale_loss(net(numbers), optimizer, delay_unscale=delay_unscale) as loss:
                     loss.backward()
             assert not optimizer._amp_stash.already_patched
             assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 0}
-            with amp.scale_loss(net([torch.tensor(1.0)] * 3), optimizer) as loss:
+            with amp.scale_loss(net([None, torch.tensor(1.0), None]), optimizer) as loss:
                 loss.backward()
             assert optimizer._amp_stash.already_patched, level
             assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 0}

@@ -300,6 +300,15 @@ def test_a_later_level_turns_o1_off(reduced):
     assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
 
 
+def test_torch_autocast_is_its_own_again_afterwards(reduced):
+    amp.reset()
+    with torch.autocast("cpu", dtype=reduced):
+        assert rand(2, 2, dtype=reduced).softmax(-1).dtype is reduced
+        assert FLOAT32_OPS["grid_sample"](rand(4, 4, dtype=reduced)).dtype is torch.float32
+        assert F.binary_cross_entropy(rand(4, dtype=reduced), rand(4, dtype=reduced)).dtype is torch.float32
+        assert (rand(2, 2) @ rand(2, 2)).dtype is reduced
+
+
 def test_user_autocast_regions_still_work(reduced):
     with torch.autocast("cpu", enabled=False):
         assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32

@@ -113,22 +113,20 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.enabled = enabled
 
-    def _trainable(self) -> list[Tensor]:
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
     def _trainable_changed(self) -> bool:
-        known = self._reducer.parameters if self._reducer is not None else []
-        now = self._trainable()
-        return len(known) != len(now) or any(a is not b for a, b in zip(known, now, strict=True))
+        """Whether a parameter was frozen or unfrozen since the reducer was made (it is not, in a fresh copy)."""
+        return self._reducer is None or self._armed_for != [parameter.requires_grad for parameter in self._known]
 
     def _arm(self) -> None:
         if self._reducer is not None:
             self._reducer.detach()
         self._reducer = None
+        self._known = list(self.module.parameters())
+        self._armed_for = [parameter.requires_grad for parameter in self._known]
         if self.world_size > 1:
             scaling = Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor)
             self._reducer = GradientReducer(
-                self._trainable(),
+                [parameter for parameter in self._known if parameter.requires_grad],
                 scaling,
                 message_size=min(self.message_size, DELAYED_SIZE) if self.delay_allreduce else self.message_size,
                 overlap=not self.delay_allreduce,
@@ -139,7 +137,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.enabled = self._enabled
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None}
+        return {**self.__dict__, "_reducer": None, "_known": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy reduces on its own, once its forward is called."""
