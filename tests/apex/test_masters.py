@@ -270,3 +270,18 @@ def test_optimizer_state_made_before_initialize_is_kept_in_float32():
     after = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"]
     assert torch.equal(before, after)
     assert model[0].weight not in optimizer.state
+
+
+def test_step_counters_are_not_rounded():
+    """A counter has the shape of a scalar parameter; in float16 it would stop at 2048."""
+    for level in ("O2", "O3"):
+        amp.reset()
+        parameter = nn.Parameter(torch.ones(()))
+        model = nn.ParameterList([parameter])
+        optimizer = torch.optim.Adam(model.parameters())
+        parameter.grad = torch.ones(())
+        optimizer.step()
+        optimizer.state[parameter]["step"].fill_(4097)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        optimizer.zero_grad()
+        assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"].item() == 4097

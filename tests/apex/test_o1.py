@@ -421,3 +421,26 @@ class _Products(torch.utils.data.Dataset):
 def test_loader_workers_are_not_cast(reduced):
     loader = torch.utils.data.DataLoader(_Products(), num_workers=1, multiprocessing_context="fork")
     assert next(iter(loader)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_activations_are_cast_alike(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    seen = []
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    x = rand(3, 4).requires_grad_()
+    gradients = []
+    for forward in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
+        with amp.scale_loss(forward(x).float().pow(2).sum(), optimizer) as loss:
+            loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        optimizer.zero_grad()
+    assert seen == [torch.float16] * 3, "forward, forward, recomputation"
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+    assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float16
