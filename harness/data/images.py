@@ -6,6 +6,7 @@ so a resumed run sees the same pixels. Normalisation is left to the device, once
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -23,6 +24,8 @@ from harness.errors import DataError
 from harness.rng import AUGMENTATION, derive
 
 NUM_TRIES = 100  # readable rows looked for in place of an unreadable one
+MAX_NAMES = 10_000  # of a folder, among which the nearest is looked for
+_UNREADABLE = (RuntimeError, OSError)  # what torchvision and the file system raise
 
 
 @dataclass
@@ -81,27 +84,25 @@ class ImageTable:
         paths = self.table.strings(self.path_column, rows)
         for row, path in zip(rows.tolist(), paths, strict=True):
             try:
-                images.append(self.image(row, path, epoch))
-                used.append(row)
-            except DataError:
+                image = self._decoded(path)
+            except _UNREADABLE as error:
                 if self.on_bad_image == "error":
-                    raise
+                    raise self._unreadable(row, path, error) from None
                 bad.append(row)
-                if epoch is not None:
-                    row, image = self._replacement(row, epoch)
-                    images.append(image)
-                    used.append(row)
+                if epoch is None:
+                    continue
+                row, image = self._replacement(row)
+            images.append(self._transformed(image, row, epoch))
+            used.append(row)
         numbers = np.asarray(used, dtype=np.int64)
         targets = torch.from_numpy(self.targets[self.table.labels(numbers)] if used else np.empty(0, np.int64))
         return Batch(self._stack(images, used), targets, numbers, bad)
 
-    def image(self, row: int, path: str, epoch: int | None) -> torch.Tensor:
-        """The image of ``row``, uint8 (channels, height, width). Raises DataError naming the CSV line and the file."""
-        file = os.path.join(self.root, path)
-        try:
-            image = _as_asked(decode_image(read_file(file), mode=self.mode), self.mode)
-        except (RuntimeError, OSError) as error:
-            raise self._unreadable(row, file, error) from None
+    def _decoded(self, path: str) -> torch.Tensor:
+        """The image at ``path``, uint8 (channels, height, width). Raises one of _UNREADABLE."""
+        return _as_asked(decode_image(read_file(os.path.join(self.root, path)), mode=self.mode), self.mode)
+
+    def _transformed(self, image: torch.Tensor, row: int, epoch: int | None) -> torch.Tensor:
         if epoch is None:
             return self.resize(image)
         with torch.random.fork_rng(devices=[]):
@@ -109,32 +110,29 @@ class ImageTable:
             torch.default_generator.manual_seed(derive(AUGMENTATION, self.seed, epoch, row))
             return self.augment(image)
 
-    def _replacement(self, row: int, epoch: int) -> tuple[int, torch.Tensor]:
+    def _replacement(self, row: int) -> tuple[int, torch.Tensor]:
         """The next readable row after ``row``, cyclically, and its image: every rank keeps its number of rows."""
         for candidate in range(row + 1, row + 1 + min(NUM_TRIES, len(self) - 1)):
             number = candidate % len(self)
             path = self.table.strings(self.path_column, np.asarray([number]))[0]
-            try:
-                return number, self.image(number, path, epoch)
-            except DataError:
-                continue
+            with contextlib.suppress(*_UNREADABLE):
+                return number, self._decoded(path)
         raise DataError(
             f"its image cannot be read, nor that of any of the {NUM_TRIES} rows after it",
             where=self.table.where(row),
             hint="check task.root: paths in the CSV are relative to it",
         )
 
-    def _unreadable(self, row: int, file: str, error: Exception) -> DataError:
-        where = self.table.where(row)
+    def _unreadable(self, row: int, path: str, error: Exception) -> DataError:
+        """Names the CSV's line and the file. Finding the line reads the CSV: not for rows that are passed over."""
+        file, where = os.path.join(self.root, path), self.table.where(row)
         if not os.path.exists(file):
-            folder = os.path.dirname(file)
-            near = (
-                difflib.get_close_matches(os.path.basename(file), os.listdir(folder), n=1)
-                if os.path.isdir(folder)
-                else []
-            )
+            folder, name = os.path.split(file)
+            there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
+            names = {other.lower(): other for other in there}  # .JPG is not .jpg, and often the reason
+            near = difflib.get_close_matches(name.lower(), names, n=1)
             hint = (
-                f"the nearest name there is {near[0]}"
+                f"the nearest name there is {names[near[0]]}"
                 if near
                 else "check task.root: paths in the CSV are relative to it"
             )

@@ -133,8 +133,7 @@ class ImageCsv:
     def model(self, section: ModelSection) -> nn.Module:
         size: Sequence[int] | None = self.options.image_size
         if size is None:
-            path = self.train.table.strings(self.train.path_column, np.arange(1))[0]
-            size = self.train.image(0, path, epoch=None).shape[-2:]
+            size = self.train.batch(np.arange(1), epoch=0).inputs.shape[-2:]  # of the first that can be read
         example = torch.zeros(2, self.options.channels, *size)
         known = {"num_classes": len(self.classes), "in_channels": self.options.channels}
         return models.build(section.name, section.args, known, example)

@@ -1,0 +1,220 @@
+"""Images as users have them: every common kind is decoded alike; what cannot be read is named, or replaced."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchvision.io import ImageReadMode
+from torchvision.transforms import v2
+
+from harness.data.images import Batch, ImageTable
+from harness.data.table import open_table
+from harness.errors import DataError
+from tests.fixtures import write_rows
+
+Image = pytest.importorskip("PIL.Image")
+GRAY, RGB = ImageReadMode.GRAY, ImageReadMode.RGB
+PIXELS = np.add.outer(np.arange(16), np.arange(12)).astype(np.uint8) * 9  # (height, width)
+
+
+def table(folder: Path, mode=GRAY, on_bad_image="error", augment=None, name="train", seed=0) -> ImageTable:
+    opened = open_table(folder / f"{name}.csv", text=("path",), label="label", cache_dir=folder / "cache")
+    return ImageTable(
+        table=opened, root=folder, path_column="path", targets=np.arange(len(opened.vocabulary), dtype=np.int64) * 10,
+        seed=seed, mode=mode, augment=augment or v2.Identity(), resize=v2.Identity(), on_bad_image=on_bad_image,
+    )  # fmt: skip
+
+
+def single(folder: Path, name: str, content: bytes, mode) -> torch.Tensor:
+    """The image of a table of one row."""
+    (folder / name).write_bytes(content)
+    (folder / "one.csv").write_text(f"path,label\n{name},0\n")
+    return table(folder, mode, name="one").batch(np.arange(1), None).inputs[0]
+
+
+def encoded(image, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+GRAY_IMAGE, COLOR = Image.fromarray(PIXELS), Image.fromarray(np.stack([PIXELS, PIXELS // 2, 255 - PIXELS], 2))
+KINDS = {
+    "gray png": encoded(GRAY_IMAGE, "PNG"),
+    "rgb png": encoded(COLOR, "PNG"),
+    "palette png": encoded(COLOR.convert("P", palette=Image.Palette.ADAPTIVE), "PNG"),
+    "black and white png": encoded(GRAY_IMAGE.convert("1"), "PNG"),
+    "gray png with alpha": encoded(GRAY_IMAGE.convert("LA"), "PNG"),
+    "rgb png with alpha": encoded(COLOR.convert("RGBA"), "PNG"),
+    "16-bit png": encoded(Image.fromarray(PIXELS.astype(np.uint16) * 257), "PNG"),
+    "jpeg": encoded(COLOR, "JPEG"),
+    "gray jpeg": encoded(GRAY_IMAGE, "JPEG"),
+    "cmyk jpeg": encoded(COLOR.convert("CMYK"), "JPEG"),
+    "gif": encoded(COLOR, "GIF"),
+    "webp": encoded(COLOR, "WEBP"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mode", "channels"), [(GRAY, 1), (RGB, 3)])
+def test_every_kind_comes_as_asked(tmp_path, kind, mode, channels):
+    image = single(tmp_path, "x.png", KINDS[kind], mode)  # whatever it is called: the content counts
+    assert image.dtype is torch.uint8
+    assert image.shape == (channels, 16, 12)
+
+
+def test_values(tmp_path):
+    expected = torch.from_numpy(PIXELS)
+    assert torch.equal(single(tmp_path, "a.png", KINDS["gray png"], GRAY)[0], expected)
+    assert torch.equal(single(tmp_path, "b.png", KINDS["16-bit png"], GRAY)[0], expected)  # 16 bits scaled to 8
+    color = single(tmp_path, "c.png", KINDS["rgb png"], RGB)
+    assert torch.equal(color, torch.from_numpy(np.asarray(COLOR).copy()).permute(2, 0, 1))
+
+
+BROKEN = {
+    "empty": b"",
+    "text": b"this is no image, but a page that says 404",
+    "half a png": KINDS["rgb png"][: len(KINDS["rgb png"]) // 2],
+    "half a jpeg": KINDS["jpeg"][: len(KINDS["jpeg"]) // 2],
+    "a corrupt png": KINDS["gray png"].replace(b"IDAT", b"IDAX"),
+    "an animation": encoded(COLOR, "GIF", save_all=True, append_images=[Image.new("RGB", COLOR.size)]),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_image_is_named_by_line_and_file(tmp_path, kind):
+    csv = write_rows(tmp_path, "train", 5)
+    (tmp_path / "train_images" / "3.png").write_bytes(BROKEN[kind])
+    with pytest.raises(DataError) as caught:
+        table(tmp_path).batch(np.arange(5), epoch=0)
+    text = str(caught.value)
+    assert text.startswith(f"{csv}:5: image cannot be decoded: {tmp_path}/train_images/3.png: ")
+    assert "task.on_bad_image=skip" in text
+    assert ".cpp" not in text
+    assert caught.value.exit_code == 65
+
+
+def test_missing_image_hints_at_the_nearest(tmp_path):
+    csv = write_rows(tmp_path, "train", 12)
+    (tmp_path / "train_images" / "11.png").rename(tmp_path / "train_images" / "11.PNG")
+    with pytest.raises(DataError) as caught:
+        table(tmp_path).batch(np.asarray([11]), epoch=None)
+    assert f"{csv}:13: image not found: {tmp_path}/train_images/11.png" in str(caught.value)
+    assert "the nearest name there is 11.PNG" in str(caught.value)
+
+
+def test_missing_folder_hints_at_the_root(tmp_path):
+    (tmp_path / "train.csv").write_text("path,label\nnowhere/x.png,1\n")
+    with pytest.raises(DataError, match="check task.root"):
+        table(tmp_path).batch(np.arange(1), None)
+
+
+def test_a_folder_is_no_image(tmp_path):
+    (tmp_path / "train.csv").write_text("path,label\n.,1\n")
+    with pytest.raises(DataError, match=r"train.csv:2: image cannot be decoded"):
+        table(tmp_path).batch(np.arange(1), None)
+
+
+def test_differing_sizes_are_told_with_the_remedy(tmp_path):
+    csv = write_rows(tmp_path, "train", 4)
+    GRAY_IMAGE.save(tmp_path / "train_images" / "2.png")
+    for on_bad_image in ("error", "skip"):  # not a bad image, but a missing setting
+        with pytest.raises(DataError) as caught:
+            table(tmp_path, on_bad_image=on_bad_image).batch(np.arange(4), epoch=0)
+        assert str(caught.value).startswith(f"{csv}:4: images differ in size: (8, 8) and (16, 12) (height, width)")
+        assert "task.image_size=[height,width]" in str(caught.value)
+
+
+# Batches
+
+
+def test_batch_holds_what_was_asked_for_in_order(tmp_path):
+    write_rows(tmp_path, "train", 7)
+    batch = table(tmp_path).batch(np.asarray([5, 0, 6]), epoch=2)
+    assert isinstance(batch, Batch)
+    assert len(batch) == 3
+    assert batch.rows.tolist() == batch.inputs[:, 0, 0, 0].tolist() == [5, 0, 6]
+    assert batch.targets.tolist() == [20, 0, 0]  # through ``targets``
+    assert batch.bad == []
+    assert batch.inputs.shape == (3, 1, 8, 8)
+
+
+def test_skip_in_training_takes_the_next_readable_row(tmp_path):
+    write_rows(tmp_path, "train", 6)
+    for bad in (2, 3, 5):
+        (tmp_path / "train_images" / f"{bad}.png").unlink()
+    batch = table(tmp_path, on_bad_image="skip").batch(np.asarray([1, 2, 5]), epoch=0)
+    assert batch.rows.tolist() == [1, 4, 0]  # from the last row on to the first
+    assert batch.inputs[:, 0, 0, 0].tolist() == [1, 4, 0]
+    assert batch.targets.tolist() == [10, 10, 0]
+    assert batch.bad == [2, 5]
+
+
+def test_skip_in_evaluation_leaves_the_row_out(tmp_path):
+    write_rows(tmp_path, "train", 4)
+    (tmp_path / "train_images" / "2.png").write_bytes(b"")
+    batch = table(tmp_path, on_bad_image="skip").batch(np.arange(4), epoch=None)
+    assert batch.rows.tolist() == [0, 1, 3]
+    assert batch.bad == [2]
+    batch = table(tmp_path, on_bad_image="skip").batch(np.asarray([2]), epoch=None)
+    assert len(batch) == 0
+    assert (batch.bad, batch.targets.dtype, batch.rows.tolist()) == ([2], torch.int64, [])
+
+
+def test_skip_gives_up_where_nothing_can_be_read(tmp_path):
+    csv = write_rows(tmp_path, "train", 3)
+    for row in range(3):
+        (tmp_path / "train_images" / f"{row}.png").unlink()
+    with pytest.raises(DataError) as caught:
+        table(tmp_path, on_bad_image="skip").batch(np.asarray([1]), epoch=0)
+    assert str(caught.value).startswith(f"{csv}:3: ")
+    assert "task.root" in str(caught.value)
+
+
+# Augmentation
+
+
+class Noise(v2.Transform):
+    def forward(self, image):
+        return torch.randint(0, 256, image.shape, dtype=torch.uint8)
+
+
+def test_augmentation_depends_on_seed_epoch_and_row_alone(tmp_path):
+    write_rows(tmp_path, "train", 6)
+    images = table(tmp_path, augment=Noise())
+    whole = images.batch(np.arange(6), epoch=1).inputs
+    torch.rand(5)
+    assert torch.equal(images.batch(np.asarray([4, 2]), epoch=1).inputs, whole[[4, 2]])
+    assert not torch.equal(images.batch(np.arange(6), epoch=2).inputs, whole)
+    assert not torch.equal(table(tmp_path, augment=Noise(), seed=1).batch(np.arange(6), epoch=1).inputs, whole)
+    assert len({image.numpy().tobytes() for image in whole}) == 6
+    plain = images.batch(np.arange(6), epoch=None).inputs
+    assert plain[:, 0, 0, 0].tolist() == list(range(6))  # evaluation is not augmented
+
+
+def test_augmentation_leaves_the_streams_of_training_alone(tmp_path, monkeypatch):
+    write_rows(tmp_path, "train", 3)
+    images = table(tmp_path, augment=Noise())
+    touched = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", touched.append)
+    torch.manual_seed(7)
+    touched.clear()
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    touched.clear()
+    images.batch(np.arange(3), epoch=0)
+    assert torch.equal(torch.rand(3), expected)
+    assert not touched, "dropout on a GPU would be seeded by the last image"
+
+
+def test_passing_over_bad_rows_does_not_read_the_csv_again(tmp_path, monkeypatch):
+    write_rows(tmp_path, "train", 4)
+    (tmp_path / "train_images" / "2.png").unlink()
+    images = table(tmp_path, on_bad_image="skip")
+    monkeypatch.setattr(type(images.table), "where", lambda *_: pytest.fail("a large CSV takes seconds to search"))
+    assert images.batch(np.arange(4), epoch=0).bad == [2]
+    assert images.batch(np.arange(4), epoch=None).bad == [2]
