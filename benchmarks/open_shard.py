@@ -188,7 +188,8 @@ def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int,
     lines = [
         f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
         "",
-        "| reader | slowest rank, s: median (range) | faster | peak RSS of a rank, MB | PSS of all ranks, MB | less | others' work |",
+        "| reader | slowest rank, s: median (range) | faster "
+        "| peak RSS of a rank, MB | PSS of all ranks, MB | less | others' work |",
         "|---|---|---|---|---|---|---|",
     ]
     for reader, results in runs.items():

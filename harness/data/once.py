@@ -20,6 +20,7 @@ from harness.data.source import Source
 from harness.errors import DataError
 
 _POLL_S = 0.02
+_POLLS_PER_LOCK = 10  # a look at the folder costs little, a try for the lock some of the processor the converter wants
 
 
 def converted(
@@ -34,7 +35,7 @@ def converted(
             if on_wait is not None and not waited:
                 on_wait(f"waiting while another process converts {source.name}")
             waited = True
-            time.sleep(_POLL_S)
+            _pause(entry)
             continue
         try:
             if entry.load() is None:
@@ -66,6 +67,13 @@ def _convert(source: Source, entry: Entry, text: Sequence[str], label: str | Non
         with contextlib.suppress(OSError):  # the disk may be full
             write_json(entry.failure, record | {"text": list(text), "attempt": secrets.token_hex(8)})
         raise
+
+
+def _pause(entry: Entry) -> None:
+    for _ in range(_POLLS_PER_LOCK):
+        time.sleep(_POLL_S)
+        if entry.manifest.exists():
+            return
 
 
 def _failure(entry: Entry) -> dict[str, Any] | None:
