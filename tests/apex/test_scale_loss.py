@@ -209,6 +209,7 @@ def test_a_body_that_raises_keeps_what_was_accumulated(level):
 
     with pytest.raises(ZeroDivisionError):
         failing()
+    assert not optimizer._amp_stash.params_have_scaled_gradients
     assert gradients(optimizer) == [[1.0] * 2] * 2
     backward(model, optimizer, 1)
     assert gradients(optimizer) == [[2.0] * 2] * 2
@@ -367,3 +368,18 @@ def test_add_param_group(level, accumulate, zero_before):
     for a, b in zip(plain, models, strict=True):
         torch.testing.assert_close(b.weight.detach().float(), a.weight.detach(), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(b.norm.weight.detach().float(), a.norm.weight.detach(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_delayed_body_that_raises_keeps_units_straight(level):
+    model, optimizer = start(level, 8.0)
+    backward(model, optimizer, 1)
+
+    def failing():
+        with amp.scale_loss(model(torch.ones(2)), optimizer, delay_unscale=True):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    backward(model, optimizer, 1)
+    assert gradients(optimizer) == [[2.0] * 2] * 2

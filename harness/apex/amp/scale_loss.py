@@ -34,7 +34,7 @@ def scale_loss(
 
     After an overflow the next ``step()`` of each of ``optimizers`` does nothing (``_amp_stash.already_patched`` says so
     until then). O1's casts are off inside, so the backward pass runs as the forward pass was recorded. When the body
-    raises, gradients accumulated before are kept, those of this context are dropped.
+    raises, gradients accumulated before are kept and those of this context dropped (kept too under ``delay_unscale``).
     """
     if not _amp_state.initialized:
         raise RuntimeError(
@@ -59,28 +59,36 @@ def scale_loss(
             yield loss.float() * scale
     except BaseException:
         for optimizer in chosen:
-            gradients.restore(optimizer)
+            if delay_unscale:
+                gradients.mark_delayed(optimizer, scale)
+            else:
+                gradients.restore(optimizer)
         raise
-    if delay_unscale:
-        for optimizer in chosen:
-            gradients.mark_delayed(optimizer, scale)
-        return
     for optimizer in chosen:
-        gradients.finish(optimizer, scaler, scale)
+        if delay_unscale:
+            gradients.mark_delayed(optimizer, scale)
+        else:
+            gradients.finish(optimizer, scaler, scale)
     if delay_overflow_check:
         scaler.clear_overflow_state()
-    elif exchange.any_local(parameter for optimizer in chosen for parameter in _model_params(optimizer)):
+    elif not delay_unscale:
+        _judge(chosen, scaler)
+
+
+def _judge(optimizers: list[Optimizer], scaler: LossScaler) -> None:
+    """Move the scale and arm the skip, or leave both to the context that reduces these gradients over the ranks."""
+    if exchange.any_local(parameter for optimizer in optimizers for parameter in _model_params(optimizer)):
         scaler.defer()
-        for optimizer in chosen:
+        for optimizer in optimizers:
             _stash(optimizer).owed = scaler
-    else:
-        skip = scaler.update_scale()
-        if skip:
-            scaler.clear_overflow_state()
-        for optimizer in chosen:
-            stash = _stash(optimizer)
-            stash.owed = None
-            stash.already_patched |= skip
+        return
+    skip = scaler.update_scale()
+    if skip:
+        scaler.clear_overflow_state()
+    for optimizer in optimizers:
+        stash = _stash(optimizer)
+        stash.owed = None
+        stash.already_patched |= skip
 
 
 def _scaler(loss_id: int) -> LossScaler:

@@ -1,7 +1,7 @@
 """When gradients cross the ranks: the hooks on parameters and the end of a backward pass.
 
-Every rank must run the same sequence of backward passes, reduced or not; within one the set of parameters that get
-gradients may differ. Collectives are issued in bucket order on every rank, whatever order gradients arrive in.
+Every rank must run the same sequence of backward passes, reduced or not, and each must reach at least one parameter;
+which ones may differ by rank. Collectives are issued in bucket order on every rank, whatever order gradients arrive in.
 """
 
 from __future__ import annotations
