@@ -240,7 +240,9 @@ def _describe(error: Any, cls: type[BaseModel], raw: Any) -> Problem:
             str(seen), [a.strip("'") for a in allowed.replace(" or ", ", ").split(", ")], n=1
         )
         return key, f"{seen!r} is not allowed; allowed: {allowed}" + (f"; did you mean {near[0]}?" if near else "")
-    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    if kind == "value_error":
+        return key, error["msg"].removeprefix("Value error, ")
+    message = error["msg"].replace("Input should", "it should")
     return key, f"{message} (seen: {seen!r})"
 
 

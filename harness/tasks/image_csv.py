@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.io import ImageReadMode
@@ -23,6 +23,8 @@ from harness.data.images import ImageTable
 from harness.data.table import Table, open_table
 from harness.errors import DataError
 
+_CHANNELS = {"rgb": 3, "gray": 1}
+
 
 class Augment(Section):
     """Random changes of training images; each is drawn anew for every row and epoch."""
@@ -30,7 +32,7 @@ class Augment(Section):
     crop_padding: Annotated[int, Field(ge=0)] = 0
     """Pad by this many pixels and crop back at random: a shift."""
     random_resized_crop: bool = False
-    """Crop a random part (8 to 100 % of the area) and scale it to image_size."""
+    """Crop a random part (8 to 100 % of the area) and scale it to task.image_size, which must be set."""
     horizontal_flip: Fraction = 0.0
     """Probability of mirroring."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
@@ -56,7 +58,7 @@ class Task(TaskSection):
     color: Literal["rgb", "gray"] = "rgb"
     mean: tuple[float, ...] | None = Field(default=None, strict=False)
     """A value a channel, on the scale 0 to 1, taken off each pixel; null: 0.5."""
-    std: tuple[float, ...] | None = Field(default=None, strict=False)
+    std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
     """A value a channel that pixels are divided by after that; null: 0.5."""
     augment: Augment = Augment()
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -71,9 +73,24 @@ class Task(TaskSection):
         "mean_class_accuracy": "max",
     }
 
+    @field_validator("mean", "std")
+    @classmethod
+    def _one_value_a_channel(cls, values: tuple[float, ...] | None, info: ValidationInfo) -> tuple[float, ...] | None:
+        channels = _CHANNELS.get(info.data.get("color", ""))
+        if values is not None and channels is not None and len(values) != channels:
+            raise ValueError(f"{len(values)} values, but task.color={info.data['color']} has {channels} channel(s)")
+        return values
+
+    @field_validator("augment")
+    @classmethod
+    def _crop_has_a_size(cls, augment: Augment, info: ValidationInfo) -> Augment:
+        if augment.random_resized_crop and info.data.get("image_size", ()) is None:
+            raise ValueError("random_resized_crop scales to task.image_size, which is not set")
+        return augment
+
     @property
     def channels(self) -> int:
-        return 3 if self.color == "rgb" else 1
+        return _CHANNELS[self.color]
 
     def open(self, seed: int, cache_dir: Path | None) -> ImageCsv:
         """The annotation tables, opened (and converted, where this is the first time). Raises DataError."""

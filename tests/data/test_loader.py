@@ -1,0 +1,220 @@
+"""Batches of a rank: equal steps, exact weights, any position, any number of workers; and errors that arrive whole."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.data.loader import EvalData, Loader, TrainData
+from harness.data.shards import RULES, Segment
+from harness.errors import DataError
+from tests.fixtures import CountingTable
+
+CPU = torch.device("cpu")
+
+
+def data(
+    num_rows, rank=0, world=1, per_rank=4, accumulate=1, rule="contiguous", tail="use", workers=0, seed=3, **table
+):
+    loader = Loader(CountingTable(num_rows, **table), workers, CPU)
+    return TrainData(loader, rule, rank, world, per_rank, accumulate, seed, tail)
+
+
+def contents(groups) -> list:
+    """[[(rows, marks, weight) of a micro-batch] of a step]."""
+    return [
+        [(m.batch.rows.tolist(), m.batch.inputs[:, 1].tolist(), m.weight) for m in group if m.num_rows]
+        for group in groups
+    ]
+
+
+shapes = st.tuples(
+    st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from(RULES), st.booleans()
+).filter(lambda shape: shape[0] >= shape[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes)
+def test_ranks_take_equal_steps_and_weights_make_the_mean_exact(shape):
+    num_rows, world, micro, accumulate, rule, drop = shape
+    per_rank, tail = micro * accumulate, "drop" if drop else "use"
+    ranks = [data(num_rows, rank, world, per_rank, accumulate, rule, tail) for rank in range(world)]
+    groups = [list(rank.groups(2, [])) for rank in ranks]
+    steps = ranks[0].steps_per_epoch()
+    assert [len(rank) for rank in groups] == [steps] * world
+    used = []
+    for step in range(steps):
+        parts = [rank[step] for rank in groups]
+        assert len({len(group) for group in parts}) == 1, "ranks run different numbers of backward passes"
+        assert 1 <= len(parts[0]) <= accumulate
+        rows = np.concatenate([m.batch.rows.numpy() for group in parts for m in group if m.num_rows])
+        # What the loop does: each micro-batch's mean times its weight, summed over them, averaged over ranks.
+        mean = sum(m.weight * m.batch.rows.double().mean() for group in parts for m in group) / world
+        assert mean == pytest.approx(rows.mean())
+        assert all(m.num_rows <= micro for group in parts for m in group)
+        used += rows.tolist()
+    assert len(set(used)) == len(used)
+    if tail == "use":
+        assert sorted(used) == list(range(num_rows))
+    else:
+        assert len(used) == steps * per_rank * world
+
+
+def test_a_rank_without_rows_in_the_tail_keeps_in_step():
+    ranks = [data(9, rank, 2, per_rank=4) for rank in range(2)]
+    tails = [list(rank.groups(0, []))[-1] for rank in ranks]
+    assert [[m.weight for m in tail] for tail in tails] == [[0.0], [2.0]]
+    assert [[m.num_rows for m in tail] for tail in tails] == [[0], [1]]
+    assert len(tails[0][0].batch) == 1  # some row, so that there is a backward pass to take part in
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_resume_at_any_position_goes_on_with_the_unbroken_order(workers):
+    train = data(23, rank=1, world=2, per_rank=4, accumulate=2, workers=workers)
+    try:
+        unbroken = contents(train.groups(1, []))
+        segments: list[Segment] = []
+        for position in range(train.steps_per_epoch()):
+            assert contents(train.groups(1, copy.deepcopy(segments))) == unbroken[position:]
+            assert train.steps_left(segments) == train.steps_per_epoch() - position
+            train.advance(segments)
+        assert segments == [Segment(2, 4, train.steps_per_epoch())]
+        assert train.steps_left(segments) == 0
+        assert contents(train.groups(1, segments)) == []
+        reference = contents(data(23, rank=1, world=2, per_rank=4, accumulate=2).groups(1, []))
+        assert unbroken == reference  # however many processes fetch
+        assert contents(train.groups(2, [])) != unbroken
+    finally:
+        train.loader.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(4, 60), st.sampled_from(RULES), st.booleans(),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+)  # fmt: skip
+def test_another_world_size_in_mid_epoch_covers_each_row_once(num_rows, rule, drop, gangs):
+    """Gangs of (ranks, rows a rank, steps) in turn; the last one trains to the end."""
+    segments: list[Segment] = []
+    used: list[int] = []
+    tail = "drop" if drop else "use"
+    for number, (world, per_rank, steps) in enumerate(gangs):
+        ranks = [data(num_rows, rank, world, per_rank, rule=rule, tail=tail) for rank in range(world)]
+        left = ranks[0].steps_left(segments)
+        take = left if number == len(gangs) - 1 else min(steps, left)
+        groups = [list(rank.groups(0, copy.deepcopy(segments))) for rank in ranks]
+        assert {len(rank) for rank in groups} == {left}
+        for step in range(take):
+            used += [row for rank in groups for m in rank[step] if m.num_rows for row in m.batch.rows.tolist()]
+            ranks[0].advance(segments)
+    assert len(set(used)) == len(used)
+    if not drop:
+        assert sorted(used) == list(range(num_rows))
+
+
+def test_a_rank_s_share_depends_on_its_rank_but_pixels_do_not():
+    """A row looks the same in an epoch whoever reads it: marks come from (epoch, row)."""
+
+    def marks(world, workers):
+        found = {}
+        for rank in range(world):
+            train = data(20, rank, world, per_rank=2, rule="global", workers=workers)
+            for rows, values, _ in (part for group in contents(train.groups(4, [])) for part in group):
+                found.update(zip(rows, values, strict=True))
+            train.loader.close()
+        return found
+
+    assert marks(1, 0) == marks(2, 1) == marks(4, 0)
+
+
+def test_an_epoch_that_is_left_half_way_does_not_disturb_the_next():
+    train = data(40, workers=2)
+    try:
+        groups = train.groups(0, [])
+        first = contents([next(groups), next(groups)])
+        del groups
+        assert contents(train.groups(0, []))[:2] == first
+        again = contents(train.groups(1, []))
+        assert again == contents(data(40).groups(1, []))
+    finally:
+        train.loader.close()
+
+
+def test_loading_leaves_the_training_stream_alone():
+    for workers in (0, 1):
+        train = data(8, workers=workers)
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        list(train.groups(0, []))
+        assert torch.equal(torch.get_rng_state(), before)
+        train.loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_arrives_as_it_was_raised(workers):
+    train = data(12, workers=workers, fail_at=5)
+    try:
+        with pytest.raises(DataError) as caught:
+            list(train.groups(0, []))
+        error = caught.value
+        assert str(error) == "train.csv:7: image not found: x.png\n  -> restore it"
+        assert error.__cause__ is None
+    finally:
+        train.loader.close()
+
+
+def test_time_spent_waiting_is_counted():
+    class Slow(CountingTable):
+        def batch(self, rows, epoch):
+            time.sleep(0.05)
+            return super().batch(rows, epoch)
+
+    loader = Loader(Slow(8), 0, CPU)
+    list(TrainData(loader, "contiguous", 0, 1, 4, 1, 0).groups(0, []))
+    assert 0.1 <= loader.wait_s < 1
+
+
+def test_close_ends_the_processes():
+    train = data(8, workers=2)
+    list(train.groups(0, []))
+    workers = train.loader._loader._iterator._workers
+    assert all(worker.is_alive() for worker in workers)
+    train.loader.close()
+    deadline = time.monotonic() + 5
+    while any(worker.is_alive() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    train.loader.close()  # twice does no harm
+    data(4).loader.close()
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 17])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_evaluation_counts_each_row_once(world, num_rows, batch_size):
+    seen, most = [], 0
+    for rank in range(world):
+        eval_data = EvalData(Loader(CountingTable(num_rows), 0, CPU), rank, world, batch_size)
+        batches = list(eval_data.batches())
+        assert all(len(batch) <= batch_size for batch in batches)
+        assert len(batches) <= eval_data.num_batches()
+        most = max(most, len(batches))
+        seen += [row for batch in batches for row in batch.rows.tolist()]
+    assert sorted(seen) == list(range(num_rows))
+    assert eval_data.num_batches() == most  # no rank is asked in vain
+
+
+def test_evaluation_is_not_augmented():
+    eval_data = EvalData(Loader(CountingTable(4), 0, CPU), 0, 1, 4)
+    first, second = (next(iter(eval_data.batches())).inputs for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, CountingTable(4).batch(np.arange(4), 0).inputs)
