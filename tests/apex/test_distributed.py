@@ -245,6 +245,22 @@ def _never_reduced() -> None:
     amp.reset()
 
 
+def _outside_the_wrapper() -> None:
+    """An inf in a parameter no reducer knows, in a deferred context: found when the verdict falls."""
+    amp.reset()
+    model, loose = Numbers(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    net = _wrap(model)
+    ones = [torch.tensor(1.0)] * 3
+    with net.no_sync(), amp.scale_loss(net(ones) + (loose * float("inf")).sum(), optimizer) as loss:
+        loss.backward()
+    with amp.scale_loss(net(ones), optimizer) as loss:
+        loss.backward()
+    assert optimizer._amp_stash.already_patched
+    amp.reset()
+
+
 def _construction() -> None:
     import copy
 
@@ -349,6 +365,7 @@ BODIES = [
     _several_backwards,
     _local_overflow,
     _never_reduced,
+    _outside_the_wrapper,
     _construction,
     _sparse,
     _reentrant_checkpoint,
