@@ -6,6 +6,7 @@ not signalled stops at the same step as the one that was.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from harness.runtime import Runtime
 
@@ -97,14 +99,16 @@ def in_loader_worker(_: int) -> None:
     was killed takes it along within a second: until then it holds the parent's connections open, and no peer notices.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere a signal's sender is not told
+    rank = multiprocessing.parent_process()
+    if sys.platform == "linux" and rank is not None:  # elsewhere a signal's sender is not told
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="harness-signals", daemon=True).start()
+        threading.Thread(target=_end_with, args=(rank, os.getppid()), name="harness-signals", daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
+def _end_with(rank: Any, above: int) -> None:
+    # Under the start method forkserver the process above is a server that lives as long as this one.
+    while rank.is_alive() and os.getppid() == above:
         received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
-        if received is not None and received.si_pid == parent:
+        if received is not None and received.si_pid == rank.pid:
             break
     os._exit(0)
