@@ -35,3 +35,30 @@ class Raises(Slow):
         if self.left == 0 and int(os.environ.get("RANK", "0")) == self.rank:
             raise ArithmeticError("a layer went wrong, only here")
         return super().forward(images)
+
+
+class Overflowing(nn.Module):
+    """A linear model with gradients so large that float16 overflows until the loss scale has come down."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        return self.layer(images.flatten(1)) * 16
+
+
+class NanAtStep(nn.Module):
+    """A linear model that yields NaN in training step ``step`` (from 1), on rank ``rank`` alone if one is named."""
+
+    def __init__(self, num_classes: int, step: int, rank: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.left = nn.LazyLinear(num_classes), step
+        self.here = rank is None or int(os.environ.get("RANK", "0")) == rank
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        self.left -= self.training
+        logits = self.layer(images.flatten(1))
+        return logits * float("nan") if self.training and self.left == 0 and self.here else logits
