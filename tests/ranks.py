@@ -107,6 +107,8 @@ def wait_for(processes: list, timeout_s: float) -> list[int]:
 
 def _entry(sender, function, args, environ) -> None:
     os.environ.update(environ)
+    # As in a process that a launcher starts; else a rank's own children would come from a server of their own, slowly.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     torch.set_num_threads(1)  # ranks share the machine; more threads only fight
