@@ -1,0 +1,94 @@
+"""Two nodes on one machine: network namespaces joined by a cable of their own, each with its own launcher.
+
+The nodes have the same host name, and it resolves to the loopback address, as on many real machines: whoever binds to
+that address never meets its peer.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from harness.errors import EXIT_STOPPED
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import assert_same_run, write_config, write_images
+from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_for_steps
+from tests.ranks import wait_for
+
+MULTI_NODE = ROOT / "launch" / "multi_node.sh"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def two_nodes():
+    """The names of two network namespaces that reach each other over ADDRESSES; removed again, whatever happens."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and the command ip (Debian: apt-get install iproute2)")
+    tag = secrets.token_hex(3)
+    names = [f"node0-{tag}", f"node1-{tag}"]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            cable = [word for name in names for word in ("name", "eth0", "netns", name)]
+            ip("link", "add", *cable[:4], "type", "veth", "peer", *cable[4:])
+            for name, address in zip(names, ADDRESSES, strict=True):
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "eth0", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+
+@contextmanager
+def gang(nodes, config, folder, **environ: str):
+    """launch/multi_node.sh with one rank on each node, all running."""
+    common = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", **environ}
+    commands = [["ip", "netns", "exec", name, MULTI_NODE, "1", config] for name in nodes]
+    with (
+        started(commands[0], folder / "node0.txt", NODE_RANK="0", **common) as one,
+        started(commands[1], folder / "node1.txt", NODE_RANK="1", **common) as two,
+    ):
+        yield one, two
+
+
+@pytest.mark.slow
+def test_two_nodes_are_two_ranks(tmp_path, monkeypatch):
+    """Started, stopped by a signal to one node alone, resumed with torchrun: the same run as two ranks of one node."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # the harness finds the interface by itself
+    data = write_images(tmp_path / "data")
+    slow = {"model": {"name": "tests.end_to_end.models.Slow", "args": {"step_s": 0.1}}, "train": {"log_every": 1}}
+    config = write_config(tmp_path / "nodes", data, **slow)
+    folder = config.parent / "runs" / "run"
+    with two_nodes() as nodes:
+        with gang(nodes, config, tmp_path) as (one, two):
+            wait_for_steps(folder, 2)
+            (rank,) = two.ranks()
+            two.signal(signal.SIGTERM, rank)
+            codes = [node.wait(END_S) for node in (one, two)]
+            assert codes == [1, 1]
+            for node in (one, two):
+                assert f"exitcode  : {EXIT_STOPPED}" in node.text(), node.text()
+        with gang(nodes, config, tmp_path, LAUNCHER="torchrun") as (one, two):
+            codes = [node.wait(START_S) for node in (one, two)]
+            assert codes == [0, 0], one.text() + two.text()
+            assert "resumed from" in one.text()
+
+    local = write_config(tmp_path / "local", data, **slow)
+    assert wait_for(drivers(2, ["-c", str(local)], tmp_path / "local.txt"), START_S) == [0, 0]
+    assert_same_run(local.parent / "runs" / "run", folder)
