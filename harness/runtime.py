@@ -10,9 +10,8 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,7 +26,6 @@ from harness.network import interface_towards
 
 Value = TypeVar("Value")
 
-_TELL_S = 5.0  # for the ranks of a failed start to agree on who tells why
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N driver.py …, or unset the variables"
 
@@ -251,41 +249,14 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if launch.local_rank >= count:
+    if launch.local_world_size > count or launch.local_rank >= count:
         raise LaunchError(
-            f"local rank {launch.local_rank} has no CUDA device of its own; there are {count} here",
+            f"{launch.local_world_size} process(es) of this node want a CUDA device each; there are {count} here",
             hint=f"start at most {count} processes on this node"
             if count
             else "use runtime.device=cpu, or install a CUDA build of torch and a driver",
         )
     return torch.device("cuda", launch.local_rank)
-
-
-@contextmanager
-def told_once(launch: Launch) -> Iterator[None]:
-    """What comes before the ranks meet: all of a node's ranks find the same thing wrong, and one of them tells.
-
-    The first to say so in the launch's store does; the error of the others gets ``told_by``. A rank that reaches no
-    store within five seconds tells: an error is rather told twice than never.
-    """
-    try:
-        yield
-    except HarnessError as error:
-        if launch.world_size > 1:
-            node = launch.rank - launch.local_rank
-            with suppress(RuntimeError, ValueError, OSError):
-                store = _meet(launch, _TELL_S)
-                if store.add(f"told/{node}", 1) > 1:
-                    error.told_by = node
-                if store.add("asked", 1) < launch.world_size and launch.rank == 0 and not launch.elastic:
-                    _wait_until_all_asked(store, launch.world_size)  # this rank hosts the store
-        raise
-
-
-def _wait_until_all_asked(store: Any, world_size: int) -> None:
-    deadline = time.monotonic() + _TELL_S
-    while store.add("asked", 0) < world_size and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def _meet(launch: Launch, timeout_s: float) -> Any:

@@ -15,7 +15,7 @@ from harness.config import Config
 from harness.errors import EXIT_DONE, EXIT_STOPPED, HarnessError, TrainingError
 from harness.folder import RunFolder, cannot_write, failure_report
 from harness.run import Run
-from harness.runtime import Launch, Runtime, choose_device, detect, open_runtime, told_once
+from harness.runtime import Launch, Runtime, detect, open_runtime
 from harness.stop import Stop, on_signals
 from harness.watch import Watch
 
@@ -28,13 +28,12 @@ def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_
     try:
         launch = detect(environ, local_rank)
         console.to_terminal(launch.rank)
-        with told_once(launch):
-            config = configfile.load(path, overrides)
-            choose_device(config.runtime.device, launch)
+        config = configfile.load(path, overrides)
         with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
             return run_rank(config, runtime)
     except HarnessError as error:
-        if error.told_by is None:
+        # What is wrong before the ranks meet, all ranks of a node find: its first one tells.
+        if environ.get("LOCAL_RANK", "0") == "0":
             log.error("error: %s", error)
         return error.exit_code
 

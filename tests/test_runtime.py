@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from harness.errors import ConfigError, DataError, HarnessError, LaunchError
-from harness.runtime import Launch, Runtime, choose_device, detect, first_host, open_runtime, told_once
+from harness.errors import DataError, LaunchError
+from harness.runtime import Launch, Runtime, choose_device, detect, first_host, open_runtime
 from tests.ranks import free_port, run_ranks, start
 
 TORCH = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
@@ -319,20 +319,3 @@ def test_peers_that_never_come(rank):
     assert f"rank {rank} of 2 could not meet its peers at 127.0.0.1:" in message
     assert "check that all nodes were started" in message
     assert seconds < 10
-
-
-def _tell_once():
-    launch = detect(os.environ)
-    try:
-        with told_once(launch):
-            raise ConfigError("bad key")
-    except HarnessError as error:
-        return error.told_by
-
-
-def test_what_all_ranks_find_wrong_is_told_by_one():
-    told_by = run_ranks(3, _tell_once, group=False, timeout_s=30)
-    assert told_by.count(None) == 1
-    with pytest.raises(ConfigError) as caught, told_once(Launch()):
-        raise ConfigError("bad key")
-    assert caught.value.told_by is None
