@@ -76,11 +76,7 @@ class RunFolder:
         return told
 
     def _continue_or_move(self, saved: Path, config: Config) -> str:
-        try:
-            before = yaml.safe_load(saved.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError):
-            before = {}
-        difference = recipe_difference(before if isinstance(before, dict) else {}, configfile.as_tree(config))
+        difference = recipe_difference(_saved_tree(saved), configfile.as_tree(config))
         if config.checkpoint.resume != "never" and not difference:
             return ""
         number = next(n for n in range(1, sys.maxsize) if not self.path.with_name(f"{self.path.name}.{n}").exists())
@@ -94,13 +90,16 @@ class RunFolder:
                 hint="name this one with name=NAME",
             ) from None
         changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
+        changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
         why = f"its recipe differs ({changes})" if difference else "checkpoint.resume=never"
         return f"the earlier run was moved to {aside}: {why}"
 
     def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> None:
         """Add this start to ``provenance.json``."""
         path = self.path / "provenance.json"
-        starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        starts = []
+        with contextlib.suppress(FileNotFoundError, ValueError):  # nobody's training ends for a damaged note
+            starts = list(json.loads(path.read_text(encoding="utf-8")))
         starts.append(
             {
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -137,6 +136,17 @@ class RunFolder:
         except OSError:
             pass  # a full disk or a folder gone; the log and the terminal have the error
         return report
+
+
+def _saved_tree(path: Path) -> dict[str, Any]:
+    """The resolved configuration of an earlier run; what its version did not have yet is at its default."""
+    with contextlib.suppress(ConfigError):
+        return configfile.as_tree(configfile.load(path))
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _finite(value: Any) -> Any:
