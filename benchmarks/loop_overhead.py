@@ -140,8 +140,8 @@ def main() -> None:
     text = machine.table(["model", "level", "ranks", "by hand, us a step", "ours, us more", "share", "goal"], rows)
     text += (
         "\n\nBatch 64 over all ranks, digits of 8x8 pixels, SGD with momentum; medians of paired rounds "
-        f"({arguments.rounds} of {arguments.steps} steps), the slowest rank's. For scale: Lightning's Fabric was measured "
-        "at 22 us, accelerate at 106 and Lightning's Trainer at 253 us a step more than a hand-written loop."
+        f"({arguments.rounds} of {arguments.steps} steps), the slowest rank's. For scale: Lightning's Fabric was "
+        "measured at 22 us, accelerate at 106 and Lightning's Trainer at 253 us a step more than a hand-written loop."
     )
     machine.write("loop_overhead", "Host time of the loop over a hand-written one", text)
 

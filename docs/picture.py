@@ -95,8 +95,17 @@ def draw(record: list[dict], killed: list[dict], terminal: str, path: Path) -> N
         )
     for rank, step in KILLS:
         axes.axvline(step, color=RED, linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(f"kill -9\nrank {rank}", (step, 1.05), (4, 0), textcoords="offset points", color=RED, size=8, va="top",
-                      xycoords=("data", "axes fraction"), annotation_clip=False)  # fmt: skip
+        axes.annotate(
+            f"kill -9\nrank {rank}",
+            (step, 1.05),
+            (4, 0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            color=RED,
+            size=8,
+            va="top",
+            annotation_clip=False,
+        )
     axes.set_yscale("log")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("training loss, 2 processes, O1")

@@ -91,6 +91,8 @@ def open_task(config: Config, runtime: Runtime) -> Any:
         "the annotations",
         "give every node the same files; one may have changed while the run started",
     )
+    for note in opened.notes:
+        log.warning("%s", note)
     return opened
 
 

@@ -9,6 +9,8 @@ and what it opens has
 
     train, eval              datasets: len() and batch(rows, epoch) -> Batch; raw and whole, sharding is not their work
     summary                  {what: value} to tell the user: rows, classes, ...
+    notes                    sentences about what is odd in the data, though it can be used
+    fingerprint              the same on two nodes if and only if they read the same data
     label_counts(start, stop) how often each class occurs in these training rows, or None
     model(section)           the nn.Module, on the CPU, in float32, not wrapped
     prepare(inputs)          a batch as the loader delivers it -> what the model takes, on the device

@@ -135,6 +135,11 @@ class ImageCsv:
         return {"train rows": len(self.train), "eval rows": len(self.eval), "classes": len(self.classes)}
 
     @property
+    def notes(self) -> list[str]:
+        """What is odd about the annotations, though it can be used."""
+        return [*self.train.table.notes, *self.eval.table.notes]
+
+    @property
     def fingerprint(self) -> str:
         """The same on two nodes if and only if they read the same annotations."""
         return f"{self.train.table.digest} {self.eval.table.digest}"
