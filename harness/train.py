@@ -25,15 +25,17 @@ log = logging.getLogger("harness")
 def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_rank: int | None) -> int:
     """Train the experiment of ``path`` as the rank that ``environ`` describes; return the exit code."""
     console.to_terminal(int(rank) if (rank := environ.get("RANK", "0")).isdigit() else 0)
+    tells = environ.get("LOCAL_RANK", "0") == "0"  # as far as can be seen before the environment is understood
     try:
         launch = detect(environ, local_rank)
+        tells = launch.local_rank == 0
         console.to_terminal(launch.rank)
         config = configfile.load(path, overrides)
         with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
             return run_rank(config, runtime)
     except HarnessError as error:
         # What is wrong before the ranks meet, all ranks of a node find: its first one tells.
-        if environ.get("LOCAL_RANK", "0") == "0":
+        if tells:
             log.error("error: %s", error)
         return error.exit_code
 

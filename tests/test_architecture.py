@@ -1,0 +1,285 @@
+"""The shape of the package, read from its syntax trees: imports go one way, and a few things are done in one place.
+
+The layers are written down here; to add a module is to say where it stands.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# From the ground up. A module imports from layers below its own, never from its own or above.
+LAYERS = [
+    {"errors", "version", "network", "rng", "console", "config", "data.shards", "apex"},
+    {"runtime", "models", "optim", "trackers", "precision", "data.table", "data.digits"},
+    {"stop", "metrics", "state", "parallel", "data.images"},
+    {"watch", "data.loader", "tasks"},
+    {"configfile"},
+    {"folder"},
+    {"checkpoint"},
+    {"run"},
+    {"assemble", "evaluate"},
+    {"loop", "check"},
+    {"train"},
+    {"cli"},
+]
+
+# Rooms of several modules that stand in a layer as one. Inside they are free, but for circles.
+ROOMS = {
+    "data.table": "table cache convert once source remote csv_lines csv_reader parquet_reader labels sinks frame ahead",
+    "tasks": "*",
+    "apex": "*",
+}
+
+# What a module may import of the harness, where that is less than all that lies below it.
+ONLY = {
+    "apex": set(),
+    "config": set(),
+    "models": {"errors"},
+    "data.table": {"errors"},
+    "data.digits": {"errors"},
+    "data.shards": set(),
+    "data.images": {"errors", "rng", "data.table"},
+    "data.loader": {"errors", "stop", "data.images", "data.shards"},
+    "tasks": {"errors", "config", "metrics", "models", "data.images", "data.table"},
+    "precision": {"errors", "config", "apex"},
+    "trackers": {"errors"},
+    "metrics": {"runtime"},
+}
+
+# Who may import what others may not.
+ONLY_BY = {"loop": {"train"}, "train": {"cli"}, "cli": set(), "assemble": {"train", "check"}, "apex": {"precision"}}
+
+LAUNCH_VARIABLE = re.compile(
+    r"^(RANK|LOCAL_RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_\w+)$"
+)
+
+
+def modules() -> dict[str, Path]:
+    """{"data.loader": path, ...}; packages under the name of their folder."""
+    found = {}
+    for path in sorted((ROOT / "harness").rglob("*.py")):
+        parts = path.relative_to(ROOT / "harness").with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
+
+
+def imported(name: str, for_types: bool = True) -> Iterator[str]:
+    """The harness modules that ``name`` imports anywhere in its text, late or by a string; or only for types."""
+
+    def known(dotted: str) -> str:
+        while dotted not in MODULES:
+            dotted = dotted.rpartition(".")[0]
+        return dotted
+
+    skipped = {
+        id(inner)
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types
+        for inner in ast.walk(node)
+    }
+    for node in (node for node in ast.walk(TREES[name]) if id(node) not in skipped):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import in line {node.lineno}"
+            if (node.module or "").split(".")[0] == "harness":
+                yield from (known(f"{node.module}.{alias.name}".partition(".")[2]) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (known(a.name.partition(".")[2]) for a in node.names if a.name.split(".")[0] == "harness")
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module" and node.args:
+            text = "".join(part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
+            if text.startswith("harness."):
+                yield known(text.partition(".")[2].rstrip("."))
+
+
+def room(name: str) -> str:
+    for place, members in ROOMS.items():
+        folder, _, _ = place.rpartition(".")
+        if members == "*" and (name == place or name.startswith(f"{place}.")):
+            return place
+        if name in (f"{folder}.{member}" for member in members.split()):
+            return place
+    return name
+
+
+def edges() -> set[tuple[str, str]]:
+    """(importing room, imported room), without packages that are only a folder."""
+    found = {(room(name), room(other)) for name in MODULES for other in imported(name) if other not in ("", "data")}
+    return {(one, other) for one, other in found if one != other}
+
+
+def test_every_module_has_its_place():
+    placed = [place for layer in LAYERS for place in layer]
+    assert len(placed) == len(set(placed))
+    assert {room(name) for name in MODULES} - {"", "data"} == set(placed)
+
+
+def test_imports_go_one_way():
+    level = {place: number for number, layer in enumerate(LAYERS) for place in layer}
+    wrong = [f"{one} imports {other}" for one, other in sorted(edges()) if level[other] >= level[one]]
+    assert not wrong
+
+
+def test_no_circles_anywhere():
+    below = {name: {other for other in imported(name, for_types=False) if other != name} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above[above.index(name) :], name))
+        if name not in done:
+            for other in below.get(name, ()):
+                # `from harness.apex import amp` inside harness.apex.x names the package, which holds re-exports.
+                if MODULES[other].name != "__init__.py":
+                    visit(other, (*above, name))
+            done.add(name)
+
+    for name in below:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("place", ONLY)
+def test_a_room_that_knows_little(place):
+    assert {other for one, other in edges() if one == place} <= ONLY[place]
+
+
+@pytest.mark.parametrize("place", ONLY_BY)
+def test_a_room_that_few_may_enter(place):
+    assert {one for one, other in edges() if other == place} <= ONLY_BY[place]
+
+
+def test_packages_hold_no_imports():
+    for name, path in MODULES.items():
+        if path.name == "__init__.py" and room(name) != "apex":
+            kinds = {type(node) for node in TREES[name].body}
+            assert kinds <= {ast.Expr}, f"{name}/__init__.py holds more than its docstring"
+            assert ast.get_docstring(TREES[name]) or not TREES[name].body
+
+
+def test_every_module_says_what_lives_in_it():
+    assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
+
+
+def test_names_and_sizes():
+    for name, path in MODULES.items():
+        assert not {"utils", "util", "helpers", "common", "misc"} & set(name.split(".")), name
+        assert len(path.read_text().splitlines()) <= 400, f"{name} is too long: give a part of it a room of its own"
+
+
+# Done in one place
+
+
+def test_only_the_runtime_reads_the_launch_environment():
+    reads = {
+        (name, node.value)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and LAUNCH_VARIABLE.match(node.value)
+    }
+    # Before the environment is understood, somebody must say that it is not: the first rank, as far as can be seen.
+    allowed = {("train", "RANK"), ("train", "LOCAL_RANK")}
+    assert {(name, variable) for name, variable in reads if name != "runtime"} <= allowed
+    assert {variable for name, variable in reads if name == "runtime"} >= {"RANK", "WORLD_SIZE", "SLURM_PROCID"}
+
+
+def test_who_touches_the_environment():
+    touching = {
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"))
+    }
+    assert touching <= {
+        "cli",  # hands it to train
+        "runtime",  # GLOO_SOCKET_IFNAME
+        "rng",  # CUBLAS_WORKSPACE_CONFIG
+        "data.cache",  # where the user's cache is
+    }
+
+
+def function(module: str, name: str) -> ast.FunctionDef:
+    return next(node for node in TREES[module].body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+@pytest.mark.parametrize("name", ["step", "count"])
+def test_a_step_does_not_wait_for_the_device(name):
+    calls = [node for node in ast.walk(function("loop", name)) if isinstance(node, ast.Call)]
+    waiting = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls} & {
+        "item", "cpu", "tolist", "numpy", "synchronize", "float", "print", "sum", "gather", "barrier",
+    }  # fmt: skip
+    assert not waiting
+    # The one place where it may, which the YAML's documentation says: the verdict of train.on_nan=skip.
+    assert sum(getattr(call.func, "attr", "") == "isfinite" for call in calls) == (1 if name == "step" else 0)
+
+
+# Where a rank may ask whether it is the first. All others call, and these decide.
+ASKS_WHETHER_FIRST = {
+    "assemble.restore": "looks for a checkpoint, which all then go on from",
+    "console.to_terminal": "other ranks speak of errors alone",
+    "console.start": "one progress bar",
+    "console.show": "one progress bar",
+    "run.save": "writes what all have gathered",
+    "run._restore_ranks": "takes over what sums over ranks had gathered",
+    "run.keep_best": "writes",
+    "run.report": "writes",
+    "runtime.gather_to_first": "receives",
+    "stop._next_pause": "its clock counts",
+    "trackers.make": "writes",
+    "train.main": "tells what is wrong before the ranks meet",
+    "train.prepare_folder": "writes",
+    "train.announce": "writes",
+}
+
+
+def test_who_asks_whether_it_is_the_first():
+    asking = set()
+
+    def is_rank(node: ast.AST) -> bool:
+        return getattr(node, "attr", getattr(node, "id", "")) in ("rank", "_rank", "local_rank")
+
+    for name, tree in TREES.items():
+        if room(name) in ("apex", "data.table"):
+            continue
+        for outer in ast.walk(tree):
+            if not isinstance(outer, ast.FunctionDef):
+                continue
+            for node in ast.walk(outer):
+                if isinstance(node, ast.Compare) and any(is_rank(side) for side in (node.left, *node.comparators)):
+                    others = [side for side in (node.left, *node.comparators) if isinstance(side, ast.Constant)]
+                    if any(other.value == 0 and type(other.value) is int for other in others):
+                        asking.add(f"{name}.{outer.name}")
+    assert asking == set(ASKS_WHETHER_FIRST)
+
+
+def test_no_collective_is_left_to_one_rank():
+    """Nothing that all ranks must reach stands under ``if rank == 0``."""
+    collectives = {
+        "sum",
+        "union",
+        "gather",
+        "gather_to_first",
+        "from_first",
+        "barrier",
+        "max_async",
+        "together",
+        "all_equal",
+    }
+    for name, tree in TREES.items():
+        if room(name) in ("apex", "data.table") or name == "runtime":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and re.search(r"\brank [=!]=", ast.unparse(node.test)):
+                for call in (c for part in (node.body, node.orelse) for n in part for c in ast.walk(n)):
+                    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                        owner = ast.unparse(call.func.value)
+                        assert not (call.func.attr in collectives and owner.endswith("runtime")), (
+                            f"{name}:{call.lineno}"
+                        )
