@@ -308,5 +308,6 @@ def _choose_interface(launch: Launch) -> None:
     Left alone it binds the address that the host's name resolves to, which is often the loopback one, and ranks on
     other nodes never meet.
     """
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(launch.master_addr)):
+    several_nodes = launch.world_size > launch.local_world_size
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(launch.master_addr, several_nodes)):
         os.environ["GLOO_SOCKET_IFNAME"] = name

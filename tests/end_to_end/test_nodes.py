@@ -10,8 +10,10 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +24,7 @@ from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_fo
 from tests.ranks import wait_for
 
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("192.168.77.1", "192.168.77.2")
 
 
 def ip(*words: str) -> None:
@@ -56,6 +58,20 @@ def two_nodes():
 
 
 @contextmanager
+def master_has_a_name(nodes):
+    """Node 0 is called "master"; on node 0 itself that means a loopback address, as Debian writes it in /etc/hosts."""
+    folders = [Path("/etc/netns") / name for name in nodes]  # bound over /etc by ip netns exec
+    try:
+        for folder, address in zip(folders, ("127.0.1.1", ADDRESSES[0]), strict=True):
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n{address} master\n")
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def gang(nodes, config, folder, **environ: str):
     """launch/multi_node.sh with one rank on each node, all running."""
     common = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", **environ}
@@ -84,7 +100,10 @@ def test_two_nodes_are_two_ranks(tmp_path, monkeypatch):
             assert codes == [1, 1]
             for node in (one, two):
                 assert f"exitcode  : {EXIT_STOPPED}" in node.text(), node.text()
-        with gang(nodes, config, tmp_path, LAUNCHER="torchrun") as (one, two):
+        with (
+            master_has_a_name(nodes),
+            gang(nodes, config, tmp_path, LAUNCHER="torchrun", MASTER_ADDR="master") as (one, two),
+        ):
             codes = [node.wait(START_S) for node in (one, two)]
             assert codes == [0, 0], one.text() + two.text()
             assert "resumed from" in one.text()
