@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -96,35 +98,44 @@ def test_in_another_thread_signals_are_left_alone():
     assert seen == [before]
 
 
-def _end_a_loader_process(by_parent: bool):
-    """(alive after a signal, seconds until it ended) of a child that follows a loader process's rules."""
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        in_loader_worker(0)
-        os.write(tell, b"x")
-        time.sleep(20)
-        os._exit(3)
-    os.read(ready, 1)
-    os.kill(child, signal.SIGINT)
+def _loader_process(ready) -> None:
+    in_loader_worker(0)
+    ready.set()
+    time.sleep(20)
+
+
+def _started_loader_process():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    child = context.Process(target=_loader_process, args=(ready,), daemon=True)
+    child.start()
+    assert ready.wait(10)
+    return child
+
+
+def _end_a_loader_process(by_parent: bool) -> bool:
+    """Whether a child that follows a loader process's rules ends, within two seconds, of SIGTERM."""
+    child = _started_loader_process()
+    os.kill(child.pid, signal.SIGINT)
     if by_parent:
-        os.kill(child, signal.SIGTERM)
+        os.kill(child.pid, signal.SIGTERM)
     else:
         messenger = os.fork()
         if messenger == 0:
-            os.kill(child, signal.SIGTERM)
+            os.kill(child.pid, signal.SIGTERM)
             os._exit(0)
         os.waitpid(messenger, 0)
-    begun = time.monotonic()
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() - begun < 2:
-        time.sleep(0.02)
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return ended[0] != 0
+    child.join(2)
+    ended = not child.is_alive()
+    child.kill()
+    child.join(5)
+    return ended
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a signal's sender is not told")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a signal's sender is not told")
+
+
+@linux
 @pytest.mark.parametrize("by_parent", [True, False])
 def test_only_its_parent_ends_a_loader_process(by_parent):
     process, receiver = start(_end_a_loader_process, (by_parent,))
@@ -133,24 +144,16 @@ def test_only_its_parent_ends_a_loader_process(by_parent):
     process.join(5)
 
 
-def _leave_a_loader_process_behind():
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        in_loader_worker(0)
-        os.write(tell, b"x")
-        time.sleep(20)
-        os._exit(3)
-    os.read(ready, 1)
-    return child
+def _be_killed(path: str) -> None:
+    Path(path).write_text(str(_started_loader_process().pid))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_loader_process_ends_with_its_parent():
-    process, receiver = start(_leave_a_loader_process_behind)
-    assert receiver.poll(20)
-    _, child = receiver.recv()
-    process.join(5)
+@linux
+def test_a_loader_process_ends_with_a_parent_that_is_killed(tmp_path):
+    process, _ = start(_be_killed, (str(tmp_path / "pid"),))
+    process.join(20)
+    child = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 5
     while _running(child):
         assert time.monotonic() < deadline, "it outlived its parent"
@@ -159,7 +162,6 @@ def test_a_loader_process_ends_with_its_parent():
 
 def _running(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False

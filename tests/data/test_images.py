@@ -59,6 +59,7 @@ KINDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Webp does not support grayscale")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("mode", "channels"), [(GRAY, 1), (RGB, 3)])
 def test_every_kind_comes_as_asked(tmp_path, kind, mode, channels):
