@@ -16,13 +16,14 @@ log = logging.getLogger("harness")
 
 def drive(argv: Sequence[str]) -> int:
     """``driver.py -c CONFIG [key=value …]``: train, on as many ranks as the launch environment says."""
+    parent = os.getppid()  # before the imports, which take seconds
     parser = argparse.ArgumentParser(prog="driver.py", description="Train the experiment of a YAML file.")
     _config_arguments(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by torch.distributed.launch")
     arguments = parser.parse_intermixed_args(argv)
     from harness import train  # late, so that --help answers at once
 
-    return train.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank)
+    return train.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

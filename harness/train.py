@@ -22,8 +22,17 @@ from harness.watch import Watch
 log = logging.getLogger("harness")
 
 
-def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_rank: int | None) -> int:
-    """Train the experiment of ``path`` as the rank that ``environ`` describes; return the exit code."""
+def main(
+    path: str,
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+    local_rank: int | None,
+    parent: int | None = None,
+) -> int:
+    """Train the experiment of ``path`` as the rank that ``environ`` describes; return the exit code.
+
+    ``parent`` is the process that started this one: if it is a launcher that dies, so does this rank.
+    """
     console.to_terminal(int(rank) if (rank := environ.get("RANK", "0")).isdigit() else 0)
     tells = environ.get("LOCAL_RANK", "0") == "0"  # as far as can be seen before the environment is understood
     try:
@@ -32,7 +41,7 @@ def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_
         console.to_terminal(launch.rank)
         config = configfile.load(path, overrides)
         with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
-            return run_rank(config, runtime)
+            return run_rank(config, runtime, parent)
     except HarnessError as error:
         # What is wrong before the ranks meet, all ranks of a node find: its first one tells.
         if tells:
@@ -40,11 +49,11 @@ def main(path: str, overrides: Sequence[str], environ: Mapping[str, str], local_
         return error.exit_code
 
 
-def run_rank(config: Config, runtime: Runtime) -> int:
+def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int:
     """One rank's part of a run. A failure is reported before it is raised, so that the peers hear of it."""
     folder = RunFolder(Path(config.output) / config.name)
     stop = Stop(runtime)
-    with on_signals(stop), Watch(runtime, stop) as watch:
+    with on_signals(stop), Watch(runtime, stop, parent=parent) as watch:
         run: Run | None = None
         try:
             prepare_folder(config, runtime, folder)

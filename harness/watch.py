@@ -31,10 +31,13 @@ NEWS_S = 3.0  # for the news of a failure to reach all ranks, before the one tha
 class Watch:
     """Watches peers (through ``runtime.store``) and, under torch's launcher, the parent process."""
 
-    def __init__(self, runtime: Runtime, stop: Stop, leave: Callable[[int], None] = os._exit) -> None:
+    def __init__(
+        self, runtime: Runtime, stop: Stop, leave: Callable[[int], None] = os._exit, parent: int | None = None
+    ) -> None:
+        """``parent``: the process that started this one, as it was at the start; it may have died since."""
         self._runtime, self._stop, self._leave = runtime, stop, leave
         # A plain shell may end before its job does (nohup); only a launcher's death means that nobody supervises us.
-        self._parent = os.getppid() if runtime.launch.elastic else None
+        self._parent = (parent or os.getppid()) if runtime.launch.elastic else None
         self._first: dict[str, Any] | None = None  # the launch's first failure, once this rank has heard of it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="harness-watch", daemon=True)
