@@ -22,7 +22,7 @@ from harness.errors import CheckpointError, ConfigError, DataError
 from harness.folder import RunFolder
 from harness.run import Run
 from harness.runtime import Runtime
-from harness.state import Meter, State
+from harness.state import Coverage, Meter, State
 from harness.stop import Stop
 
 log = logging.getLogger("harness")
@@ -153,7 +153,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         stop=stop,
         state=State(),
         meter=Meter(runtime.device),
-        seen=np.zeros(len(task.train), dtype=bool),
+        coverage=Coverage(len(task.train)),
         started=time.perf_counter(),
     )  # fmt: skip
     restore(run)

@@ -103,7 +103,7 @@ def count(run: Run, losses: list[Any], skip: bool) -> None:
     for loss, micro in losses:
         run.meter.bad += len(micro.batch.bad)
         if micro.num_rows:
-            run.seen[micro.batch.rows] = True
+            run.coverage.add(micro.batch.rows)
             if not skip:
                 run.meter.add_loss(loss, micro.num_rows)
 

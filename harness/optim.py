@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,9 +87,13 @@ class Schedule:
     steps_per_epoch: int
     total_steps: int
 
+    @cached_property
+    def warmup_steps(self) -> int:
+        return round(self.section.warmup_epochs * self.steps_per_epoch)
+
     def lr(self, applied: int) -> float:
         """The rate of the update that follows ``applied`` others."""
-        warmup = round(self.section.warmup_epochs * self.steps_per_epoch)
+        warmup = self.warmup_steps
         if applied < warmup:
             return self.peak * (applied + 1) / warmup
         progress = min(1.0, (applied - warmup) / max(1, self.total_steps - warmup))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from harness.optim import Ema, Schedule
 from harness.parallel import Parallel
 from harness.precision import Precision
 from harness.runtime import Runtime
-from harness.state import Meter, State
+from harness.state import Coverage, Meter, State
 from harness.stop import Stop
 from harness.trackers import Tracker
 
@@ -55,7 +54,7 @@ class Run:
     stop: Stop
     state: State
     meter: Meter
-    seen: np.ndarray  # a boolean per training row: used in this epoch, by this rank
+    coverage: Coverage
     saved_step: int = -1
     log_offset: int = 0  # bytes of the record that the restored checkpoint vouches for
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
@@ -125,21 +124,20 @@ class Run:
 
     def log_coverage(self) -> None:
         """How many distinct rows the epoch really used, over all ranks: counted, not assumed."""
-        bits = torch.from_numpy(np.packbits(self.seen))
-        used = int(np.unpackbits(self.runtime.union(bits).numpy(), count=len(self.seen)).sum())
+        used, rows = self.coverage.count(self.runtime), self.coverage.num_rows
         self.tracker.log(
             "epoch",
             {
                 "step": self.state.step,
                 "epoch": self.state.epoch,
                 "rows_used": used,
-                "rows": len(self.seen),
+                "rows": rows,
                 "bad_rows": self.state.bad_rows,
             },
         )
-        log.info("epoch %d: %d of %d rows used%s", self.state.epoch + 1, used, len(self.seen),
+        log.info("epoch %d: %d of %d rows used%s", self.state.epoch + 1, used, rows,
                  f"; {self.state.bad_rows} images could not be read so far" if self.state.bad_rows else "")  # fmt: skip
-        self.seen[:] = False
+        self.coverage.clear()
 
     def save(self) -> None:
         """A checkpoint of the present step, unless there is one. Collective; an error of rank 0 is raised by all."""
@@ -149,7 +147,7 @@ class Run:
         self.guard(self._window_loss(), self.meter.steps)
         self.state.wall_s = self.wall_s()
         ranks = self.runtime.gather_to_first(self._own())
-        seen = self.runtime.union(torch.from_numpy(np.packbits(self.seen)))
+        seen = self.coverage.bits(self.runtime)
         with self.runtime.together("saving"):
             if self.runtime.rank == 0:
                 self.checkpoints.write(
@@ -230,7 +228,7 @@ class Run:
         """What each rank had of its own, and the rows of the epoch that are used."""
         ranks, rank = content["ranks"], self.runtime.rank
         if rank == 0:
-            self.seen[:] = np.unpackbits(content["seen"].numpy(), count=len(self.seen)).astype(bool)
+            self.coverage.load(content["seen"])
         if content["world_size"] == self.runtime.world_size:
             rng.set_state(ranks[rank]["rng"], self.runtime.device)
             for name, buffer in self._float_buffers().items():

@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,41 @@ class State:
         return cls(**{**values, "segments": [Segment(**segment) for segment in values["segments"]]})
 
 
+class Coverage:
+    """Which rows of the epoch were used: counted, not assumed. Each rank books its own."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._seen = np.zeros(num_rows, dtype=bool)
+        self._pending: list[np.ndarray] = []  # booked in bulk: one by one they would cost more than all else here
+
+    def add(self, rows: np.ndarray) -> None:
+        self._pending.append(rows)
+        if len(self._pending) == 256:
+            self._book()
+
+    def bits(self, runtime: Runtime) -> Tensor:
+        """The rows that any rank used, eight to a byte. Collective."""
+        self._book()
+        return runtime.union(torch.from_numpy(np.packbits(self._seen)))
+
+    def count(self, runtime: Runtime) -> int:
+        """How many distinct rows all ranks used. Collective."""
+        return int(np.unpackbits(self.bits(runtime).numpy(), count=self.num_rows).sum())
+
+    def clear(self) -> None:
+        self._pending.clear()
+        self._seen[:] = False
+
+    def load(self, bits: Tensor) -> None:
+        self._seen[:] = np.unpackbits(bits.numpy(), count=self.num_rows).astype(bool)
+
+    def _book(self) -> None:
+        if self._pending:
+            self._seen[np.concatenate(self._pending)] = True
+            self._pending.clear()
+
+
 class Meter:
     """Loss and time since the last log line. The loss is summed on the device; only ``reduce`` waits for it."""
 
@@ -79,10 +115,12 @@ class Meter:
     def reduce(self, runtime: Runtime) -> tuple[float, int, int, float]:
         """(mean loss, rows, bad rows, share of time spent waiting for data) over all ranks; starts a new window.
         Collective, and the one place where the host waits for the device."""
-        host = torch.tensor([self.rows, self.bad, self.wait_s, self.time_s], dtype=torch.float64)
-        total, rows, bad, wait_s, time_s = runtime.sum(
-            torch.cat([self.loss.view(1), host.to(self.loss.device)])
-        ).tolist()
+        sums: list[float] = [self.rows, self.bad, self.wait_s, self.time_s]
+        if runtime.world_size == 1:
+            total, rows, bad, wait_s, time_s = self.loss.item(), *sums
+        else:
+            host = torch.tensor(sums, dtype=torch.float64).to(self.loss.device)
+            total, rows, bad, wait_s, time_s = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
         self.loss.zero_()
         self.rows = self.bad = self.steps = 0
         self.wait_s = self.time_s = 0.0

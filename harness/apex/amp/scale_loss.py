@@ -48,7 +48,10 @@ def scale_loss(
     scaler = _scaler(loss_id)
     scale = scaler.loss_scale()
     if not scaler.dynamic and scale == 1.0 and not any(_has_masters(optimizer) for optimizer in chosen):
-        with o1.disable_casts():
+        if o1.engine.active:
+            with o1.disable_casts():
+                yield loss.float()
+        else:
             yield loss.float()
         return
     for optimizer in chosen:
