@@ -89,7 +89,7 @@ def test_launch_killed_rank_then_interrupt_then_the_end(tmp_path, data):
 @pytest.mark.slow
 def test_torchrun_killed_launcher_then_sigterm_then_the_end(tmp_path, data):
     """torchrun, the same command three times."""
-    config = write_config(tmp_path, data, **SLOW)
+    config = write_config(tmp_path, data, **{**SLOW, "train": {"epochs": 3, "log_every": 1}})
     folder, command = folder_of(config), [SINGLE_NODE, "2", config]
 
     with started(command, tmp_path / "killed.txt", LAUNCHER="torchrun") as run:
@@ -99,9 +99,7 @@ def test_torchrun_killed_launcher_then_sigterm_then_the_end(tmp_path, data):
         run.wait(5)
         wait_until(lambda: not run.alive(), END_S, "the ranks end after their launcher")
         assert "the launcher is gone" in run.text()
-    if steps(folder)[-1] == 16:  # they write a checkpoint and end; a slow machine may be at the last step by then
-        return
-    assert checkpoint_of(folder) == max(steps(folder))
+    assert checkpoint_of(folder) == max(steps(folder)) < 24
 
     with started(command, tmp_path / "terminated.txt", LAUNCHER="torchrun") as run:
         wait_until(lambda: "resumed from" in run.text(), START_S, "the second start")
@@ -114,7 +112,7 @@ def test_torchrun_killed_launcher_then_sigterm_then_the_end(tmp_path, data):
     with started(command, tmp_path / "finished.txt", LAUNCHER="torchrun") as run:
         assert run.wait(START_S) == 0
         assert "resumed from" in run.text()
-    assert steps(folder) == list(range(1, 17))
+    assert steps(folder) == list(range(1, 25))
 
 
 def test_usage_of_the_scripts(tmp_path):
