@@ -66,7 +66,6 @@ class Progress:
     def __init__(self, rank: int) -> None:
         self._bar: Any = None
         self._rank, self._plain_at = rank, time.monotonic()
-        self._tail = ""
 
     def start(self, epoch: int, epochs: int, done: int, steps: int) -> None:
         if self._rank == 0 and sys.stderr.isatty():
@@ -80,14 +79,17 @@ class Progress:
         if self._bar is not None:
             self._bar.update()
 
-    def show(self, **values: Any) -> None:
+    def show(self, loss: float, lr: float, rows_per_s: float) -> None:
         """The newest numbers, beside the bar or as a line of their own."""
-        tail = "  ".join(f"{key} {value}" for key, value in values.items())
+        due = self._rank == 0 and time.monotonic() - self._plain_at > PLAIN_PERIOD_S
+        if self._bar is None and not due:
+            return
+        text = f"loss {loss:.4f}  lr {lr:.3g}  {rows_per_s:.0f} rows/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(tail, refresh=False)
-        elif self._rank == 0 and time.monotonic() - self._plain_at > PLAIN_PERIOD_S:
+            self._bar.set_postfix_str(text, refresh=False)
+        else:
             self._plain_at = time.monotonic()
-            log.info("%s  step %d/%d  %s", self._where, self._done, self._steps, tail)
+            log.info("%s  step %d/%d  %s", self._where, self._done, self._steps, text)
 
     def stop(self) -> None:
         if self._bar is not None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from harness.data.loader import MicroBatch
 from harness.evaluate import evaluate, prepare
 from harness.run import Run
-from harness.state import State
 
 log = logging.getLogger("harness")
 
@@ -92,20 +91,18 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     count(run, losses, skip)
 
 
-def count(run: Run, losses: list[Any], skip: bool) -> None:
+def count(run: Run, losses: list[tuple[Tensor, MicroBatch]], skip: bool) -> None:
     """Book a step: what was applied or skipped, the rows used, and the loss, which stays on the device."""
-    state: State = run.state
-    state.step += 1
-    run.meter.steps += 1
-    state.applied += not skip
-    state.skipped += skip
-    state.skipped_in_a_row = state.skipped_in_a_row + 1 if skip else 0
+    meter = run.meter
+    meter.steps += 1
+    run.state.book(skip)
     for loss, micro in losses:
-        run.meter.bad += len(micro.batch.bad)
-        if micro.num_rows:
-            run.coverage.add(micro.batch.rows)
+        batch = micro.batch
+        meter.bad += len(batch.bad)
+        if micro.weight:
+            run.coverage.add(batch.rows)
             if not skip:
-                run.meter.add_loss(loss, micro.num_rows)
+                meter.add_loss(loss, len(batch.rows))
 
 
 def evaluation(run: Run) -> None:

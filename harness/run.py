@@ -102,7 +102,7 @@ class Run:
              "skipped": state.skipped, "samples": state.rows, "samples_per_s": rows / time_s if time_s else None,
              "data_wait": wait, "wall_s": self.wall_s()},
         )  # fmt: skip
-        self.progress.show(loss=f"{loss:.4f}", lr=f"{lr:.3g}", **{"rows/s": f"{rows / time_s if time_s else 0:.0f}"})
+        self.progress.show(loss, lr, rows / time_s if time_s else 0.0)
 
     def guard(self, loss: float, steps: int) -> None:
         """Stop with a report where training has gone wrong. ``loss`` is reduced, so all ranks raise together."""

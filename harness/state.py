@@ -38,6 +38,16 @@ class State:
     train_s: float = 0.0  # of it in training; this rank's
     history: list[dict[str, Any]] = field(default_factory=list)  # one evaluation an entry
 
+    def book(self, skip: bool) -> None:
+        """One more optimizer step, applied or skipped."""
+        self.step += 1
+        if skip:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.applied += 1
+            self.skipped_in_a_row = 0
+
     def next_epoch(self) -> None:
         self.epoch, self.segments = self.epoch + 1, []
 

@@ -108,7 +108,7 @@ class MicroBatch:
 
     @property
     def num_rows(self) -> int:
-        return len(self.batch) if self.weight else 0
+        return len(self.batch.rows) if self.weight else 0
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,9 @@ class TrainData:
 
     def advance(self, segments: list[Segment]) -> None:
         """Book one more step by the present gang of ranks, in place."""
-        if segments and self._ours(segments[-1]):
-            segments[-1].steps += 1
-        else:
-            segments.append(Segment(self.world_size, self.per_rank, 1))
+        if not segments or not self._ours(segments[-1]):
+            segments.append(Segment(self.world_size, self.per_rank, 0))
+        segments[-1].steps += 1
 
     def _ours(self, segment: Segment) -> bool:
         return segment.world_size == self.world_size and segment.per_rank == self.per_rank

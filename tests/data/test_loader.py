@@ -53,7 +53,7 @@ def test_ranks_take_equal_steps_and_weights_make_the_mean_exact(shape):
         parts = [rank[step] for rank in groups]
         assert len({len(group) for group in parts}) == 1, "ranks run different numbers of backward passes"
         assert 1 <= len(parts[0]) <= accumulate
-        rows = np.concatenate([m.batch.rows.numpy() for group in parts for m in group if m.num_rows])
+        rows = np.concatenate([m.batch.rows for group in parts for m in group if m.num_rows])
         # What the loop does: each micro-batch's mean times its weight, summed over them, averaged over ranks.
         mean = sum(m.weight * m.batch.rows.double().mean() for group in parts for m in group) / world
         assert mean == pytest.approx(rows.mean())

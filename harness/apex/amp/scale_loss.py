@@ -47,7 +47,7 @@ def scale_loss(
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     scaler = _scaler(loss_id)
     scale = scaler.loss_scale()
-    if not scaler.dynamic and scale == 1.0 and not any(_has_masters(optimizer) for optimizer in chosen):
+    if not scaler.dynamic and scale == 1.0 and not any(map(_has_masters, chosen)):
         if o1.engine.active:
             with o1.disable_casts():
                 yield loss.float()
