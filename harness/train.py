@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from harness.watch import Watch
 
 log = logging.getLogger("harness")
 
+_TELL_S = 20.0  # for the first rank of a node to say what is wrong; torch's launcher cuts it short when it has
+
 
 def main(
     path: str,
@@ -34,18 +37,19 @@ def main(
     ``parent`` is the process that started this one: if it is a launcher that dies, so does this rank.
     """
     console.to_terminal(int(rank) if (rank := environ.get("RANK", "0")).isdigit() else 0)
-    tells = environ.get("LOCAL_RANK", "0") == "0"  # as far as can be seen before the environment is understood
+    launch = Launch()  # until the environment is understood; what is wrong with it may be so on this rank alone
     try:
         launch = detect(environ, local_rank)
-        tells = launch.local_rank == 0
         console.to_terminal(launch.rank)
         config = configfile.load(path, overrides)
         with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
             return run_rank(config, runtime, parent)
     except HarnessError as error:
         # What is wrong before the ranks meet, all ranks of a node find: its first one tells.
-        if tells:
+        if launch.local_rank == 0:
             log.error("error: %s", error)
+        elif launch.elastic:
+            time.sleep(_TELL_S)  # the launcher ends all ranks at the first that leaves, also one that is yet to tell
         return error.exit_code
 
 

@@ -171,11 +171,20 @@ INCOMPLETE = {"RANK": "0", "WORLD_SIZE": "2"}
         (INCOMPLETE, [], ["found RANK=0, WORLD_SIZE=2; missing LOCAL_RANK, MASTER_ADDR, MASTER_PORT"]),
         (launch_environment(0, 2, 1), ["--local_rank=1"], ["--local_rank=1 contradicts local rank 0"]),
         (launch_environment(0, 2, 1), ["--local-rank=1"], ["--local_rank=1 contradicts local rank 0"]),
+        (launch_environment(1, 2, 1), ["--local_rank=0"], ["--local_rank=0 contradicts local rank 1"]),
         ({}, ["--local_rank=1"], ["--local_rank=1 contradicts local rank 0"]),
         (launch_environment(0, 2, 1) | {"WORLD_SIZE": "two"}, [], ["WORLD_SIZE='two' is not a whole number"]),
         (launch_environment(0, 2, 1) | {"RANK": "2"}, [], ["RANK=2 is out of range: from 0 to 1"]),
     ],
-    ids=["incomplete", "local_rank", "local-rank", "local_rank alone", "not a number", "out of range"],
+    ids=[
+        "incomplete",
+        "local_rank",
+        "local-rank",
+        "local_rank of rank 1",
+        "local_rank alone",
+        "not a number",
+        "out of range",
+    ],
 )
 def test_launch_environment(tmp_path, stripes, environ, arguments, words):
     config, terminal = write_config(tmp_path, stripes), tmp_path / "terminal.txt"
@@ -298,6 +307,9 @@ def test_exception_on_the_last_rank(tmp_path, stripes, world_size):
     assert world_size == 1 or "ended, since rank 1 failed" in logs[0]
 
 
+SLOW_FIRST_RANK = "import os, time; time.sleep(3 if os.environ.get('LOCAL_RANK') == '0' else 0)"
+
+
 @pytest.mark.slow
 def test_through_the_launcher(tmp_path, stripes):
     """An exception on rank 1, and a mistyped key, as a user sees them."""
@@ -311,7 +323,8 @@ def test_through_the_launcher(tmp_path, stripes):
     assert "exitcode  : 70" in run.text()
     assert json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["rank"] == 1
 
-    with started([*command, "train.epoch=3"], tmp_path / "terminal.txt") as run:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_FIRST_RANK)  # which is yet the one to tell
+    with started([*command, "train.epoch=3"], tmp_path / "terminal.txt", PYTHONPATH=str(tmp_path)) as run:
         assert run.wait(60) == 1
     assert run.text().count("did you mean train.epochs?") == 1
     assert "exitcode  : 2" in run.text()
