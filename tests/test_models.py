@@ -66,7 +66,7 @@ def test_arguments():
 
 
 def test_torchvision_gets_the_number_of_classes_but_not_of_channels():
-    model = build("mobilenet_v3_small", {"dropout": 0.3}, KNOWN, RGB)
+    model = build("resnet18", {"zero_init_residual": True}, KNOWN, RGB)
     assert model(RGB).shape == (2, 4)
 
 

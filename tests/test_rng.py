@@ -44,8 +44,9 @@ def test_seed_all_seeds_every_stream():
 def test_state_is_restored_exactly_through_a_file():
     rng.seed_all(5)
     draw()
-    random.gauss(0, 1)
-    np.random.randn()  # both keep half of a pair back: that half is state too
+    np.random.randn()  # now both numpy and random keep half of a pair back: that half is state too
+    assert random.getstate()[2] is not None
+    assert np.random.get_state()[3] == 1
     file = io.BytesIO()
     torch.save(rng.get_state(CPU), file)
     expected = draw() + draw()

@@ -85,7 +85,9 @@ def test_a_rank_that_ends_in_time_is_left_alone(quick, monkeypatch):
     with mine:
         mine.report({"rank": 0})
         wait_for(lambda: stop.reason)
-    time.sleep(0.1)
+        time.sleep(0.3)
+        assert not left
+    time.sleep(0.3)
     assert not left
 
 
