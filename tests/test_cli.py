@@ -51,7 +51,8 @@ def test_drive_hands_everything_on(monkeypatch):
     monkeypatch.setattr(train, "main", lambda *arguments: seen.append(arguments) or 75)
     assert cli.drive(["-c", "x.yaml", "a=1", "--local_rank=2", "b=2"]) == 75
     assert cli.drive(["--local-rank", "1", "a=1", "--config", "y.yaml"]) == 75
-    assert seen == [("x.yaml", ["a=1", "b=2"], os.environ, 2), ("y.yaml", ["a=1"], os.environ, 1)]
+    parent = os.getppid()
+    assert seen == [("x.yaml", ["a=1", "b=2"], os.environ, 2, parent), ("y.yaml", ["a=1"], os.environ, 1, parent)]
 
 
 @pytest.mark.parametrize("argv", [[], ["a=1"], ["-c"], ["-c", "x", "--local_rank=x"], ["-c", "x", "--epochs", "3"]])
