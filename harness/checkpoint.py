@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.errors import CheckpointError
-from harness.folder import write_atomically
+from harness.files import write_atomically
 
 log = logging.getLogger("harness")
 

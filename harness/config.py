@@ -260,6 +260,13 @@ def _optimizer_conflicts(config: Config) -> Iterator[Conflict]:
             "lr_scaling and lr_base_batch belong together",
             "set both (lr_base_batch is the global batch that lr was tuned for), or neither",
         )
+    for key in ("lr", "momentum", "weight_decay"):
+        if key in optimizer.args:
+            yield Conflict(
+                ("optimizer.args", f"optimizer.{key}"),
+                f"{key} is a setting of its own and stands in optimizer.args too",
+                f"write optimizer.{key} only",
+            )
     if (schedule.name == "step") != bool(schedule.milestones):
         yield Conflict(
             ("schedule.name", "schedule.milestones"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import subprocess
@@ -21,24 +20,10 @@ import yaml
 from harness import configfile
 from harness.config import Config, recipe_difference
 from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
+from harness.files import finite, write_atomically
 from harness.runtime import Runtime
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """``text`` at ``path``: all of it or what was there before, also after a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
@@ -117,7 +102,7 @@ class RunFolder:
         write_atomically(path, json.dumps(starts, indent=1) + "\n")
 
     def summary(self, values: dict[str, Any]) -> None:
-        write_atomically(self.path / "summary.json", json.dumps(_finite(values), indent=1) + "\n")
+        write_atomically(self.path / "summary.json", json.dumps(finite(values), indent=1) + "\n")
 
     def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
         """``confusion.csv``: a row for each true class, a column for each guess, counts in the cells."""
@@ -147,15 +132,6 @@ def _saved_tree(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return tree if isinstance(tree, dict) else {}
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with null for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def failure_report(runtime: Runtime, step: int, error: Exception, trace: list[str]) -> dict[str, Any]:

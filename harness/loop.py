@@ -119,9 +119,8 @@ def evaluation(run: Run) -> None:
         {"step": state.step, "epoch": state.epoch, **{key: plain[key] for key in run.config.task.metrics}}
     )
     value = found[name]
-    better = state.best is None or (
-        value > state.best if run.config.task.metrics[name] == "max" else value < state.best
-    )
+    rises = run.config.task.metrics[name] == "max"
+    better = math.isfinite(value) and (state.best is None or (value > state.best if rises else value < state.best))
     if better:
         state.best, state.best_step, state.since_best = value, state.step, 0
         run.keep_best()

@@ -13,11 +13,9 @@ INITIAL_WEIGHTS, TRAINING, AUGMENTATION, ORDER = range(4)  # purposes: streams t
 
 
 def derive(*key: int) -> int:
-    """A 63-bit seed that depends on every number of ``key``, each from 0 to 2^32 - 1, well mixed.
-
-    Zeros at the end do not count, (1, 0) is (1,): the keys of one purpose should have one length.
-    """
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+    """A 63-bit seed that depends on every number of ``key``, each from 0 to 2^32 - 1, well mixed."""
+    # With the length, since a SeedSequence takes (1, 0) for (1,).
+    return int(np.random.SeedSequence((len(key), *key)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_all(*key: int) -> None:

@@ -99,8 +99,9 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not nodes and "MASTER_ADDR" not in environ:
         raise LaunchError("Slurm's environment names no node list (SLURM_STEP_NODELIST)", hint="export MASTER_ADDR")
-    job = _number(environ, "SLURM_JOB_ID", 0) if "SLURM_JOB_ID" in environ else 0
-    port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + job % 20000
+    job, step = (_number(environ, n, 0) if n in environ else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    # Steps of one job may run side by side on one node.
+    port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 20000
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
     return Launch(
         rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),
@@ -141,6 +142,7 @@ class Runtime:
     launch: Launch = field(default_factory=Launch)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None  # torch's key-value store, where there is a process group
+    failed: bool = False  # this rank, or a peer; set by whoever reports it
     _control: Any = None  # a gloo group for Python objects and flags, beside whatever gradients use
 
     @property
@@ -294,11 +296,12 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
             hint="check that all nodes were started, with the same MASTER_ADDR, MASTER_PORT and number of nodes, "
             "and that the port is open",
         ) from None
+    runtime = Runtime(launch, target, store, _control=dist.new_group(backend="gloo", timeout=timeout))
     try:
-        yield Runtime(launch, target, store, dist.new_group(backend="gloo", timeout=timeout))
+        yield runtime
     finally:
-        # After an error peers may be gone: waiting for them here would only hide it.
-        if sys.exc_info()[0] is None:
+        # After a failure peers may be gone: waiting for them here would only hide it.
+        if sys.exc_info()[0] is None and not runtime.failed:
             dist.destroy_process_group()
 
 

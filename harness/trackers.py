@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any, Protocol
 
 from harness.errors import CheckpointError
+from harness.files import finite
 
 TIMES = ("wall_s", "samples_per_s", "data_wait")  # fields that differ between two runs that are otherwise equal
 
@@ -49,7 +49,7 @@ class JsonLines:
 
     def log(self, split: str, values: dict[str, Any]) -> None:
         """Append a line; not finite numbers, which JSON does not have, are written as null."""
-        line = {"split": split, **{key: _finite(value) for key, value in values.items()}}
+        line = finite({"split": split, **values})
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
@@ -81,10 +81,6 @@ class JsonLines:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a line that a full disk has refused, and ``log`` has reported
             self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make(path: Path, rank: int) -> Tracker:

@@ -126,6 +126,7 @@ def finish(run: Run, done: bool) -> None:
 
 def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, error: Exception) -> int:
     """Report ``error`` once: in failure.json by the rank that failed first, on its terminal, in every rank's log."""
+    runtime.failed = True
     if isinstance(error, HarnessError) and error.told_by not in (None, runtime.rank):
         watch.acknowledge()
         return error.exit_code  # raised by all ranks together; the one whose error it is tells it

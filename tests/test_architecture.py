@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 # From the ground up. A module imports from layers below its own, never from its own or above.
 LAYERS = [
-    {"errors", "version", "network", "rng", "console", "config", "data.shards", "apex"},
+    {"errors", "version", "network", "rng", "files", "console", "config", "data.shards", "data.workers", "apex"},
     {"runtime", "models", "optim", "trackers", "precision", "data.table", "data.digits"},
     {"stop", "metrics", "state", "parallel", "data.images"},
     {"watch", "data.loader", "tasks"},
@@ -45,11 +45,12 @@ ONLY = {
     "data.table": {"errors"},
     "data.digits": {"errors"},
     "data.shards": set(),
+    "data.workers": set(),
     "data.images": {"errors", "rng", "data.table"},
-    "data.loader": {"errors", "stop", "data.images", "data.shards"},
+    "data.loader": {"errors", "data.images", "data.shards", "data.workers"},
     "tasks": {"errors", "config", "metrics", "models", "data.images", "data.table"},
     "precision": {"errors", "config", "apex"},
-    "trackers": {"errors"},
+    "trackers": {"errors", "files"},
     "metrics": {"runtime"},
 }
 

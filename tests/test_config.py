@@ -32,6 +32,7 @@ CONFLICTS = {
     "uneven micro-batches of a rank": ({"batch": {"per_rank": 3, "accumulate": 2}}, ["batch.global"], "3 rows", "4"),
     "scaling without base": ({"optimizer": {"lr_scaling": "linear"}}, ["optimizer.lr_scaling"], "together", "set both"),
     "base without scaling": ({"optimizer": {"lr_base_batch": 8}}, ["optimizer.lr_scaling"], "together", "neither"),
+    "rate said twice": ({"optimizer": {"args": {"lr": 1.0}}}, ["optimizer.args"], "lr is a", "optimizer.lr only"),
     "step without milestones": ({"schedule": {"name": "step"}}, ["schedule.name"], "[]", "schedule.milestones="),
     "milestones without step": ({"schedule": {"milestones": [1]}}, ["schedule.name"], "[1.0]", "schedule.name=step"),
     "milestones that fall": (

@@ -12,7 +12,8 @@ import yaml
 
 from harness import configfile, folder
 from harness.errors import ConfigError, DataError
-from harness.folder import RunFolder, failure_report, write_atomically
+from harness.files import write_atomically
+from harness.folder import RunFolder, failure_report
 from harness.runtime import Launch, Runtime
 from tests.fixtures import make_config
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.data.workers import in_loader_worker
 from harness.runtime import Runtime, detect, open_runtime
-from harness.stop import Stop, in_loader_worker, on_signals
+from harness.stop import Stop, on_signals
 from tests.ranks import run_ranks, start
 
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from harness.data.images import Batch
 from harness.data.shards import Segment, bounds, num_steps, plan, step_rows
+from harness.data.workers import in_loader_worker
 from harness.errors import HarnessError
-from harness.stop import in_loader_worker
 
 
 class Dataset(Protocol):
