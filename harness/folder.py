@@ -49,6 +49,12 @@ class RunFolder:
         so that nothing written is lost. Raises ConfigError where the folder cannot be written.
         """
         told = ""
+        if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
+            raise ConfigError(
+                f"{config.checkpoint.resume} is a checkpoint of the very run that is to go on from it",
+                where="checkpoint.resume",
+                hint="auto goes on from the newest one; to go back to an earlier one, give the new run a name=NAME",
+            )
         if (saved := self.path / "config.yaml").exists():
             told = self._continue_or_move(saved, config)
         try:

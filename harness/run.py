@@ -164,6 +164,7 @@ class Run:
                         "seen": seen,
                         "log_offset": self.tracker.offset(),
                         "world_size": self.runtime.world_size,
+                        "data": self.task.fingerprint,
                     },
                 )
         self.saved_step = self.state.step
@@ -206,6 +207,12 @@ class Run:
                 where=str(path),
                 hint=f"use precision.opt_level={content['opt_level']}, or start anew with checkpoint.resume=never",
             )
+        if content["data"] != self.task.fingerprint:
+            raise CheckpointError(
+                "the annotations are not those it was written with: its position in the data has lost its meaning",
+                where=str(path),
+                hint="put the files back as they were, or start anew with checkpoint.resume=never",
+            )
         try:
             self.module.load_state_dict(content["model"])
             self.optimizer.load_state_dict(content["optimizer"])
@@ -243,11 +250,10 @@ class Run:
         rng.seed_all(rng.TRAINING, self.config.seed, self.state.step, rank)
         for name, buffer in self._float_buffers().items() if ranks[0]["buffers"] else ():
             buffer.copy_(torch.stack([other["buffers"][name] for other in ranks]).double().mean(0))
+        meters = [other["meter"] for other in ranks]
         if rank == 0:  # the open window as a whole; sums do not care who brings them
-            meters = [other["meter"] for other in ranks]
-            self.meter.load_state_dict(
-                {key: sum(meter[key] for meter in meters) for key in meters[0]} | {"steps": meters[0]["steps"]}
-            )
+            self.meter.load_state_dict({key: sum(meter[key] for meter in meters) for key in meters[0]})
+        self.meter.steps = meters[0]["steps"]
 
     def averaged(self) -> AbstractContextManager[None]:
         """The weights to evaluate and export are in the model while the body runs."""

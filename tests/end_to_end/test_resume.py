@@ -117,3 +117,27 @@ def test_more_epochs_go_on_and_another_recipe_does_not(tmp_path):
     assert run(config, 1, "optimizer.lr=0.01") == [0]
     assert (folder.parent / "run.1" / "summary.json").exists()
     assert "optimizer.lr 0.05 -> 0.01" in (config.parent / "terminal-0.txt").read_text()
+
+
+def test_going_back_to_an_earlier_checkpoint_needs_a_name(tmp_path):
+    """The run's own folder keeps what it has; under another name the earlier checkpoint starts a run of its own."""
+    config = write_config(tmp_path / "run", write_images(tmp_path / "data"), checkpoint={"every_steps": 5, "keep": 9})
+    assert run(config) == [0]
+    folder = config.parent / "runs" / "run"
+    earlier = f"checkpoint.resume={folder}/checkpoints/step-10"
+    assert run(config, 1, earlier) == [2]
+    assert "give the new run a name" in (config.parent / "terminal-0.txt").read_text()
+    assert run(config, 1, earlier, "name=other", "optimizer.lr=0.01") == [0]
+    lines = [line for line in record(folder.parent / "other") if line["split"] == "train"]
+    assert lines[0]["step"] == 12
+    assert record(folder)[-1]["step"] == 24
+
+
+def test_changed_annotations_are_refused(tmp_path):
+    data = write_images(tmp_path / "data")
+    config = write_config(tmp_path / "run", data, checkpoint={"every_steps": 2})
+    run(config, kill=Kill(0, 5))
+    with open(data / "train.csv", "a") as file:
+        file.write("images/train0.png,row\n")
+    assert run(config) == [70]
+    assert "the annotations are not those it was written with" in (config.parent / "terminal-0.txt").read_text()
