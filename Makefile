@@ -20,7 +20,9 @@ check: $(VENV)/.dev  ## lint and types
 bench: $(VENV)/.test  ## measure; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.loop_overhead
 	$(BIN)/python -m benchmarks.ddp
-	$(BIN)/python -m benchmarks.open_shard
+	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
+	$(BIN)/python -m benchmarks.apex_amp_step
+	$(BIN)/python -m benchmarks.apex_o1_engine
 
 data/digits/train.csv: | $(VENV)/.train
 	$(BIN)/harness data digits data/digits
