@@ -98,11 +98,11 @@ def count(run: Run, losses: list[tuple[Tensor, MicroBatch]], skip: bool) -> None
     run.state.book(skip)
     for loss, micro in losses:
         batch = micro.batch
-        meter.bad += len(batch.bad)
-        if micro.weight:
+        meter.bad += min(len(batch.bad), micro.num_rows)  # a row that only fills up is not counted
+        if micro.num_rows:
             run.coverage.add(batch.rows)
             if not skip:
-                meter.add_loss(loss, len(batch.rows))
+                meter.add_loss(loss, micro.num_rows)
 
 
 def evaluation(run: Run) -> None:

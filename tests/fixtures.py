@@ -86,4 +86,4 @@ class CountingTable:
             raise DataError("image not found: x.png", where=f"train.csv:{self.fail_at + 2}", hint="restore it")
         marks = [derive(1, 0 if epoch is None else epoch + 1, int(row)) % 10_000 for row in rows]
         inputs = torch.tensor([[float(row), float(mark)] for row, mark in zip(rows, marks, strict=True)])
-        return Batch(inputs.view(-1, 2), torch.from_numpy(rows % 3), torch.from_numpy(rows.copy()), [])
+        return Batch(inputs.view(-1, 2), torch.from_numpy(rows % 3), rows.copy(), [])

@@ -100,15 +100,13 @@ class Loader:
 @dataclass
 class MicroBatch:
     """A part of a step on one rank; ``weight`` makes the sum over micro-batches and the average over ranks a mean over
-    all rows of the step, however they are spread. One of weight 0 only keeps the ranks in step.
+    all rows of the step, however they are spread. ``num_rows`` rows of the batch count; one without only keeps the
+    ranks in step.
     """
 
     batch: Batch
     weight: float
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.batch.rows) if self.weight else 0
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ class TrainData:
         steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
         filler = rows[:1] if len(rows) else np.zeros(1, np.int64)
         requests = (
-            Request(part if len(part) else filler, epoch)
+            Request(_at_least_two(part if len(part) else filler), epoch)
             for step in steps
             for part in self._micro_batches(rows, num_left, step)
         )
@@ -164,7 +162,7 @@ class TrainData:
             scale = self.world_size / step_rows(num_left, self.world_size, self.per_rank, step)
             parts = self._micro_batches(rows, num_left, step)
             yield [
-                MicroBatch(batch, len(part) * scale)
+                MicroBatch(batch, len(part) * scale, len(part))
                 for part, batch in zip(parts, itertools.islice(batches, len(parts)), strict=True)
             ]
 
@@ -183,6 +181,11 @@ class TrainData:
             rows = sum(step_rows(left, segment.world_size, segment.per_rank, step) for step in range(segment.steps))
             left -= rows
             yield rows
+
+
+def _at_least_two(rows: np.ndarray) -> np.ndarray:
+    """A single row twice: batch norm refuses one value a channel, and the mean loss of the two is that of the one."""
+    return np.repeat(rows, 2) if len(rows) == 1 else rows
 
 
 @dataclass(frozen=True)

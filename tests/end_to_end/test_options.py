@@ -135,6 +135,18 @@ def test_unreadable_images_are_counted_and_replaced(tmp_path, data):
     assert [(line["rows_used"], line["rows"], line["bad_rows"]) for line in evaluations] == [(22, 23, 1)] * 2
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_last_row_alone_passes_batch_norm(tmp_path, data, world_size):
+    """61 rows in batches of 12: one is left for the last step, and on two ranks one of them has none."""
+    model = {"name": "tests.end_to_end.models.BatchNormed", "args": {}}
+    batch = {"global": 12}
+    codes, folder = train(tmp_path, data, world_size, model=model, batch=batch, train={"epochs": 2, "log_every": 1})
+    assert codes == [0] * world_size
+    lines = [line for line in record(folder) if line["split"] == "train"]
+    assert [line["samples"] for line in lines[:6]] == [12, 24, 36, 48, 60, 61]
+    assert [line["rows_used"] for line in record(folder) if line["split"] == "epoch"] == [61, 61]
+
+
 def test_dropped_tail_is_told(tmp_path, data):
     codes, folder = train(tmp_path, data, 2, data={"tail": "drop"}, train={"epochs": 1, "log_every": 1})
     assert codes == [0, 0]
