@@ -300,8 +300,8 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
     try:
         yield runtime
     finally:
-        # After a failure peers may be gone: waiting for them here would only hide it.
-        if sys.exc_info()[0] is None and not runtime.failed:
+        # After a failure peers may be gone, and nccl would wait for them. gloo does not, and aborts if it is left open.
+        if target.type == "cpu" or (sys.exc_info()[0] is None and not runtime.failed):
             dist.destroy_process_group()
 
 
