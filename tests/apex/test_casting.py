@@ -50,6 +50,7 @@ def f(*shape):
     return torch.ones(*shape or (2,))
 
 
+@pytest.mark.contract("3.4", "7.2")
 def test_trees_keep_their_types():
     half = cast_tree(
         {
@@ -85,6 +86,7 @@ def test_trees_keep_their_types():
     assert half["bfloat16"].dtype is HALF
 
 
+@pytest.mark.contract("3.4")
 def test_originals_are_not_changed():
     value = {"a": Output(f()), "b": ModelOutput(x=f())}
     cast_tree(value, HALF)
@@ -92,6 +94,7 @@ def test_originals_are_not_changed():
     assert value["b"].x.dtype is torch.float32
 
 
+@pytest.mark.contract("3.4")
 @pytest.mark.parametrize(
     "value",
     [None, 1, 2.0, "text", b"bytes", range(3), torch.Size([1]), torch.tensor([1]), {"a": 1}, [1, "b"], int, object()],
@@ -100,6 +103,7 @@ def test_what_holds_nothing_to_cast_comes_back_itself(value):
     assert cast_tree(value, HALF) is value
 
 
+@pytest.mark.contract("3.4")
 def test_generators_and_modules_pass_through():
     generator, module = (t for t in [f()]), nn.Linear(1, 1)
     assert cast_tree(generator, HALF) is generator
@@ -108,6 +112,7 @@ def test_generators_and_modules_pass_through():
     assert module.weight.dtype is torch.float32
 
 
+@pytest.mark.contract("3.4")
 def test_packed_sequences():
     packed = nn.utils.rnn.pack_padded_sequence(f(3, 2, 4), [3, 2])
     half = cast_tree(packed, HALF)
@@ -135,6 +140,7 @@ def start(level, **overrides):
     return amp.initialize(Net(), [], opt_level=level, verbosity=0, **overrides)[0]
 
 
+@pytest.mark.contract("3.1", "8")
 @pytest.mark.parametrize(("level", "dtype"), [("O2", HALF), ("O5", torch.bfloat16)])
 def test_o2_keeps_affine_batch_norm_only(level, dtype):
     net = start(level)
@@ -150,6 +156,7 @@ def test_o2_keeps_affine_batch_norm_only(level, dtype):
     assert out["out"].dtype is torch.float32
 
 
+@pytest.mark.contract("3.1")
 def test_overrides_of_casting():
     assert start("O3").norm.weight.dtype is HALF
     assert start("O3", keep_batchnorm_fp32=True).norm.weight.dtype is torch.float32
@@ -161,11 +168,13 @@ def test_overrides_of_casting():
     assert not net._forward_pre_hooks
 
 
+@pytest.mark.contract("3.1")
 def test_o0_is_a_cast_to_float32():
     net = amp.initialize(Net().double(), [], opt_level="O0", verbosity=0)[0]
     assert net.first.weight.dtype is torch.float32
 
 
+@pytest.mark.contract("3.1")
 def test_parameters_keep_identity_and_gradients():
     net = Net()
     before = list(net.parameters())
@@ -175,6 +184,7 @@ def test_parameters_keep_identity_and_gradients():
     assert net.first.weight.grad.dtype is HALF
 
 
+@pytest.mark.contract("3.5")
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 def test_state_dicts_are_float32_and_load_back(level):
     net = start(level)
@@ -190,6 +200,7 @@ def test_state_dicts_are_float32_and_load_back(level):
         assert a.dtype is b.dtype
 
 
+@pytest.mark.contract("3.5", "7.2")
 def test_extra_state_is_left_alone():
     class Extra(nn.Linear):
         def get_extra_state(self):
@@ -205,6 +216,7 @@ def test_extra_state_is_left_alone():
     assert net.version == 3
 
 
+@pytest.mark.contract("3.4", "10.9")
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 def test_copies_are_bound_to_their_own_weights(level):
     net = amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
@@ -219,6 +231,7 @@ def test_copies_are_bound_to_their_own_weights(level):
         assert twin.state_dict()["weight"].dtype is torch.float32
 
 
+@pytest.mark.contract("3.4")
 def test_data_parallel_replicas_use_their_own_weights():
     net = amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
     assert nn.DataParallel(net)(torch.randn(2, 2)).dtype is torch.float32

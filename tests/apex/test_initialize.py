@@ -33,6 +33,7 @@ def start(level, **overrides):
     return amp.initialize(*pair(), opt_level=level, verbosity=0, **overrides)
 
 
+@pytest.mark.contract("1.2.properties", "8")
 @pytest.mark.parametrize("level", PROPERTIES)
 def test_properties_of_each_level(level):
     start(level)
@@ -43,17 +44,20 @@ def test_properties_of_each_level(level):
     assert p.opt_level == level
 
 
+@pytest.mark.contract("1.2.properties")
 def test_default_is_o1():
     amp.initialize(*pair(), verbosity=0)
     assert amp._amp_state.opt_properties.opt_level == "O1"
 
 
+@pytest.mark.contract("1.2.order")
 @pytest.mark.parametrize("level", [None, "o1", "O6", "O", 1, ""])
 def test_unknown_level(level):
     with pytest.raises(RuntimeError, match="Unexpected optimization level"):
         start(level)
 
 
+@pytest.mark.contract("1.2.overrides")
 @pytest.mark.parametrize(
     ("level", "overrides", "error"),
     [
@@ -82,6 +86,7 @@ def test_refused_overrides(level, overrides, error):
     assert str(caught.value), "says nothing"
 
 
+@pytest.mark.contract("1.2.overrides")
 @pytest.mark.parametrize(
     ("level", "overrides", "name", "value"),
     [
@@ -110,6 +115,7 @@ def test_accepted_overrides_train_a_step(level, overrides, name, value):
     assert any((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.contract("1.2.overrides")
 def test_hard_override_turns_refusals_into_warnings(caplog):
     amp._amp_state.hard_override = True
     start("O2", patch_torch_functions_type=HALF)
@@ -117,6 +123,7 @@ def test_hard_override_turns_refusals_into_warnings(caplog):
     assert "patch_torch_functions_type" in caplog.text
 
 
+@pytest.mark.contract("1.2.returns")
 def test_return_shapes_are_the_objects_passed():
     def lists():
         m, o = pair()
@@ -145,6 +152,7 @@ def test_return_shapes_are_the_objects_passed():
         assert found[1] is empty
 
 
+@pytest.mark.contract("1.2.types", "1.3.1")
 def test_disabled_validates_nothing_and_does_nothing():
     model, optimizer = pair()
     assert amp.initialize("model", (1, 2), enabled=False, opt_level="whatever") == ("model", (1, 2))
@@ -156,18 +164,29 @@ def test_disabled_validates_nothing_and_does_nothing():
     amp.load_state_dict({})
 
 
+@pytest.mark.contract("1.2.types", "1.2.order")
 @pytest.mark.parametrize("models", [(nn.Linear(1, 1),), "model", [1], None])
 def test_wrong_models(models):
     with pytest.raises(TypeError, match="models must be either"):
         amp.initialize(models, verbosity=0)
 
 
+@pytest.mark.contract("1.2.types", "1.2.order")
 @pytest.mark.parametrize("optimizers", ["sgd", (1,), [1], 3])
 def test_wrong_optimizers(optimizers):
     with pytest.raises(TypeError, match="optimizers must be either"):
         amp.initialize(nn.Linear(1, 1), optimizers, verbosity=0)
 
 
+@pytest.mark.contract("1.2.types")
+def test_fp16_optimizer_is_refused():
+    kind = type("FP16_Optimizer", (), {})
+    for optimizers in (kind(), [kind()]):
+        with pytest.raises(RuntimeError, match="FP16_Optimizer, which does amp's work by itself"):
+            amp.initialize(nn.Linear(1, 1), optimizers)
+
+
+@pytest.mark.contract("1.2.fp32")
 def test_model_not_in_float32():
     model, optimizer = pair()
     with pytest.raises(RuntimeError, match="Found param 0.weight"):
@@ -176,6 +195,7 @@ def test_model_not_in_float32():
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
 
 
+@pytest.mark.contract("1.2.again")
 def test_an_optimizer_only_once():
     model, optimizer = pair()
     with pytest.raises(RuntimeError, match="once"):
@@ -186,12 +206,14 @@ def test_an_optimizer_only_once():
         amp.initialize(model, optimizer, verbosity=0)
 
 
+@pytest.mark.contract("5.1.7")
 def test_wrapped_too_early():
     model, optimizer = pair()
     with pytest.raises(RuntimeError, match="AFTER"):
         amp.initialize(nn.DataParallel(model), optimizer, verbosity=0)
 
 
+@pytest.mark.contract("1.2.again")
 def test_same_model_twice_is_cast_once():
     model, optimizer = pair()
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
@@ -199,6 +221,7 @@ def test_same_model_twice_is_cast_once():
     assert len(model._forward_pre_hooks) == 1
 
 
+@pytest.mark.contract("1.2.again")
 def test_reset_gives_back_what_was_hung_on():
     model, optimizer = pair()
     plain_step = optimizer.step
@@ -213,6 +236,7 @@ def test_reset_gives_back_what_was_hung_on():
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
 
 
+@pytest.mark.contract("1.9")
 def test_the_level_is_printed_unless_silenced(capsys):
     amp.initialize(*pair(), opt_level="O2")
     out = capsys.readouterr().out
@@ -222,6 +246,7 @@ def test_the_level_is_printed_unless_silenced(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.contract("1.8", "7.2")
 def test_schedulers_made_before_and_after(recwarn):
     for make_before in (True, False):
         for level in ("O1", "O2"):
@@ -247,6 +272,7 @@ def test_schedulers_made_before_and_after(recwarn):
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
+@pytest.mark.contract("3.4")
 def test_optimizer_and_model_can_be_copied():
     model, optimizer = start("O2")
     twin = copy.deepcopy(optimizer)

@@ -72,6 +72,7 @@ ORDERS = list(itertools.permutations(["model", "optimizer", "amp"]))
 MOMENTS = ["before initialize", "before first use", "after first use", "after training"]
 
 
+@pytest.mark.contract("3.5", "10.1")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -107,6 +108,7 @@ def test_a_resumed_run_equals_the_unbroken_one(level, kind, moment):
         assert_same(everything(model, optimizer), expected)
 
 
+@pytest.mark.contract("3.2")
 def test_masters_hold_more_than_the_model():
     """Else the test above could not tell masters from rounded weights."""
     model, optimizer = build("O2", "adam")
@@ -116,8 +118,9 @@ def test_masters_hold_more_than_the_model():
     assert torch.equal(master.half(), model[0].weight)
 
 
+@pytest.mark.contract("3.5")
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_checkpoint_without_masters_follows_the_model(level):
+def test_a_checkpoint_without_masters_follows_the_model(level, caplog):
     model, optimizer = build(level, "adam")
     train(model, optimizer, 5)
     weights, state = on_disk(model.state_dict()), on_disk(optimizer.state_dict())
@@ -129,6 +132,8 @@ def test_a_checkpoint_without_masters_follows_the_model(level):
         optimizer.zero_grad()
         for what in order:
             model.load_state_dict(weights) if what == "m" else optimizer.load_state_dict(on_disk(state))
+        assert "holds no master weights" in caplog.text
+        caplog.clear()
         train(model, optimizer, 0)
         with amp.scale_loss(model(torch.randn(4, 6)).sum(), optimizer):
             pass
@@ -136,6 +141,7 @@ def test_a_checkpoint_without_masters_follows_the_model(level):
         assert optimizer.state[next(amp.master_params(optimizer))]["exp_avg_sq"].dtype is torch.float32
 
 
+@pytest.mark.contract("10.2")
 def test_weights_loaded_late_are_not_overwritten():
     model, optimizer = build("O2", "momentum")
     train(model, optimizer, 3)
@@ -149,6 +155,7 @@ def test_weights_loaded_late_are_not_overwritten():
     assert torch.equal(model[0].weight, other["0.weight"].half())
 
 
+@pytest.mark.contract("3.5")
 def test_weights_swapped_out_and_back_keep_the_masters():
     model, optimizer = build("O2", "adam")
     train(model, optimizer, 3)
@@ -162,6 +169,7 @@ def test_weights_swapped_out_and_back_keep_the_masters():
         assert torch.equal(a, b)
 
 
+@pytest.mark.contract("3.5")
 def test_a_checkpoint_with_masters_in_a_run_without_them():
     model, optimizer = build("O2", "adam")
     train(model, optimizer, 3)
@@ -176,6 +184,7 @@ def test_a_checkpoint_with_masters_in_a_run_without_them():
         assert "master_params" not in optimizer.state_dict()["param_groups"][0]
 
 
+@pytest.mark.contract("1.8", "3.2")
 def test_masters_appear_at_first_use_in_the_same_groups():
     model, optimizer = build("O2", "adam")
     group = optimizer.param_groups[0]
@@ -196,6 +205,7 @@ def test_masters_appear_at_first_use_in_the_same_groups():
     assert len(stash.fp16_groups[0]) == 4
 
 
+@pytest.mark.contract("1.10", "3.5")
 def test_apex_names_for_a_resume_by_hand():
     model, optimizer = build("O2", "adam")
     optimizer._lazy_init_maybe_master_weights()
@@ -212,6 +222,7 @@ def test_apex_names_for_a_resume_by_hand():
     assert next(amp.master_params(optimizer)).grad is not None
 
 
+@pytest.mark.contract("1.8", "7.2")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(set_to_none):
     model, optimizer = build("O2", "adam")
@@ -225,6 +236,7 @@ def test_zero_grad(set_to_none):
         assert all(not p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.contract("1.8")
 def test_step_with_masters_refuses_a_closure_and_returns_the_value():
     model, optimizer = build("O2", "adam")
     with pytest.raises(RuntimeError, match="closure"):
@@ -232,6 +244,7 @@ def test_step_with_masters_refuses_a_closure_and_returns_the_value():
     assert optimizer.step() is None
 
 
+@pytest.mark.contract("3.2", "10.15")
 def test_parameters_unfrozen_later_get_masters():
     torch.manual_seed(0)
     model = net()
@@ -250,6 +263,7 @@ def test_parameters_unfrozen_later_get_masters():
     assert 0 < moved < 1e-2, "stepped with a scaled gradient"
 
 
+@pytest.mark.contract("3.2")
 def test_other_dtypes_are_refused():
     model = nn.Linear(2, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -258,6 +272,7 @@ def test_other_dtypes_are_refused():
         optimizer.zero_grad()
 
 
+@pytest.mark.contract("3.5")
 def test_optimizer_state_made_before_initialize_is_kept_in_float32():
     model = net()
     optimizer = OPTIMIZERS["adam"](model.parameters())
@@ -272,6 +287,7 @@ def test_optimizer_state_made_before_initialize_is_kept_in_float32():
     assert model[0].weight not in optimizer.state
 
 
+@pytest.mark.contract("3.5")
 def test_step_counters_are_not_rounded():
     """A counter has the shape of a scalar parameter; in float16 it would stop at 2048."""
     for level in ("O2", "O3"):

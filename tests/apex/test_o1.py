@@ -156,6 +156,7 @@ def dtypes(result):
     return {t.dtype for t in (result if isinstance(result, tuple) else (result,))}
 
 
+@pytest.mark.contract("4.1", "6.1.test_basic_casts", "6.1.test_rnn", "7.2")
 @pytest.mark.parametrize("name", REDUCED_OPS)
 def test_reduced_list(reduced, name):
     for dtype in FLOATS:
@@ -166,6 +167,7 @@ def test_reduced_list(reduced, name):
         assert x.grad.dtype is dtype
 
 
+@pytest.mark.contract("4.1", "6.1.test_basic_casts")
 @pytest.mark.parametrize("name", FLOAT32_OPS)
 def test_float32_list(reduced, name):
     for dtype in FLOATS:
@@ -177,12 +179,14 @@ def test_float32_list(reduced, name):
             assert x.grad.dtype is dtype
 
 
+@pytest.mark.contract("4.1", "6.1.test_basic_casts", "6.1.test_promotion")
 @pytest.mark.parametrize("name", MATCH_OPS)
 def test_unlisted_and_in_place_match_their_input(reduced, name):
     for dtype in FLOATS:
         assert MATCH_OPS[name](rand(4, 4, dtype=dtype)).dtype is dtype
 
 
+@pytest.mark.contract("4.1", "6.1.test_promotion")
 @pytest.mark.parametrize("name", PROMOTE_OPS)
 def test_promotion_list(reduced, name):
     low, wide = rand(4, 4, dtype=reduced), rand(4, 4)
@@ -192,6 +196,7 @@ def test_promotion_list(reduced, name):
     assert PROMOTE_OPS[name](wide, wide).dtype is torch.float32
 
 
+@pytest.mark.contract("4.2")
 def test_float64_is_never_cast(reduced):
     x = rand(4, 4, dtype=torch.float64)
     assert (x @ x).dtype is torch.float64
@@ -199,18 +204,21 @@ def test_float64_is_never_cast(reduced):
         assert op(x).dtype is torch.float64
 
 
+@pytest.mark.contract("4.1", "6.1.test_basic_casts")
 def test_binary_cross_entropy_is_banned_for_reduced_input_only(reduced):
     assert F.binary_cross_entropy(rand(4), rand(4)).dtype is torch.float32
     with pytest.raises(NotImplementedError, match="BCEWithLogitsLoss"):
         F.binary_cross_entropy(rand(4, dtype=reduced), rand(4, dtype=reduced))
 
 
+@pytest.mark.contract("4.1")
 def test_cpu_gives_float32(reduced):
     assert rand(2, dtype=reduced).cpu().dtype is torch.float32
     with amp.disable_casts():
         assert rand(2, dtype=reduced).cpu().dtype is reduced
 
 
+@pytest.mark.contract("4.1")
 def test_early_bound_names_are_cast_too(reduced):
     from torch.nn.functional import linear, softmax
 
@@ -218,6 +226,7 @@ def test_early_bound_names_are_cast_too(reduced):
     assert linear(rand(2, 4), w(4, 4)).dtype is reduced
 
 
+@pytest.mark.contract("4.1")
 def test_values_equal_casts_by_hand(reduced):
     x, weight = rand(4, 4), w(4, 4)
     expected = (x.to(reduced) @ weight.to(reduced)).float()
@@ -226,6 +235,7 @@ def test_values_equal_casts_by_hand(reduced):
     assert torch.equal((x @ weight).exp(), expected)
 
 
+@pytest.mark.contract("3.6", "7.2")
 def test_a_weight_used_twice_gets_the_sum_of_both_gradients(reduced):
     layer = nn.Linear(4, 4, bias=False)
     x = rand(4, 4)
@@ -239,6 +249,7 @@ def test_a_weight_used_twice_gets_the_sum_of_both_gradients(reduced):
     assert layer.weight.grad.dtype is torch.float32
 
 
+@pytest.mark.contract("3.6", "10.8")
 def test_weights_changed_between_evaluations_are_seen(reduced):
     layer = nn.Linear(4, 4)
     x = rand(4, 4)
@@ -251,6 +262,7 @@ def test_weights_changed_between_evaluations_are_seen(reduced):
         assert torch.equal(layer(x), before * 4)
 
 
+@pytest.mark.contract("3.6")
 def test_training_after_evaluation_without_gradients(reduced):
     layer = nn.Linear(4, 4)
     with torch.no_grad():
@@ -259,6 +271,7 @@ def test_training_after_evaluation_without_gradients(reduced):
     assert layer.weight.grad is not None
 
 
+@pytest.mark.contract("3.4", "10.9")
 def test_deep_copies_are_independent(reduced):
     model = nn.Sequential(nn.Linear(4, 4))
     amp.initialize(model, opt_level="O1", verbosity=0)
@@ -270,6 +283,7 @@ def test_deep_copies_are_independent(reduced):
     assert torch.equal(twin(x), before)
 
 
+@pytest.mark.contract("1.6")
 def test_disable_casts_nests_and_survives_errors(reduced):
     def product():
         return (rand(2, 2) @ rand(2, 2)).dtype
@@ -284,11 +298,13 @@ def test_disable_casts_nests_and_survives_errors(reduced):
     assert product() is reduced
 
 
+@pytest.mark.contract("1.6")
 def test_disable_casts_without_o1_is_nothing():
     with amp.disable_casts():
         assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
 
 
+@pytest.mark.contract("1.2.again", "10.13")
 def test_a_later_level_turns_o1_off(reduced):
     for level in ("O0", "O2", "O3", "O5"):
         amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
@@ -300,6 +316,7 @@ def test_a_later_level_turns_o1_off(reduced):
     assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
 
 
+@pytest.mark.contract("10.13")
 def test_torch_autocast_is_its_own_again_afterwards(reduced):
     amp.reset()
     with torch.autocast("cpu", dtype=reduced):
@@ -309,12 +326,14 @@ def test_torch_autocast_is_its_own_again_afterwards(reduced):
         assert (rand(2, 2) @ rand(2, 2)).dtype is reduced
 
 
+@pytest.mark.contract("4.2")
 def test_user_autocast_regions_still_work(reduced):
     with torch.autocast("cpu", enabled=False):
         assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
     assert (rand(2, 2) @ rand(2, 2)).dtype is reduced
 
 
+@pytest.mark.contract("3.4")
 def test_outputs_are_left_alone_unless_asked():
     model, x = nn.Linear(4, 4), rand(2, 4)
     amp.initialize(model, opt_level="O1", verbosity=0)
@@ -323,6 +342,7 @@ def test_outputs_are_left_alone_unless_asked():
     assert model(x).dtype is torch.float32
 
 
+@pytest.mark.contract("1.8")
 def test_the_optimizer_steps_without_casts():
     seen = []
 
@@ -340,6 +360,7 @@ def test_the_optimizer_steps_without_casts():
     assert seen == [torch.float32]
 
 
+@pytest.mark.contract("1.8")
 def test_a_closure_works_at_o1():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -347,6 +368,7 @@ def test_a_closure_works_at_o1():
     assert optimizer.step(lambda: 3.0) == 3.0
 
 
+@pytest.mark.contract("1.5")
 def test_decorators():
     @amp.half_function
     def half(a, b=None):
@@ -381,6 +403,7 @@ def test_decorators():
     assert half(f, b=f) == (torch.float32,) * 2
 
 
+@pytest.mark.contract("1.5")
 def test_registered_functions(monkeypatch):
     module = types.ModuleType("somebody")
     module.double = lambda t: t * 2
@@ -403,6 +426,7 @@ def test_registered_functions(monkeypatch):
     assert (torch.sigmoid, torch.softmax, torch.matmul) == (sigmoid, softmax, matmul)
 
 
+@pytest.mark.contract("1.5", "8")
 def test_bfloat16_registration():
     module = types.SimpleNamespace(same=lambda t: t)
     amp.register_bfloat16_function(module, "same")
@@ -418,11 +442,13 @@ class _Products(torch.utils.data.Dataset):
         return rand(2, 2) @ rand(2, 2)
 
 
+@pytest.mark.contract("4.2")
 def test_loader_workers_are_not_cast(reduced):
     loader = torch.utils.data.DataLoader(_Products(), num_workers=1, multiprocessing_context="fork")
     assert next(iter(loader)).dtype is torch.float32
 
 
+@pytest.mark.contract("4.2")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_activations_are_cast_alike(reentrant):
     from torch.utils.checkpoint import checkpoint

@@ -55,6 +55,7 @@ def scale_of(index=0):
     return amp._amp_state.loss_scalers[index].loss_scale()
 
 
+@pytest.mark.contract("1.3.5", "1.3.7", "1.3.8", "3.3", "10.7")
 @pytest.mark.parametrize(("level", "scale"), SCALED)
 @pytest.mark.parametrize("delays", [(False,), (False, False), (True, False), (False, True, False), (True, True, False)])
 def test_accumulated_gradients_are_the_true_sum(level, scale, delays):
@@ -70,6 +71,7 @@ def test_accumulated_gradients_are_the_true_sum(level, scale, delays):
     assert gradients(optimizer) == [[1.0] * 2] * 2, "something of the last step was left behind"
 
 
+@pytest.mark.contract("3.3")
 @pytest.mark.parametrize(("level", "scale"), SCALED)
 def test_two_backwards_in_one_context(level, scale):
     model, optimizer = start(level, scale, max_loss_scale=1024.0)
@@ -79,6 +81,7 @@ def test_two_backwards_in_one_context(level, scale):
     assert gradients(optimizer) == [[2.0] * 2] * 2
 
 
+@pytest.mark.contract("1.3.2", "10.11")
 @pytest.mark.parametrize("kind", [list, tuple, iter])
 def test_any_iterable_of_optimizers(kind):
     model, optimizer = start("O0", 4.0)
@@ -87,6 +90,7 @@ def test_any_iterable_of_optimizers(kind):
     assert gradients(optimizer) == [[2.0] * 2] * 2
 
 
+@pytest.mark.contract("1.3.7", "10.14")
 def test_the_scale_moves_between_delayed_contexts():
     for level in ("O0", "O2"):
         amp.reset()
@@ -98,6 +102,7 @@ def test_the_scale_moves_between_delayed_contexts():
         assert gradients(optimizer) == [[2.0] * 2] * 2
 
 
+@pytest.mark.contract("3.3")
 def test_model_gradients_stay_scaled_and_reduced():
     model, optimizer = start("O2", 8.0)
     backward(model, optimizer, 3)
@@ -106,6 +111,7 @@ def test_model_gradients_stay_scaled_and_reduced():
     assert gradients(optimizer)[0] == [3.0, 3.0]
 
 
+@pytest.mark.contract("1.3.4")
 def test_short_circuit_leaves_everything_to_autograd():
     model, optimizer = start("O0")
     x = torch.ones(2, dtype=torch.float32)
@@ -118,6 +124,7 @@ def test_short_circuit_leaves_everything_to_autograd():
     assert not optimizer._amp_stash.already_patched
 
 
+@pytest.mark.contract("1.3.6")
 def test_the_loss_is_yielded_in_float32_times_scale():
     _, optimizer = start("O2", 8.0)
     with amp.scale_loss(torch.ones(3, dtype=torch.float16), optimizer) as scaled:
@@ -125,6 +132,7 @@ def test_the_loss_is_yielded_in_float32_times_scale():
         assert scaled.tolist() == [8.0] * 3
 
 
+@pytest.mark.contract("1.3.8", "2.3")
 @pytest.mark.parametrize(("level", "scale"), [("O0", "dynamic"), ("O1", None), ("O2", None), ("O3", "dynamic")])
 def test_overflow_skips_exactly_the_next_step(level, scale):
     model, optimizer = start(level, scale, max_loss_scale=1024.0)
@@ -144,6 +152,7 @@ def test_overflow_skips_exactly_the_next_step(level, scale):
     assert model.weight.tolist() == [0.5, 1.5]
 
 
+@pytest.mark.contract("2.3")
 def test_two_overflows_before_one_step():
     model, optimizer = start("O2")
     backward(model, optimizer, float("inf"))
@@ -153,6 +162,7 @@ def test_two_overflows_before_one_step():
     assert not optimizer._amp_stash.already_patched
 
 
+@pytest.mark.contract("2.3")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_clean_backward_after_an_overflow_counts_and_does_not_disarm(level):
     model, optimizer = start(level, "dynamic", max_loss_scale=1024.0)
@@ -162,6 +172,7 @@ def test_a_clean_backward_after_an_overflow_counts_and_does_not_disarm(level):
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 1}
 
 
+@pytest.mark.contract("2.2", "10.10")
 def test_leftovers_of_a_skipped_step_are_found_again():
     model, optimizer = start("O0", "dynamic")
     backward(model, optimizer, float("inf"))
@@ -170,6 +181,7 @@ def test_leftovers_of_a_skipped_step_are_found_again():
     assert optimizer._amp_stash.already_patched
 
 
+@pytest.mark.contract("1.3.7")
 def test_a_delayed_inf_is_found_at_the_end():
     for level in ("O0", "O2"):
         amp.reset()
@@ -180,6 +192,7 @@ def test_a_delayed_inf_is_found_at_the_end():
         assert optimizer._amp_stash.already_patched
 
 
+@pytest.mark.contract("1.3.8")
 def test_delay_overflow_check_leaves_the_verdict_to_the_next_context():
     model, optimizer = start("O0", "dynamic")
     backward(model, optimizer, float("inf"), delay_overflow_check=True)
@@ -189,6 +202,7 @@ def test_delay_overflow_check_leaves_the_verdict_to_the_next_context():
     assert optimizer._amp_stash.already_patched
 
 
+@pytest.mark.contract("1.3.7")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_stepping_on_scaled_gradients_is_refused(level):
     model, optimizer = start(level, 8.0)
@@ -197,6 +211,7 @@ def test_stepping_on_scaled_gradients_is_refused(level):
         optimizer.step()
 
 
+@pytest.mark.contract("1.3.9")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_body_that_raises_keeps_what_was_accumulated(level):
     model, optimizer = start(level, 8.0)
@@ -215,6 +230,7 @@ def test_a_body_that_raises_keeps_what_was_accumulated(level):
     assert gradients(optimizer) == [[2.0] * 2] * 2
 
 
+@pytest.mark.contract("1.10")
 def test_scripts_may_write_the_scale():
     model, optimizer = start("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
@@ -223,6 +239,7 @@ def test_scripts_may_write_the_scale():
     assert gradients(optimizer)[0] == [1.0, 1.0]
 
 
+@pytest.mark.contract("1.3.1", "1.3.3")
 def test_wrong_use_is_explained():
     model, optimizer = start("O1")
     with pytest.raises(IndexError, match="num_losses=2"), amp.scale_loss(torch.ones(()), optimizer, loss_id=1):
@@ -232,6 +249,7 @@ def test_wrong_use_is_explained():
         pass
 
 
+@pytest.mark.contract("3.3")
 def test_sparse_gradients():
     for level in ("O1", "O2"):
         amp.reset()
@@ -295,6 +313,13 @@ def reference(wiring, skipped):
     return [p for m in models for p in (m.weight, m.norm.weight)]
 
 
+@pytest.mark.contract(
+    "2.4",
+    "6.1.2models2losses1optimizer",
+    "6.1.3models2losses1optimizer",
+    "6.1.2models2losses2optimizers",
+    "6.1.3models2losses2optimizers",
+)
 @pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("level", LEVELS[:4])
 @pytest.mark.parametrize("style", ["optimizer", "model", "by hand"])
@@ -333,6 +358,7 @@ def test_conformance(wiring, level, style):
             torch.testing.assert_close(b.detach().float(), a.detach(), rtol=0, atol=0 if level != "O3" else 0.02)
 
 
+@pytest.mark.contract("1.8", "6.1.test_add_param_group")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("zero_before", [False, True])
@@ -370,6 +396,7 @@ def test_add_param_group(level, accumulate, zero_before):
         torch.testing.assert_close(b.norm.weight.detach().float(), a.norm.weight.detach(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.contract("1.3.9")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_delayed_body_that_raises_keeps_units_straight(level):
     model, optimizer = start(level, 8.0)

@@ -25,6 +25,7 @@ def clean(scaler: LossScaler) -> bool:
     return scaler.update_scale()
 
 
+@pytest.mark.contract("2.1")
 def test_constants():
     scaler = LossScaler("dynamic")
     assert (scaler.loss_scale(), scaler._unskipped) == (65536.0, 0)
@@ -38,6 +39,7 @@ def test_constants():
     assert (scaler.loss_scale(), scaler._unskipped) == (65536.0, 0)
 
 
+@pytest.mark.contract("2.2")
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_any_bad_element_is_found(bad, dtype):
@@ -50,6 +52,7 @@ def test_any_bad_element_is_found(bad, dtype):
     assert gradients[0][0] == 0.5
 
 
+@pytest.mark.contract("2.1", "2.2")
 def test_the_maximum_caps_growth_and_start():
     scaler = LossScaler("dynamic", max_loss_scale=2.0**17)
     scaler._unskipped = 1999
@@ -61,6 +64,7 @@ def test_the_maximum_caps_growth_and_start():
     assert LossScaler("dynamic", max_loss_scale=0.5).loss_scale() == 0.5
 
 
+@pytest.mark.contract("2.2")
 def test_the_floor_is_one_unless_given(caplog):
     scaler = LossScaler("dynamic")
     for _ in range(40):
@@ -75,6 +79,7 @@ def test_the_floor_is_one_unless_given(caplog):
     assert LossScaler("dynamic", min_loss_scale=2.0**17).loss_scale() == 2.0**17
 
 
+@pytest.mark.contract("2.2")
 def test_no_floor_still_never_reaches_zero():
     scaler = LossScaler("dynamic", min_loss_scale=0)
     for _ in range(300):
@@ -83,6 +88,7 @@ def test_no_floor_still_never_reaches_zero():
     assert math.isfinite(float(torch.tensor(1.0 / scaler.loss_scale())))
 
 
+@pytest.mark.contract("2.2")
 def test_back_off_never_raises_the_scale():
     scaler = LossScaler("dynamic", min_loss_scale=128.0)
     scaler._loss_scale = 64.0
@@ -90,6 +96,7 @@ def test_back_off_never_raises_the_scale():
     assert scaler.loss_scale() == 64.0
 
 
+@pytest.mark.contract("2.2")
 def test_a_static_scale_counts_and_never_skips():
     scaler = LossScaler(128.0)
     assert not overflow(scaler)
@@ -97,6 +104,7 @@ def test_a_static_scale_counts_and_never_skips():
     assert (scaler.loss_scale(), scaler._unskipped) == (128.0, 2)
 
 
+@pytest.mark.contract("1.9")
 def test_messages_respect_verbosity(caplog):
     amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
     overflow(amp._amp_state.loss_scalers[0])
@@ -108,6 +116,7 @@ def start(level="O2", **overrides):
     return amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0, **overrides)
 
 
+@pytest.mark.contract("1.4")
 def test_state_dict_is_plain_and_in_apex_form():
     start(num_losses=2)
     amp._amp_state.loss_scalers[1]._loss_scale = 8.0
@@ -127,6 +136,7 @@ def test_state_dict_is_plain_and_in_apex_form():
     assert set(mine) == {"other", "loss_scaler0", "loss_scaler1"}
 
 
+@pytest.mark.contract("1.4")
 def test_load_state_dict_restores_and_leaves_its_input_alone():
     start(num_losses=2)
     given = {
@@ -137,6 +147,7 @@ def test_load_state_dict_restores_and_leaves_its_input_alone():
     assert amp.state_dict() == given
 
 
+@pytest.mark.contract("1.4")
 def test_load_state_dict_of_another_length(caplog):
     start()
     entry = {"loss_scale": 4.0, "unskipped": 7}
@@ -145,6 +156,7 @@ def test_load_state_dict_of_another_length(caplog):
     assert "2 loss scalers" in caplog.text
 
 
+@pytest.mark.contract("1.4")
 def test_load_state_dict_refuses_foreign_keys_after_applying_the_rest():
     start()
     entry = {"loss_scale": 4.0, "unskipped": 7}
@@ -153,6 +165,7 @@ def test_load_state_dict_refuses_foreign_keys_after_applying_the_rest():
     assert amp.state_dict() == {"loss_scaler0": entry}
 
 
+@pytest.mark.contract("1.4", "10.12")
 def test_a_dynamic_scale_is_not_loaded_into_a_static_scaler(caplog):
     start("O0")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}})
@@ -160,6 +173,7 @@ def test_a_dynamic_scale_is_not_loaded_into_a_static_scaler(caplog):
     assert "static" in caplog.text
 
 
+@pytest.mark.contract("1.4")
 def test_state_before_initialize_is_empty():
     assert amp.state_dict() == {}
     amp.load_state_dict({})

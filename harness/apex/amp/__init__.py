@@ -23,6 +23,7 @@ from harness.apex.amp.annotate import (
     register_promote_function,
 )
 from harness.apex.amp.checkpoint import load_state_dict, master_params, state_dict
+from harness.apex.amp.handle import init
 from harness.apex.amp.initialize import initialize, reset
 from harness.apex.amp.o1 import disable_casts
 from harness.apex.amp.scale_loss import scale_loss
@@ -34,6 +35,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "init",
     "initialize",
     "load_state_dict",
     "master_params",

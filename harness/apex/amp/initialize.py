@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from harness.apex.amp import annotate, casting, o1, optimizer
+from harness.apex.amp.handle import AmpHandle
 from harness.apex.amp.levels import BRIEFS, LossScale, Properties, apply_overrides, level_properties
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.state import _amp_state, announce, warn
+from harness.apex.amp.state import _amp_state, announce, is_rank_zero, warn
 
 _handles: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -50,6 +51,7 @@ def initialize(
     """
     o1.engine.stop()
     annotate.restore_functions()
+    _amp_state.handle = None
     _amp_state.verbosity, _amp_state.initialized = verbosity, True
     _amp_state.opt_properties = Properties()
     if not enabled:
@@ -78,8 +80,10 @@ def initialize(
     _amp_state.loss_scalers, _amp_state.opt_properties = scalers, properties
     if properties.patch_torch_functions:
         dtype = properties.patch_torch_functions_type or torch.float16
-        o1.engine.start(dtype, {p.device.type for model in model_list for p in model.parameters()} or {"cpu"})
+        device_types = {p.device.type for model in model_list for p in model.parameters()} or {"cpu"}
+        o1.engine.start(dtype, device_types, verbose=verbosity > 1 and is_rank_zero())
         annotate.apply_registrations()
+        _amp_state.handle = AmpHandle(properties.loss_scale, verbose=verbosity > 1)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -123,6 +127,11 @@ def _optimizer_list(optimizers: Any) -> list[Optimizer]:
     if optimizers is None:
         return []
     result = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    if any(type(each).__name__ == "FP16_Optimizer" for each in (result if isinstance(result, list) else [result])):
+        raise RuntimeError(
+            "amp.initialize was given an FP16_Optimizer, which does amp's work by itself. Pass the optimizer it wraps "
+            "and drop FP16_Optimizer, or keep it and drop amp.initialize."
+        )
     if not isinstance(result, list) or not all(isinstance(each, Optimizer) for each in result):
         raise TypeError(
             f"optimizers must be either a torch.optim.Optimizer or a list of them; seen: {_describe(optimizers)}."

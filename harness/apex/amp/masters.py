@@ -49,6 +49,11 @@ class AmpStash:
         self.saved: dict[Tensor, Tensor] = {}  # master -> the value loaded for it, until the first step
         self.undo: list[Any] = []
 
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """Apex's name for ``all_fp32_params`` where there are masters."""
+        return self.all_fp32_params
+
 
 def all_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Every parameter of ``optimizer``, group by group."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from harness.apex.amp import lists
 from harness.apex.amp.casting import REDUCED
+from harness.apex.amp.report import CastReport
 
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
@@ -44,6 +45,8 @@ class CastEngine:
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
         self._plain_cpu: Any = None
+        self._allow_banned = False
+        self._report: CastReport | None = None
 
     @property
     def active(self) -> bool:
@@ -55,10 +58,19 @@ class CastEngine:
         """The device types whose operations are cast."""
         return list(self._before)
 
-    def start(self, dtype: torch.dtype, device_types: Iterable[str]) -> None:
-        """Turn casts to ``dtype`` on for operations on ``device_types``."""
+    def start(
+        self, dtype: torch.dtype, device_types: Iterable[str], *, allow_banned: bool = False, verbose: bool = False
+    ) -> None:
+        """Turn casts to ``dtype`` on for operations on ``device_types``.
+
+        ``allow_banned``: a banned operation runs in float32 instead of raising. ``verbose``: print every cast.
+        """
         self.stop()
         self.dtype = dtype
+        self._allow_banned = allow_banned
+        self._report = CastReport() if verbose else None
+        if self._report is not None:
+            self._report.start()
         self._cache_before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         for device_type in device_types:
@@ -74,7 +86,7 @@ class CastEngine:
         torch.set_autocast_dtype(device_type, self.dtype)
         torch.set_autocast_enabled(device_type, True)
         if device_type in _KEYS:
-            self._libraries[device_type] = _register(_KEYS[device_type], self.dtype)
+            self._libraries[device_type] = _register(_KEYS[device_type], self.dtype, self._allow_banned)
 
     def stop(self) -> None:
         """Turn casts off and leave torch as it was."""
@@ -86,8 +98,10 @@ class CastEngine:
         for library in self._libraries.values():
             library._destroy()
         torch.set_autocast_cache_enabled(self._cache_before)
+        if self._report is not None:
+            self._report.stop()
         delattr(torch.Tensor, "cpu")  # what is left is the inherited method
-        self._libraries, self._before, self.dtype = {}, {}, None
+        self._libraries, self._before, self.dtype, self._report = {}, {}, None, None
 
 
 engine = CastEngine()
@@ -131,14 +145,14 @@ def _cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return result.float() if result.dtype in REDUCED and torch.is_autocast_enabled(self.device.type) else result
 
 
-def _register(key: str, dtype: torch.dtype) -> torch.library.Library:
+def _register(key: str, dtype: torch.dtype, allow_banned: bool) -> torch.library.Library:
     """Kernels under the dispatch key ``key`` for the operations where it does not follow Apex's lists."""
     library = torch.library.Library("aten", "IMPL")
     makers: list[tuple[list[str], Callable[..., Any]]] = [
         (lists.REDUCED, lambda op, below: _reduced_kernel(op, below, dtype)),
         (lists.FLOAT32, _float32_kernel),
         (lists.WIDEST, _widest_kernel),
-        (lists.BANNED, _banned_kernel),
+        (lists.BANNED, _float32_kernel if allow_banned else _banned_kernel),
         (lists.UNTOUCHED, lambda op, below: torch.library.fallthrough_kernel),
     ]
     below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))

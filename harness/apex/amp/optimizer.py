@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from harness.apex.amp import gradients, masters, o1
 from harness.apex.amp.masters import SAVED, AmpStash
 from harness.apex.amp.scaler import LossScaler
+from harness.apex.amp.state import warn
 
 NAMES = (
     "_amp_stash",
@@ -211,6 +212,13 @@ def _after_load(optimizer: Optimizer) -> None:
     if stash.master_weights:
         masters.take_saved(optimizer, optimizer.param_groups)
         masters.record_versions(stash)
+        if stash.all_fp16_params and not stash.saved and optimizer.state:
+            warn(
+                "The optimizer state that was loaded holds no master weights: Apex saved none, nor do levels without "
+                "them. They start again from the model's weights, which a checkpoint of Apex rounded to "
+                f"{stash.all_fp16_params[0].dtype}; what the masters had beyond that is lost. The rest is as saved.",
+                always=True,
+            )
     else:
         _drop_saved_masters(optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.state import _amp_state
 
 
-@contextmanager
 def scale_loss(
     loss: Tensor,
     optimizers: Optimizer | Iterable[Optimizer],
@@ -24,8 +23,8 @@ def scale_loss(
     model: Any = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
-    """Yield ``loss.float()`` times the loss scale, for its ``backward()``; unscale the gradients at the end.
+) -> AbstractContextManager[Tensor]:
+    """Context: yields ``loss.float()`` times the loss scale, for its ``backward()``; unscales the gradients at the end.
 
     ``optimizers``: every optimizer that owns parameters this loss reaches, one or an iterable. ``loss_id`` picks the
     scaler. ``delay_unscale=True`` in all but the last micro-batch of a step leaves gradients scaled and accumulating.
@@ -42,32 +41,44 @@ def scale_loss(
             "Type model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
         )
     if not _amp_state.opt_properties.enabled:
-        yield loss
-        return
+        return nullcontext(loss)
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     scaler = _scaler(loss_id)
+    if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(map(_has_masters, chosen)):
+        return _unscaled(loss) if o1.engine.active else nullcontext(loss.float())
+    return scaled(loss, chosen, scaler, delay_unscale, delay_overflow_check)
+
+
+@contextmanager
+def _unscaled(loss: Tensor) -> Iterator[Tensor]:
+    with o1.disable_casts():
+        yield loss.float()
+
+
+@contextmanager
+def scaled(
+    loss: Tensor,
+    optimizers: list[Optimizer],
+    scaler: LossScaler,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """``scale_loss`` by a given ``scaler``, without its short way at a scale of 1."""
     scale = scaler.loss_scale()
-    if not scaler.dynamic and scale == 1.0 and not any(map(_has_masters, chosen)):
-        if o1.engine.active:
-            with o1.disable_casts():
-                yield loss.float()
-        else:
-            yield loss.float()
-        return
-    for optimizer in chosen:
+    for optimizer in optimizers:
         _stash(optimizer)
         gradients.prepare(optimizer, scale, delay_unscale)
     try:
         with o1.disable_casts():
             yield loss.float() * scale
     except BaseException:
-        for optimizer in chosen:
+        for optimizer in optimizers:
             if delay_unscale:
                 gradients.mark_delayed(optimizer, scale)
             else:
                 gradients.restore(optimizer)
         raise
-    for optimizer in chosen:
+    for optimizer in optimizers:
         if delay_unscale:
             gradients.mark_delayed(optimizer, scale)
         else:
@@ -75,7 +86,7 @@ def scale_loss(
     if delay_overflow_check:
         scaler.clear_overflow_state()
     elif not delay_unscale:
-        _judge(chosen, scaler)
+        _judge(optimizers, scaler)
 
 
 def _judge(optimizers: list[Optimizer], scaler: LossScaler) -> None:

@@ -1,0 +1,182 @@
+"""The handle of Apex's first API, ``amp.init`` (contract 1.7), and of O1 (``amp._amp_state.handle``).
+
+    handle = amp.init()
+    optimizer = handle.wrap_optimizer(optimizer)
+    with optimizer.scale_loss(loss) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+It is O1 by another name: the same casts, scalers and skipped steps. Apex had stopped supporting it before amp was
+removed; scripts of that time run here. There is no weight cache, so what concerns one does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.apex.amp import annotate, o1, optimizer
+from harness.apex.amp.levels import LossScale
+from harness.apex.amp.scale_loss import scaled
+from harness.apex.amp.scaler import LossScaler
+from harness.apex.amp.state import _amp_state
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: LossScale = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> AmpHandle | NoOpHandle:
+    """Turn O1's casts on for the process and return their handle; ``enabled=False``: a handle that does nothing.
+
+    ``loss_scale``: that of ``handle.scale_loss`` and of every wrapped optimizer's losses. ``allow_banned``: compute
+    ``binary_cross_entropy`` in float32 where it would raise. ``patch_type``: the reduced dtype (ROCm's argument).
+    ``enable_caching`` is accepted; there is no cache. A later ``amp.initialize`` ends it.
+    """
+    o1.engine.stop()
+    annotate.restore_functions()
+    if not enabled:
+        return NoOpHandle()
+    device_types = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
+    o1.engine.start(patch_type, device_types, allow_banned=allow_banned, verbose=verbose)
+    annotate.apply_registrations()
+    _amp_state.handle = AmpHandle(loss_scale, verbose)
+    return _amp_state.handle
+
+
+class NoOpHandle:
+    """The handle of a disabled amp: every name is there and leaves things as they are."""
+
+    verbose = False
+    has_cache = False
+
+    def is_active(self) -> bool:
+        """Whether operations are cast."""
+        return False
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Cast weights: none are kept."""
+        return {}
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Nothing: no cast weights are kept."""
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """``optimizer`` with ``scale_loss``, for ``num_loss`` losses a step."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yield what to call ``backward()`` on."""
+        yield loss
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    def _clear_cache(self) -> None:
+        pass
+
+    def _deactivate(self) -> None:
+        pass
+
+
+class AmpHandle(NoOpHandle):
+    """The handle of casts that are in force, until ``_deactivate`` or the next ``init`` or ``initialize``."""
+
+    def __init__(self, loss_scale: LossScale = "dynamic", verbose: bool = False) -> None:
+        self.verbose = verbose
+        self._loss_scale = loss_scale
+        self._default_scaler = LossScaler(loss_scale)
+
+    def is_active(self) -> bool:
+        """Whether operations are cast."""
+        return _amp_state.handle is self and o1.engine.active
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yield ``loss`` times the handle's loss scale; unscale the gradients of ``optimizer`` (or several) at the end.
+
+        An optimizer amp has not seen yet is taken in: its next ``step()`` is skipped after an overflow.
+        """
+        chosen = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        for each in chosen:
+            _adopt(each)
+        with scaled(loss, chosen, self._default_scaler) as scaled_loss:
+            yield scaled_loss
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        with o1.disable_casts():
+            yield
+
+    def _deactivate(self) -> None:
+        """Turn casts off and put replaced functions back."""
+        if self.is_active():
+            o1.engine.stop()
+            annotate.restore_functions()
+
+
+class OptimWrapper:
+    """``optimizer`` under a handle: ``scale_loss`` once for each of ``num_loss`` losses, then ``step``.
+
+    Every loss has a scaler of its own. All other names are the optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, amp_handle: NoOpHandle, num_loss: int = 1) -> None:
+        self._optimizer = optimizer
+        self._handle = amp_handle
+        self._next_loss = 0
+        self._scalers: list[LossScaler] = []
+        if isinstance(amp_handle, AmpHandle):
+            self._scalers = [LossScaler(amp_handle._loss_scale, index=i) for i in range(num_loss)]
+            _adopt(optimizer)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield the next of this step's losses, scaled, for its ``backward()``."""
+        if not self._scalers:
+            yield loss
+            return
+        if self._next_loss == len(self._scalers):
+            raise RuntimeError(
+                f"scale_loss was called {self._next_loss + 1} times before step(), but the optimizer was wrapped for "
+                f"{len(self._scalers)}. Type handle.wrap_optimizer(optimizer, num_loss={self._next_loss + 1})."
+            )
+        scaler = self._scalers[self._next_loss]
+        self._next_loss += 1
+        with scaled(loss, [self._optimizer], scaler) as scaled_loss:
+            yield scaled_loss
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, or skip the step after an overflow in any of the losses."""
+        if closure is not None:
+            raise NotImplementedError("A wrapped optimizer takes no closure: compute the loss before, call step().")
+        if self._next_loss < len(self._scalers):
+            raise RuntimeError(
+                f"step() was called after {self._next_loss} of {len(self._scalers)} losses. Call scale_loss once a "
+                f"loss, or type handle.wrap_optimizer(optimizer, num_loss={max(1, self._next_loss)})."
+            )
+        self._next_loss = 0
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+
+def _adopt(each: Optimizer) -> None:
+    if "_amp_stash" not in each.__dict__:
+        optimizer.adopt(each, master_weights=False, casts_functions=True)
+        _amp_state.optimizers.add(each)

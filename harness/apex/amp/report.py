@@ -1,0 +1,70 @@
+"""What ``verbosity=2`` prints: every cast that O1 or O4 inserts (contract 1.9).
+
+For debugging; it slows every operation. A function mode remembers which function the script called, a dispatch mode
+below autocast sees the copies it leads to. Casts in the backward pass, where autograd casts gradients back, and those
+the script asks for are not reported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ASKED_FOR = {"to", "type", "type_as", "half", "float", "bfloat16", "double", "cpu", "cuda", "backward"}
+
+
+class _Calls(TorchFunctionMode):
+    """The name of the outermost torch function being called, as ``name``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outermost, self.name = self.name, self.name or getattr(func, "__name__", str(func))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.name = outermost
+
+
+class _Copies(TorchDispatchMode):
+    """Prints a line for each change between floating dtypes under a function that was not asked for one."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = self._calls.name
+        if func is torch.ops.aten._to_copy.default and name is not None and name not in ASKED_FOR:
+            before, after = args[0].dtype, result.dtype
+            if before is not after and before.is_floating_point and after.is_floating_point:
+                print(f"amp: {name}: {_short(before)} -> {_short(after)} {tuple(result.shape)}")
+        return result
+
+
+class CastReport:
+    """The report, from ``start`` to ``stop``, of the calling thread."""
+
+    def __init__(self) -> None:
+        calls = _Calls()
+        self._modes: list[Any] = [calls, _Copies(calls)]
+
+    def start(self) -> None:
+        """Report from now on."""
+        for mode in self._modes:
+            mode.__enter__()
+
+    def stop(self) -> None:
+        """Report no more."""
+        for mode in reversed(self._modes):
+            mode.__exit__(None, None, None)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
