@@ -132,7 +132,6 @@ MATCH_OPS = {
     "max_pool": lambda x: F.max_pool2d(x[None], 2),
     "batch_norm": lambda x: nn.BatchNorm1d(4)(x),
     "batch_norm eval": lambda x: nn.BatchNorm1d(4).eval()(x),
-    "exp_": lambda x: x.clone().exp_(),
     "add_": lambda x: x.clone().add_(w(4, 4)),
     "sum dtype": lambda x: x.sum(dtype=x.dtype),
     "softmax dtype": lambda x: x.softmax(-1, dtype=x.dtype),
@@ -194,6 +193,10 @@ def test_promotion_list(reduced, name):
     assert PROMOTE_OPS[name](wide, low).dtype is torch.float32
     assert PROMOTE_OPS[name](low, low).dtype is reduced
     assert PROMOTE_OPS[name](wide, wide).dtype is torch.float32
+    leaves = [low.requires_grad_(), wide.requires_grad_()]
+    out = PROMOTE_OPS[name](*leaves)
+    out.sum().backward()
+    assert [leaf.grad.dtype for leaf in leaves] == [reduced, torch.float32]
 
 
 @pytest.mark.contract("4.2")
@@ -209,6 +212,21 @@ def test_binary_cross_entropy_is_banned_for_reduced_input_only(reduced):
     assert F.binary_cross_entropy(rand(4), rand(4)).dtype is torch.float32
     with pytest.raises(NotImplementedError, match="BCEWithLogitsLoss"):
         F.binary_cross_entropy(rand(4, dtype=reduced), rand(4, dtype=reduced))
+
+
+@pytest.mark.contract("4.1", "6.1.test_promotion")
+@pytest.mark.parametrize("name", ["exp_", "log_", "rsqrt_", "tan_"])
+def test_in_place_methods_of_the_float32_list_refuse_reduced_tensors(reduced, name):
+    x = rand(4, dtype=reduced)
+    with pytest.raises(NotImplementedError, match=f"x = x.{name[:-1]}"):
+        getattr(x, name)()
+    with amp.disable_casts():
+        assert getattr(x, name)().dtype is reduced
+    assert getattr(rand(4), name)().dtype is torch.float32
+    # operations that use it inside, on tensors of their own, are not concerned
+    assert torch.isfinite(torch.logsumexp(rand(4, 4, dtype=reduced), 0)).all()
+    amp.reset()
+    assert name not in torch.Tensor.__dict__
 
 
 @pytest.mark.contract("4.1")

@@ -41,5 +41,10 @@ UNTOUCHED = _names("cat stack")
 # An error on reduced-precision input, because its gradient overflows there; float32 input is fine.
 BANNED = ["binary_cross_entropy"]
 
+# In-place methods of what runs in float32: the result cannot be written into a float16 tensor.
+BANNED_IN_PLACE = _names("""
+    acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ cumprod_ cumsum_ renorm_
+""")
+
 # Operations whose built-in autocast rule differs from Apex's and is replaced.
 REPLACED = {"grid_sampler", "binary_cross_entropy", "cat", "stack"}

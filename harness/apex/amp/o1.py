@@ -44,7 +44,7 @@ class CastEngine:
         self._libraries: dict[str, torch.library.Library] = {}
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
-        self._plain_cpu: Any = None
+        self._methods: list[str] = []
         self._allow_banned = False
         self._report: CastReport | None = None
 
@@ -75,8 +75,13 @@ class CastEngine:
         torch.set_autocast_cache_enabled(False)
         for device_type in device_types:
             self.add(device_type)
-        self._plain_cpu = torch.Tensor.cpu
-        setattr(torch.Tensor, "cpu", _cpu)  # noqa: B010 - no type checker accepts a method replaced in the open
+        self._replace("cpu", _cpu_as_float32)
+        for name in lists.BANNED_IN_PLACE:
+            self._replace(name, _banned_method)
+
+    def _replace(self, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        setattr(torch.Tensor, name, make(name, getattr(torch.Tensor, name)))
+        self._methods.append(name)
 
     def add(self, device_type: str) -> None:
         """Cast operations on ``device_type`` as well."""
@@ -100,8 +105,9 @@ class CastEngine:
         torch.set_autocast_cache_enabled(self._cache_before)
         if self._report is not None:
             self._report.stop()
-        delattr(torch.Tensor, "cpu")  # what is left is the inherited method
-        self._libraries, self._before, self.dtype, self._report = {}, {}, None, None
+        for name in self._methods:
+            delattr(torch.Tensor, name)  # what is left is the inherited method
+        self._libraries, self._before, self.dtype, self._report, self._methods = {}, {}, None, None, []
 
 
 engine = CastEngine()
@@ -139,10 +145,36 @@ class FollowDevice:
             return
 
 
-def _cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _is_cast(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of reduced precision on a device whose operations are being cast."""
+    return tensor.dtype in REDUCED and torch.is_autocast_enabled(tensor.device.type)
+
+
+def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``Tensor.cpu`` under O1: reduced precision arrives as float32, as numpy wants it (contract 4.1)."""
-    result: Tensor = engine._plain_cpu(self, *args, **kwargs)
-    return result.float() if result.dtype in REDUCED and torch.is_autocast_enabled(self.device.type) else result
+
+    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(self, *args, **kwargs).float() if _is_cast(self) else plain(self, *args, **kwargs)
+
+    return cpu
+
+
+def _banned_method(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An in-place method that O1 would compute in float32 but whose result must go where float16 is (contract 4.1).
+
+    Only as a method: operations of torch use these in place inside, on tensors of their own.
+    """
+
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _is_cast(self):
+            raise NotImplementedError(
+                f"{name} was called under O1 on a {self.dtype} tensor. {name[:-1]} is computed in float32 there, and "
+                f"that cannot be written into the tensor. Type x = x.{name[:-1]}(...), or leave O1 with "
+                f"amp.disable_casts() around x.{name}(...)."
+            )
+        return plain(self, *args, **kwargs)
+
+    return method
 
 
 def _register(key: str, dtype: torch.dtype, allow_banned: bool) -> torch.library.Library:

@@ -1,0 +1,76 @@
+"""Every level with every loss scale and batch-norm setting trains a net, alone and on two ranks (contract 6.3)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.apex import amp
+from harness.apex.parallel import DistributedDataParallel
+from tests.ranks import run_ranks
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+SCALES = (None, 1.0, "128.0", "dynamic")
+BATCH_NORM = (None, "True", "False")
+CASES = [
+    (level, scale, norm)
+    for level, scale, norm in itertools.product(LEVELS, SCALES, BATCH_NORM)
+    if norm is None or level not in ("O1", "O4")
+]
+
+
+def losses(level, scale, norm, wrap=None, steps=8):
+    """The loss of each step of training on one batch, as main_amp.py would with these options."""
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, keep_batchnorm_fp32=norm, loss_scale=scale, verbosity=0
+    )
+    if wrap is not None:
+        model = wrap(model)
+    x, y = torch.randn(8, 3, 8, 8), torch.arange(8) % 4
+    found = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.contract("6.3", "8")
+@pytest.mark.parametrize(("level", "scale", "norm"), CASES)
+def test_every_combination_learns_and_repeats_itself(level, scale, norm):
+    first = losses(level, scale, norm)
+    assert all(map(math.isfinite, first))
+    assert first[-1] < 0.75 * first[0]
+    assert losses(level, scale, norm) == first
+
+
+def _on_a_rank():
+    overlapped = {case: losses(*case, wrap=DistributedDataParallel, steps=4) for case in CASES}
+    delayed = {
+        case: losses(*case, wrap=lambda m: DistributedDataParallel(m, delay_allreduce=True), steps=4) for case in CASES
+    }
+    amp.reset()
+    return overlapped, delayed
+
+
+@pytest.mark.contract("6.3")
+def test_two_ranks_with_the_same_data_equal_one():
+    for overlapped, delayed in run_ranks(2, _on_a_rank, timeout_s=120):
+        for case in CASES:
+            alone = losses(*case, steps=4)
+            assert overlapped[case] == alone, case
+            assert delayed[case] == alone, case
