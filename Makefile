@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
 
-.PHONY: train test check bench clean
+.PHONY: train test check bench gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
@@ -23,6 +23,10 @@ bench: $(VENV)/.test  ## measure; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
 	$(BIN)/python -m benchmarks.apex_amp_step
 	$(BIN)/python -m benchmarks.apex_o1_engine
+
+gpu-check: $(VENV)/.test  ## on a machine with a CUDA device: amp's tests there, and amp on models of real size
+	$(BIN)/python -m pytest tests/apex --device cuda
+	$(BIN)/python -m benchmarks.apex_models --device cuda
 
 data/digits/train.csv: | $(VENV)/.train
 	$(BIN)/harness data digits data/digits

@@ -15,6 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where tests/apex create their tensors: cpu or cuda")
+
+
 @pytest.fixture(autouse=True)
 def police():
     """No test may leak environment variables, a process group, a default dtype or a thread count into the next."""
