@@ -100,8 +100,8 @@ def installed_apex() -> tuple[tuple[Any, Any, str] | None, str]:
         return None, f"the installed apex cannot be imported: {error}"
     if not all(hasattr(amp, name) for name in ("initialize", "scale_loss", "master_params", "state_dict")):
         return None, "the installed apex.amp is not NVIDIA's"
-    if getattr(importlib.import_module("apex"), "__harness__", False):
-        return None, "the apex in sys.modules is harness.apex itself"
+    if amp.__name__.startswith("harness."):
+        return None, "apex.amp is harness.apex itself (harness.apex.install() was called)"
     try:
         version = importlib.metadata.version("apex")
     except importlib.metadata.PackageNotFoundError:

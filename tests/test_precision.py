@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -70,8 +71,15 @@ def test_an_apex_that_is_not_nvidia_s(nvidia):
     del nvidia["apex.amp"].scale_loss
     assert installed_apex() == (None, "the installed apex.amp is not NVIDIA's")
     nvidia["apex.amp"].scale_loss = None
-    nvidia["apex"].__harness__ = True
+
+
+def test_ours_under_the_name_of_apex_is_not_an_installed_one(monkeypatch):
+    import harness.apex
+
+    for name in ("", ".amp", ".parallel"):
+        monkeypatch.setitem(sys.modules, f"apex{name}", importlib.import_module(f"harness.apex{name}"))
     assert "harness.apex itself" in installed_apex()[1]
+    assert choose(PrecisionSection(), CUDA).amp is harness.apex.amp
 
 
 def test_levels_that_nvidia_s_does_not_have(nvidia):
