@@ -199,6 +199,53 @@ def test_promotion_list(reduced, name):
     assert [leaf.grad.dtype for leaf in leaves] == [reduced, torch.float32]
 
 
+# Operations that Apex never knew: (function of two matrices, result of float32, of reduced, of mixed input), where the
+# last three are autocast's choices for CUDA.
+WIDE, LOW = "float32", "reduced"
+UNKNOWN_OPS = {
+    "attention": (
+        lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], y[None, None]),
+        LOW,
+        LOW,
+        LOW,
+    ),
+    "einsum": (lambda x, y: torch.einsum("ij,jk->ik", x, y), LOW, LOW, LOW),
+    "multi_dot": (lambda x, y: torch.linalg.multi_dot([x, y, x]), LOW, LOW, LOW),
+    "vecdot": (torch.linalg.vecdot, LOW, LOW, LOW),
+    "multihead": (lambda x, y: nn.MultiheadAttention(4, 2)(x[:, None], y[:, None], y[:, None])[0], LOW, LOW, LOW),
+    "encoder layer": (lambda x, y: nn.TransformerEncoderLayer(4, 2, 8)(x[None]), WIDE, WIDE, WIDE),
+    "encoder layer eval": (lambda x, y: nn.TransformerEncoderLayer(4, 2, 8).eval()(x[None]), WIDE, WIDE, WIDE),
+    "rms_norm": (lambda x, y: F.rms_norm(x, (4,), y[0]), WIDE, WIDE, WIDE),
+    "log1p": (lambda x, y: x.log1p(), WIDE, WIDE, WIDE),
+    "logsumexp": (lambda x, y: x.logsumexp(0), WIDE, WIDE, WIDE),
+    "cdist": (torch.cdist, WIDE, WIDE, WIDE),
+    "pdist": (lambda x, y: F.pdist(x), WIDE, WIDE, WIDE),
+    "huber": (F.huber_loss, WIDE, WIDE, WIDE),
+    "nuclear norm": (lambda x, y: torch.linalg.matrix_norm(x, "nuc"), WIDE, WIDE, WIDE),
+    "matrix_exp": (lambda x, y: torch.matrix_exp(x), WIDE, WIDE, WIDE),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, 1), WIDE, LOW, WIDE),
+    "vdot": (lambda x, y: torch.vdot(x[0], y[0]), WIDE, LOW, WIDE),
+    "index_put": (lambda x, y: x.index_put((torch.tensor([0]),), y[:1]), WIDE, LOW, WIDE),
+    "scatter_add": (lambda x, y: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.long), y), WIDE, LOW, WIDE),
+    "silu": (lambda x, y: F.silu(x), WIDE, LOW, WIDE),
+    "instance_norm": (lambda x, y: F.instance_norm(x[None]), WIDE, LOW, WIDE),
+    "where": (lambda x, y: torch.where(x > 0.5, x, y), WIDE, LOW, WIDE),
+}
+
+
+@pytest.mark.contract("4.2", "7.2")
+@pytest.mark.parametrize("name", UNKNOWN_OPS)
+def test_operations_apex_never_knew_follow_autocast(reduced, name):
+    op, *expected = UNKNOWN_OPS[name]
+    inputs = [(torch.float32, torch.float32), (reduced, reduced), (torch.float32, reduced)]
+    for (first, second), wanted in zip(inputs, expected, strict=True):
+        x, y = rand(4, 4, dtype=first).requires_grad_(), rand(4, 4, dtype=second).requires_grad_()
+        out = op(x, y)
+        assert out.dtype is (reduced if wanted is LOW else torch.float32), (first, second)
+        out.float().sum().backward()
+        assert x.grad.dtype is first
+
+
 @pytest.mark.contract("4.2")
 def test_float64_is_never_cast(reduced):
     x = rand(4, 4, dtype=torch.float64)

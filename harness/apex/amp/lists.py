@@ -1,7 +1,8 @@
 """Which operations O1 and O4 run in which precision: Apex's lists (contract 4.1), by ATen name.
 
 These are the *differences* to ``torch.autocast``. What a device's autocast already does as Apex did is not registered
-again (see ``o1``), and operations in no list follow autocast's choice. Names cover all overloads except in-place and
+again (see ``o1``). Operations that Apex never knew follow autocast's choice for CUDA, on every device: what a script
+does on a CPU is what it does on a GPU. Names cover all overloads except in-place and
 ``out=`` ones, which keep the dtype of the tensor they write to. Composite operations (``F.normalize``,
 ``F.triplet_margin_loss``) follow from the ones they are made of.
 """
@@ -18,6 +19,7 @@ REDUCED = _names("""
     prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)
+REDUCED += _names("chain_matmul linalg_multi_dot")  # autocast's choice
 
 FLOAT32 = _names("""
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
@@ -31,9 +33,12 @@ FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum
     dist norm linalg_vector_norm linalg_matrix_norm prod std sum var renorm
 """)
+FLOAT32 += _names("log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm")  # autocast's choice
+FLOAT32 += _names("matrix_exp linalg_matrix_exp")  # in float16 it mixes dtypes once what it is made of is cast
 
 # Everything else on Apex's promotion list (add, mul, eq, ...) is promoted by torch itself.
 WIDEST = _names("addcdiv addcmul atan2 cross linalg_cross bilinear dot")
+WIDEST += _names("index_put scatter_add tensordot vdot")  # autocast's choice
 
 # Left to torch, which promotes them; autocast's own rule raises on the reduced dtype that is not its own.
 UNTOUCHED = _names("cat stack")
