@@ -1,7 +1,23 @@
-"""Data parallelism under the names of Apex's ``parallel``; wrap after ``amp.initialize``."""
+"""Data parallelism under the names of Apex's ``parallel``; wrap after ``amp.initialize``.
+
+``LARC`` is a module, as in Apex, that can be used as the class in it.
+"""
 
 from __future__ import annotations
 
-from harness.apex.parallel.distributed import DistributedDataParallel
+from torch.distributed import ReduceOp
 
-__all__ = ["DistributedDataParallel"]
+from harness.apex.parallel import LARC
+from harness.apex.parallel.conversion import convert_syncbn_model, create_syncbn_process_group
+from harness.apex.parallel.distributed import DistributedDataParallel, Reducer
+from harness.apex.parallel.sync_batchnorm import SyncBatchNorm
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "ReduceOp",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]

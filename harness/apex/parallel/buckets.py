@@ -98,11 +98,21 @@ class Bucket:
         return self._flat
 
 
-def layout(parameters: Sequence[Tensor], order: Sequence[int], min_elements: int, fp32: bool) -> list[Bucket]:
-    """Buckets over ``parameters`` taken in ``order``; a bucket of a kind closes at ``min_elements``."""
+def layout(
+    parameters: Sequence[Tensor],
+    order: Sequence[int],
+    min_elements: int,
+    fp32: bool,
+    triggers: Sequence[Tensor] | None = None,
+) -> list[Bucket]:
+    """Buckets over ``parameters`` taken in ``order``.
+
+    A bucket of a kind closes at ``min_elements``, or behind each of ``triggers`` where these are given.
+    """
     done: list[Bucket] = []
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     elements: dict[tuple[torch.device, torch.dtype], int] = {}
+    ends = None if triggers is None else {id(parameter) for parameter in triggers}
 
     def close(kind: tuple[torch.device, torch.dtype]) -> None:
         indices = filling.pop(kind)
@@ -112,7 +122,7 @@ def layout(parameters: Sequence[Tensor], order: Sequence[int], min_elements: int
         kind = (parameters[i].device, parameters[i].dtype)
         filling.setdefault(kind, []).append(i)
         elements[kind] = elements.get(kind, 0) + parameters[i].numel()
-        if elements[kind] >= min_elements:
+        if elements[kind] >= min_elements if ends is None else id(parameters[i]) in ends:
             close(kind)
             elements[kind] = 0
     for kind in list(filling):

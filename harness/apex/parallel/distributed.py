@@ -3,7 +3,8 @@
 Differences to Apex, all towards what a user expects: buffers are broadcast at construction as well as parameters;
 every floating dtype is reduced; ranks may differ in which parameters a pass uses (a parameter no rank used keeps no
 gradient); every backward pass is reduced, however many follow one forward; accumulating without reduction is right
-under every opt level; with ``gradient_average=False`` what was already reduced is not summed again.
+under every opt level; with ``gradient_average=False`` what was already reduced is not summed again; the wrapper can be
+copied and pickled. Buckets are laid out once, in reverse order of registration, not in the order of the first pass.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.apex.parallel.agreement import broadcast_from_rank_zero
 from harness.apex.parallel.buckets import Scaling
+from harness.apex.parallel.on_demand import Reducer
 from harness.apex.parallel.reducer import GradientReducer
 from harness.apex.parallel.sparse import sparse_parameters
+
+__all__ = ["DistributedDataParallel", "Reducer"]
 
 # Sent at the end, gradients still go in pieces: one is copied while another is on its way.
 DELAYED_SIZE = 1_000_000
@@ -30,16 +34,21 @@ class DistributedDataParallel(nn.Module):
     All ranks must construct it, around models of the same shape; rank 0's parameters and buffers are copied to the
     others then. Needs a process group. Wrap after ``amp.initialize``.
 
+    Ranks may differ in which parameters a pass uses. Where the model holds a ``SyncBatchNorm`` as well, use
+    ``delay_allreduce=True`` then: its messages cross the ranks during the backward pass too, and all must come in the
+    same order on every rank.
+
     Args:
         module: the model; also found as ``.module``.
         message_size: least number of elements sent at once while the backward pass runs.
         delay_allreduce: send everything at the end of the backward pass instead.
         shared_param: Apex refuses it, so does this.
-        allreduce_trigger_params: accepted; buckets are laid out by ``message_size``.
+        allreduce_trigger_params: close a bucket behind each of these, instead of by ``message_size``.
         retain_allreduce_buffers: let gradients be views of the buffers they were reduced in.
         allreduce_always_fp32: sum float16 and bfloat16 gradients in float32.
         num_allreduce_streams: accepted; the backend schedules its own streams.
-        allreduce_communicators: accepted; the default process group is used.
+        allreduce_communicators: (process groups, streams), ``num_allreduce_streams`` of each; accepted, the default
+            process group is used.
         gradient_average: divide the sum by the number of ranks.
         gradient_predivide_factor: divide by this before the sum and multiply by it in the average after it.
         gradient_average_split_factor: accepted and ignored, as in Apex.
@@ -65,10 +74,13 @@ class DistributedDataParallel(nn.Module):
         prof: bool = False,
     ) -> None:
         super().__init__()
-        _check(delay_allreduce, shared_param, allreduce_trigger_params, num_allreduce_streams)
+        _check(delay_allreduce, shared_param, allreduce_trigger_params)
+        _check_streams(delay_allreduce, num_allreduce_streams, allreduce_communicators)
+        _check_devices(module)
         self.module = module
         self.delay_allreduce = delay_allreduce
         self.message_size = message_size
+        self.allreduce_trigger_params = allreduce_trigger_params
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.gradient_average = gradient_average
@@ -133,6 +145,7 @@ class DistributedDataParallel(nn.Module):
                 fp32=self.allreduce_always_fp32,
                 retain=self.retain_allreduce_buffers,
                 sparse=sparse_parameters(self.module),
+                triggers=self.allreduce_trigger_params,
             )
             self._reducer.enabled = self._enabled
 
@@ -145,7 +158,7 @@ class DistributedDataParallel(nn.Module):
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _check(delay: bool, shared: Any, triggers: Any, streams: int) -> None:
+def _check(delay: bool, shared: Any, triggers: Any) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "DistributedDataParallel needs the default process group, and there is none. Call "
@@ -155,22 +168,26 @@ def _check(delay: bool, shared: Any, triggers: Any, streams: int) -> None:
         raise ValueError(
             "shared_param is not supported. Leave it out; for a model with shared weights nothing is needed."
         )
-    if delay and streams > 1:
-        raise ValueError(f"num_allreduce_streams={streams} needs delay_allreduce=False. Leave one of the two out.")
     if delay and triggers is not None:
         raise ValueError("allreduce_trigger_params needs delay_allreduce=False. Leave one of the two out.")
 
 
-@torch.no_grad()
-def broadcast_from_rank_zero(tensors: list[Tensor]) -> None:
-    """Copy rank 0's values of ``tensors`` to all ranks, in flat pieces by device and dtype. All ranks call it."""
-    if dist.get_world_size() == 1:
-        return
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for group in groups.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        dist.broadcast(flat, src=0)
-        for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-            tensor.detach().copy_(piece.view(tensor.shape))
+def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
+    if delay and streams > 1:
+        raise ValueError(f"num_allreduce_streams={streams} needs delay_allreduce=False. Leave one of the two out.")
+    if communicators is not None and [len(part) for part in communicators] != [streams, streams]:
+        raise ValueError(
+            f"allreduce_communicators must hold {streams} process groups and as many streams, as num_allreduce_streams "
+            f"says; seen {[len(part) for part in communicators]}. Leave it out: the default process group is used."
+        )
+
+
+def _check_devices(module: nn.Module) -> None:
+    if dist.get_backend() == "nccl":
+        names = [name for name, parameter in module.named_parameters() if parameter.device.type == "cpu"]
+        if names:
+            raise ValueError(
+                f"The nccl backend takes CUDA tensors only, and parameter {names[0]} is on the CPU (as are "
+                f"{len(names) - 1} more). Call model.cuda() before DistributedDataParallel, or use "
+                'init_process_group("gloo").'
+            )

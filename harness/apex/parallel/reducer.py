@@ -23,9 +23,9 @@ from harness.apex.parallel.sparse import sum_over_ranks
 class GradientReducer:
     """Reduces the gradients of ``parameters`` over the default process group, backward pass by backward pass.
 
-    ``message_size``: least number of elements in a bucket. ``overlap``: send a bucket as soon as it is full, else all
-    at the end of the pass. While ``enabled`` is False gradients accumulate locally (``holds_local``) and are reduced
-    with the next enabled backward pass, wherever amp has put them meanwhile.
+    ``message_size``: least number of elements in a bucket, unless ``triggers`` say where buckets end. ``overlap``: send
+    a bucket as soon as it is full, else all at the end of the pass. While ``enabled`` is False gradients accumulate
+    locally (``holds_local``) and are reduced with the next enabled backward pass, wherever amp has put them meanwhile.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class GradientReducer:
         fp32: bool = False,
         retain: bool = False,
         sparse: Sequence[Tensor] = (),
+        triggers: Sequence[Tensor] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.enabled = True
@@ -47,7 +48,7 @@ class GradientReducer:
         self._sparse = [i for i, parameter in enumerate(self.parameters) if id(parameter) in sparse_ids]
         # about the order in which gradients become ready
         dense = [i for i in reversed(range(len(self.parameters))) if i not in self._sparse]
-        self.buckets = layout(self.parameters, dense, message_size, fp32)
+        self.buckets = layout(self.parameters, dense, message_size, fp32, triggers)
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
         self._pending = [False] * len(self.parameters)  # has local amounts that no reduction has seen
         self._ids = {id(parameter) for parameter in self.parameters}

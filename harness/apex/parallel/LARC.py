@@ -1,0 +1,184 @@
+"""``LARC``: layer-wise adaptive rate control around any optimizer (contract 5.4; You, Gitman and Ginsburg 2017).
+
+Old scripts say ``from apex.parallel.LARC import LARC`` and also ``from apex.parallel import LARC``, which gives this
+module. So the module can be used as the class: called, in ``isinstance``, as a base class.
+
+Differences to Apex: LARC is a torch optimizer, which learning-rate schedulers take; ``step`` takes a closure; weight
+decay is put back also when ``step`` raises; norms of half-precision tensors are taken in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class LARC(Optimizer):
+    """``optimizer`` whose gradients are scaled, before its step, by each parameter's own rate.
+
+    With weights ``p``, gradient ``g`` and the group's ``lr`` and ``weight_decay``, for each parameter
+
+        rate = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)
+        rate = min(rate / lr, 1)                       with ``clip``
+        g    = (g + weight_decay * p) * rate
+
+    and then ``optimizer`` steps without weight decay of its own. Where ``|p|`` or ``|g|`` is 0, ``g`` stays as it is,
+    without weight decay. Gradients are changed in place.
+
+    ``param_groups``, ``state``, ``defaults`` and state dicts are those of the wrapped optimizer, which is ``.optim``.
+    LARC may be given to ``amp.initialize``, or put around an optimizer that came from there; either way call its own
+    ``step``. Raises RuntimeError for sparse gradients.
+    """
+
+    _step_supports_amp_scaling = False  # a GradScaler must unscale before the norms are taken, whatever optim can do
+
+    def __init__(self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8):
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"LARC is put around a torch optimizer; seen a {type(optimizer).__name__}. Type "
+                "LARC(torch.optim.SGD(model.parameters(), lr=0.1))."
+            )
+        # not Optimizer.__init__: groups and state belong to the wrapped optimizer
+        self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """What else is asked of an optimizer, amp's marks among it, the wrapped one knows."""
+        if name == "optim" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "clip", "eps")}
+
+    def __repr__(self) -> str:
+        return f"LARC(trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}) of {self.optim!r}"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Scale the gradients and step; return what the wrapped ``step`` returns."""
+        with self._without_weight_decay() as decays:
+            if closure is None:
+                self._scale_gradients(decays)
+                return self.optim.step()
+
+            def scaled_closure() -> Any:
+                loss = closure()
+                self._scale_gradients(decays)
+                return loss
+
+            return self.optim.step(scaled_closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, as in Apex: the two load each other's."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = self.optim.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.optim.load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @contextmanager
+    def _without_weight_decay(self) -> Iterator[list[float]]:
+        """Set the groups' weight decay to 0 and put it back after; yield what it was (0 where a group has none)."""
+        groups = [group for group in self.param_groups if "weight_decay" in group]
+        decays = [group["weight_decay"] for group in groups]
+        try:
+            for group in groups:
+                group["weight_decay"] = 0.0
+            before = {id(group): decay for group, decay in zip(groups, decays, strict=True)}
+            yield [before.get(id(group), 0.0) for group in self.param_groups]
+        finally:
+            for group, decay in zip(groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+    @torch.no_grad()
+    def _scale_gradients(self, decays: list[float]) -> None:
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for parameters in alike.values():
+                self._scale(parameters, group["lr"], decay)
+
+    def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> None:
+        """Scale the gradients of ``parameters``, of one device and dtype, with no wait for the device."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise RuntimeError(
+                "LARC needs dense gradients, and one is sparse. Make the embedding with sparse=False, or leave its "
+                "parameters to an optimizer of their own."
+            )
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        weight_norms = torch.stack(torch._foreach_norm(parameters, 2, dtype))
+        gradient_norms = torch.stack(torch._foreach_norm(gradients, 2, dtype))
+        rates = self.trust_coefficient * weight_norms / (gradient_norms + decay * weight_norms + self.eps)
+        if self.clip:
+            rates = (rates / lr).clamp(max=1.0)
+        # A zero gradient must not take up weight decay: what is added to it now is multiplied away. (Zero weights add
+        # nothing.)
+        rates = torch.where(weight_norms == 0, 1.0, rates)
+        rates = torch.where(gradient_norms == 0, 0.0, rates)
+        if decay != 0:
+            torch._foreach_add_(gradients, parameters, alpha=decay)
+        torch._foreach_mul_(gradients, list(rates.unbind()))
+
+
+class _LARCModule(types.ModuleType):
+    """A module that may be used as the class of the same name in it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> LARC:
+        return LARC(*args, **kwargs)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, LARC)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, LARC)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (LARC,)
+
+
+sys.modules[__name__].__class__ = _LARCModule

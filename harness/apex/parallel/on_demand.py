@@ -1,0 +1,97 @@
+"""``Reducer``: gradients averaged over the ranks when the script says so (contract 5.2).
+
+DistributedDataParallel, which does it by itself during the backward pass, is in ``distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.apex.parallel.agreement import broadcast_from_rank_zero
+from harness.apex.parallel.buckets import Bucket, Scaling, layout
+from harness.apex.parallel.sparse import sparse_parameters, sum_over_ranks
+
+MESSAGE_SIZE = 1_000_000  # elements; one piece is copied while another is on its way
+
+
+class Reducer:
+    """Averages over all ranks, at each ``reduce()``: the gradients of a module, or given tensors.
+
+    All ranks must construct it, and call ``reduce()`` equally often. Needs the default process group.
+
+    With amp, call ``reduce()`` inside the ``scale_loss`` context, after ``backward()``: at its end each rank judges
+    overflow by the gradients it finds, and gradients that are averaged later can neither correct that verdict nor
+    reach master weights, so loss scales and weights would drift apart between ranks.
+
+    Args:
+        module_or_grads_list: a module, of which rank 0's parameters and buffers are copied to all ranks now, and
+            whose trainable parameters' gradients are averaged; they may be missing on some ranks, where they count as
+            zero, and stay None where no rank has one. Or tensors, in iterables nested at will, averaged in place:
+            the same number and shapes on every rank. Note that gradients are other tensors after
+            ``zero_grad(set_to_none=True)``, torch's default; give the module then.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "Reducer needs the default process group, and there is none. Call "
+                'torch.distributed.init_process_group("gloo") (or "nccl") first, under a launcher such as torchrun.'
+            )
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads = [] if isinstance(module_or_grads_list, nn.Module) else list(_flatten(module_or_grads_list))
+        self._scaling = Scaling(dist.get_world_size(), average=True, predivide=1.0)
+        self._buckets: list[Bucket] = []
+        self._laid_out: list[Tensor] = []
+        if self.module is not None:
+            broadcast_from_rank_zero([*self.module.parameters(), *self.module.buffers()])
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average now. All ranks call it."""
+        if dist.get_world_size() == 1:
+            return
+        if self.module is None:
+            for tensor, average in self._averages(self.grads, list(self.grads)):
+                tensor.copy_(average)
+            return
+        sparse = {id(table) for table in sparse_parameters(self.module)}
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        dense: list[Tensor] = [parameter for parameter in trainable if id(parameter) not in sparse]
+        for parameter, average in self._averages(dense, [parameter.grad for parameter in dense]):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(average)
+        for parameter in trainable:
+            if id(parameter) in sparse:
+                total = sum_over_ranks(parameter.grad, parameter)
+                parameter.grad = None if total is None else total * self._scaling.after
+
+    def _averages(self, tensors: list[Tensor], values: list[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(tensor, average of its values) wherever some rank has a value."""
+        if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._laid_out]:
+            self._buckets = layout(tensors, range(len(tensors)), MESSAGE_SIZE, fp32=False)
+            self._laid_out = tensors
+        flags = [[values[i] is not None for i in bucket.indices] for bucket in self._buckets]
+        for bucket, flagged in zip(self._buckets, flags, strict=True):
+            bucket.launch([values[i] for i in bucket.indices], flagged, self._scaling)
+        for bucket, flagged in zip(self._buckets, flags, strict=True):
+            for place, total in bucket.finish(flagged):
+                yield bucket.parameters[place], total.mul_(self._scaling.after)
+
+
+def _flatten(items: Any) -> Iterator[Tensor]:
+    if isinstance(items, Tensor):
+        yield items
+    elif isinstance(items, Iterable) and not isinstance(items, str):
+        for item in items:
+            yield from _flatten(item)
+    else:
+        raise TypeError(
+            f"Reducer takes a module, or tensors in nested iterables; seen a {type(items).__name__}. For gradients "
+            "that may be None give the module that they belong to."
+        )
