@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -59,6 +62,7 @@ def _compare_with_one_process(delay: bool) -> None:
     amp.reset()
 
 
+@pytest.mark.contract("5.1.2", "5.1.3", "5.1.6", "5.1.7", "10.3", "8")
 @pytest.mark.parametrize("delay", [True, False])
 def test_two_ranks_train_like_one_process_with_all_the_data(delay):
     run_ranks(2, _compare_with_one_process, delay)
@@ -262,8 +266,6 @@ def _outside_the_wrapper() -> None:
 
 
 def _construction() -> None:
-    import copy
-
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -278,20 +280,28 @@ def _construction() -> None:
     assert torch.equal(flat, other)
     assert net.module is model
     assert model.mask.tolist() == [True, False]
-    twin = copy.deepcopy(net)
-    for copy_or_net in (twin, net):
-        copy_or_net(torch.randn(4, 3)).sum().backward()
-    assert model[0].weight.grad is not None
     gathered = [None, None]
-    dist.all_gather_object(gathered, twin.module[0].weight.grad.tolist())
-    assert gathered[0] == gathered[1], "a copy reduces too"
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), net):
+        twin(torch.randn(4, 3)).pow(3).sum().backward()
+        dist.all_gather_object(gathered, twin.module[0].weight.grad.tolist())
+        assert gathered[0] == gathered[1], "a copy reduces too"
+    bare = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    bare.register_buffer("mask", torch.tensor([False, False]))
+    bare.load_state_dict({name.removeprefix("module."): value for name, value in net.state_dict().items()})
     for error, options in (
         (ValueError, {"shared_param": True}),
         (ValueError, {"delay_allreduce": True, "num_allreduce_streams": 2}),
         (ValueError, {"delay_allreduce": True, "allreduce_trigger_params": list(model.parameters())}),
+        (ValueError, {"allreduce_communicators": ([None], [None]), "num_allreduce_streams": 2}),
+        (ValueError, {"allreduce_communicators": ([None, None], [None]), "num_allreduce_streams": 2}),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error, match="Leave"):
             _wrap(model, **options)
+    _wrap(model, allreduce_communicators=([None, None], [None, None]), num_allreduce_streams=2)
+    with mock.patch.object(dist, "get_backend", return_value="nccl"), pytest.raises(ValueError, match="0.weight.*gloo"):
+        _wrap(model)
+    with pytest.raises(RuntimeError, match="same model on every rank"):
+        _wrap(nn.Linear(2, 2, bias=rank == 0))
     with pytest.raises(RuntimeError, match="AFTER"):
         amp.initialize(net, verbosity=0)
     amp.reset()
@@ -358,17 +368,99 @@ def _reentrant_checkpoint() -> None:
         torch.testing.assert_close(found, first.weight.grad)
 
 
+def _buckets(net):
+    """The places, in ``parameters()``, that each bucket holds."""
+    return [bucket.indices for bucket in net._reducer.buckets]
+
+
+def _layout() -> None:
+    """Which gradients travel together, and when."""
+    sizes = (3, 2, 4, 1)
+    kinds = (torch.float32,) * 4
+    assert _buckets(_wrap(Numbers(sizes, kinds))) == [[3, 2, 1, 0]]
+    assert _buckets(_wrap(Numbers(sizes, kinds), message_size=5)) == [[3, 2], [1, 0]], "at least 5 elements each"
+    assert _buckets(_wrap(Numbers(sizes, kinds), message_size=1)) == [[3], [2], [1], [0]]
+    model = Numbers(sizes, kinds)
+    triggered = _wrap(model, message_size=1, allreduce_trigger_params=[model.list[1]])
+    assert _buckets(triggered) == [[3, 2, 1], [0]], "what is left over forms the last"
+    mixed = (torch.float32, torch.float16, torch.float32, torch.float16)
+    assert sorted(_buckets(_wrap(Numbers(sizes, mixed)))) == [[2, 0], [3, 1]], "one dtype a bucket"
+    rank = dist.get_rank()
+    for options, under_way in (({"message_size": 1}, True), ({}, False), ({"delay_allreduce": True}, False)):
+        net = _wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **options)
+        sent = []
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            net.module[0].weight.register_hook(lambda _, sent=sent, spy=all_reduce: sent.append(spy.call_count))
+            net(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        assert (sent[0] > 0) == under_way, "overlapped: the last layer is on its way when the first is reached"
+
+
+def _race_condition() -> None:
+    """Two large parameters, a bucket each, ten passes without a pause: every sum is the one of its own pass."""
+    rank = dist.get_rank()
+    size = 1 << 18
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.full((size,), float(i))) for i in (1, 2))
+
+        def forward(self, x):
+            return (x * self.a * self.b).sum()
+
+    model = Net()
+    triggers = [model.a, model.b]
+    net = _wrap(model, message_size=1, allreduce_trigger_params=triggers, num_allreduce_streams=3)
+    assert len(net._reducer.buckets) == 2
+    for i in range(10):
+        model.zero_grad()
+        net(torch.full((size,), float(i + rank))).backward()
+        mean = i + 0.5
+        assert model.a.grad.unique().tolist() == [mean * 2]
+        assert model.b.grad.unique().tolist() == [mean]
+
+
+def _amp_master_params() -> None:
+    """Different data on each rank: weights and masters stay equal across ranks, and weights are masters rounded."""
+    rank = dist.get_rank()
+    for level, dtype in (("O2", torch.float16), ("O5", torch.bfloat16)):
+        for options in BOTH:
+            amp.reset()
+            torch.manual_seed(rank)  # the wrapper must make them start alike
+            model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            net = _wrap(model, **options)
+            for _ in range(20):
+                with amp.scale_loss(net(torch.randn(6, 8)).pow(2).mean(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert {p.dtype for p in model.parameters()} == {dtype, torch.float32}
+            masters = list(amp.master_params(optimizer))
+            assert {p.dtype for p in masters} == {torch.float32}
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                assert torch.equal(parameter, master.to(parameter.dtype))
+                first = master.detach().clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(master, first)
+    amp.reset()
+
+
 BODIES = [
-    _averages,
-    _dtypes,
-    _unused,
-    _several_backwards,
-    _local_overflow,
-    _never_reduced,
-    _outside_the_wrapper,
-    _construction,
-    _sparse,
-    _reentrant_checkpoint,
+    pytest.param(_averages, marks=pytest.mark.contract("5.1.2", "5.1.3", "5.1.4", "5.1.5", "5.1.6")),
+    pytest.param(_dtypes, marks=pytest.mark.contract("5.1.2", "5.1.3", "5.1.5", "10.5")),
+    pytest.param(_unused, marks=pytest.mark.contract("5.1.2", "5.1.3", "10.4")),
+    pytest.param(_several_backwards, marks=pytest.mark.contract("5.1.4", "10.6")),
+    pytest.param(_local_overflow, marks=pytest.mark.contract("5.1.6", "5.1.7", "10.3")),
+    pytest.param(_never_reduced, marks=pytest.mark.contract("5.1.6", "5.1.7")),
+    pytest.param(_outside_the_wrapper, marks=pytest.mark.contract("5.1.6", "5.1.7")),
+    pytest.param(_construction, marks=pytest.mark.contract("5.1.1", "5.1.7", "10.17", "10.9")),
+    pytest.param(_layout, marks=pytest.mark.contract("5.1.2", "5.1.3")),
+    pytest.param(_race_condition, marks=pytest.mark.contract("5.1.3", "6.4.ddp_race_condition")),
+    pytest.param(_amp_master_params, marks=pytest.mark.contract("5.1.7", "6.4.amp_master_params")),
+    pytest.param(_sparse, marks=pytest.mark.contract("5.1.2", "5.1.3", "10.3")),
+    pytest.param(_reentrant_checkpoint, marks=pytest.mark.contract("5.1.4")),
 ]
 
 
@@ -377,6 +469,7 @@ def test_on_two_ranks(body):
     run_ranks(2, body, timeout_s=60)
 
 
+@pytest.mark.contract("5.1.2", "5.1.3", "10.4")
 def test_unused_parameters_on_three_ranks():
     run_ranks(3, _three_ranks, timeout_s=60)
 
@@ -399,10 +492,12 @@ def _alone() -> None:
     assert net.allreduce_buffers == []
 
 
+@pytest.mark.contract("5.1.1")
 def test_world_of_one():
     run_ranks(1, _alone)
 
 
+@pytest.mark.contract("5.1.1")
 def test_without_a_process_group():
     with pytest.raises(ValueError, match="init_process_group"):
         DistributedDataParallel(nn.Linear(1, 1))

@@ -1,0 +1,197 @@
+"""Reducer: averages on demand, over real gloo ranks (contract 5.2)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.apex import amp
+from harness.apex.parallel import Reducer
+from tests.ranks import run_ranks
+
+
+class Numbers(nn.Module):
+    """``forward([a, b, ...])``: the sum of ``parameter * number``; None leaves a parameter out of the graph."""
+
+    def __init__(self, sizes=(3, 2, 4), dtypes=(torch.float32,) * 3):
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(torch.ones(n, dtype=d)) for n, d in zip(sizes, dtypes, strict=True)])
+
+    def forward(self, numbers):
+        return sum((p * x).sum().float() for p, x in zip(self.list, numbers, strict=True) if x is not None)
+
+
+def _gradients(module):
+    return [None if p.grad is None else p.grad.float().unique().tolist() for p in module.parameters()]
+
+
+def _module() -> None:
+    rank = dist.get_rank()
+    model = Numbers(dtypes=(torch.float32, torch.bfloat16, torch.float64))
+    model.register_buffer("count", torch.tensor([rank]))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(5.0 - rank)
+    reducer = Reducer(model)
+    assert [p.unique().tolist() for p in model.parameters()] == [[5.0]] * 3, "rank 0's"
+    assert model.count.item() == 0
+    reducer.reduce()
+    assert _gradients(model) == [None] * 3
+    for _ in range(2):  # the second time in buffers that hold the first's
+        model.zero_grad()
+        model([1.0 + rank] * 3).backward()
+        assert _gradients(model) == [[1.0 + rank]] * 3, "nothing by itself"
+        kept = [p.grad for p in model.parameters()]
+        reducer.reduce()
+        assert _gradients(model) == [[1.5]] * 3
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True)), "in place"
+    assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
+
+
+def _unused() -> None:
+    """Parameters of equal size, used on one rank or the other: a flat buffer of what exists would mix them up."""
+    rank = dist.get_rank()
+    model = Numbers(sizes=(4, 4, 4))
+    reducer = Reducer(model)
+    for mine_0, mine_1, expected in (
+        ([1.0, None, None], [None, 5.0, None], [[0.5], [2.5], None]),
+        ([None, None, None], [None, 3.0, 1.0], [None, [1.5], [0.5]]),
+        ([2.0, 2.0, 2.0], [None, 4.0, 2.0], [[1.0], [3.0], [2.0]]),
+    ):
+        model.zero_grad()
+        loss = model(mine_1 if rank else mine_0)
+        if isinstance(loss, torch.Tensor):
+            loss.backward()
+        reducer.reduce()
+        assert _gradients(model) == expected
+    model.zero_grad()
+    model.list[1].requires_grad_(False)
+    model([1.0 + rank] * 3).backward()
+    reducer.reduce()
+    assert _gradients(model) == [[1.5], None, [1.5]]
+    model.list[1].requires_grad_(True)
+    model.zero_grad()
+    model([1.0 + rank] * 3).backward()
+    reducer.reduce()
+    assert _gradients(model) == [[1.5]] * 3, "unfrozen later"
+
+
+def _tensors() -> None:
+    rank = dist.get_rank()
+    a, b = torch.full((2, 3), 1.0 + rank), torch.full((4,), 3.0 * rank, dtype=torch.float64)
+    c = torch.full((), 2.0 * rank, dtype=torch.float16)
+    nested = [a, (b, iter([c])), []]
+    reducer = Reducer(nested)
+    reducer.reduce()
+    assert (a.unique().tolist(), b.unique().tolist(), c.item()) == ([1.5], [1.5], 1.0)
+    a.fill_(rank)
+    reducer.reduce()
+    assert (a.unique().tolist(), b.unique().tolist()) == ([0.5], [1.5])
+    single = torch.full((3,), float(rank))
+    Reducer(single).reduce()
+    assert single.tolist() == [0.5] * 3
+    for wrong in ([a, None], ["a"], [3.0]):
+        with pytest.raises(TypeError, match="give the module"):
+            Reducer(wrong)
+    Reducer([]).reduce()
+
+
+def _many_pieces() -> None:
+    rank = dist.get_rank()
+    tensors = [torch.full((400_000,), float(i + rank)) for i in range(6)]
+    reducer = Reducer(tensors)
+    reducer.reduce()
+    assert len(reducer._buckets) > 1
+    assert [tensor.unique().tolist() for tensor in tensors] == [[i + 0.5] for i in range(6)]
+
+
+def _sparse() -> None:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1, bias=False))
+    reducer = Reducer(model)
+    with torch.no_grad():
+        model[1].weight.fill_(1.0)
+    model(torch.tensor([1, 3 if rank else 1])).sum().backward()
+    reducer.reduce()
+    assert model[0].weight.grad.is_sparse
+    assert model[0].weight.grad.to_dense()[:, 0].tolist() == [0.0, 1.5, 0.0, 0.5, 0.0]
+    model.zero_grad()
+    reducer.reduce()
+    assert model[0].weight.grad is None
+
+
+def _inside_scale_loss() -> None:
+    """Weights and loss scales stay equal on both ranks, also through an overflow on one."""
+    rank = dist.get_rank()
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+        amp.reset()
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=64.0, verbosity=0)
+        reducer = Reducer(model)
+        for step in range(3):
+            number = torch.tensor(float("inf") if step == 1 and rank == 1 else 1.0 + rank)
+            with amp.scale_loss(model([number, 2.0, None if rank else number]), optimizer) as loss:
+                loss.backward()
+                reducer.reduce()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}, level
+        found = [p.detach().float().unique().tolist() for p in model.parameters()]
+        assert found == [[1 - 2 * 0.5 * 1.5], [1 - 2 * 0.5 * 2.0], [1 - 2 * 0.5 * 0.5]], (level, found)
+    amp.reset()
+
+
+def _ranks_that_differ() -> None:
+    rank = dist.get_rank()
+    for sizes, other in (((2, 3), (2, 4)), ((2, 3), (3, 2)), ((2, 3), (5,))):
+        mine = other if rank else sizes
+        with pytest.raises(RuntimeError, match="same model on every rank"):
+            Reducer(Numbers(sizes=mine, dtypes=(torch.float32,) * len(mine)))
+
+
+def _all_on_two_ranks() -> None:
+    for body in (_module, _unused, _tensors, _many_pieces, _sparse, _inside_scale_loss, _ranks_that_differ):
+        torch.manual_seed(0)
+        body()
+        dist.barrier()
+
+
+@pytest.mark.contract("5.2", "10.4", "10.5")
+def test_on_two_ranks():
+    run_ranks(2, _all_on_two_ranks, timeout_s=60)
+
+
+def _three_ranks() -> None:
+    rank = dist.get_rank()
+    model = Numbers()
+    reducer = Reducer(model)
+    model([3.0 if rank == i else None for i in range(3)]).backward()
+    reducer.reduce()
+    assert _gradients(model) == [[1.0]] * 3
+
+
+@pytest.mark.contract("5.2", "10.4")
+def test_on_three_ranks():
+    run_ranks(3, _three_ranks, timeout_s=60)
+
+
+def _alone() -> None:
+    model = Numbers()
+    reducer = Reducer(model)
+    model([1.0, None, 2.0]).backward()
+    reducer.reduce()
+    assert _gradients(model) == [[1.0], None, [2.0]]
+
+
+@pytest.mark.contract("5.2")
+def test_world_of_one():
+    run_ranks(1, _alone)
+
+
+@pytest.mark.contract("5.2")
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        Reducer(nn.Linear(1, 1))
