@@ -400,6 +400,35 @@ def test_groups_of_two_on_four_ranks():
     run_ranks(4, _four_ranks, timeout_s=60)
 
 
+def _one_cuda_rank() -> None:
+    """The synchronized path itself, on a group of one: its kernels, on the device."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch.object(SyncBatchNorm, "_world_size", return_value=2):
+        for dims in SHAPES:
+            for memory_format in [torch.contiguous_format] + [torch.channels_last] * (dims == 4):
+                for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)):
+                    x, weights, _ = _data(dims, [6], offset=0.5)
+                    reference, expected, expected_grad = _reference(x.to(dtype), weights.to(dtype))
+                    sbn = _set(SyncBatchNorm(C)).cuda()
+                    mine = x.to("cuda", dtype).contiguous(memory_format=memory_format).requires_grad_()
+                    out = sbn(mine)
+                    (out * weights.to("cuda", dtype)).sum().backward()
+                    assert out.dtype is mine.grad.dtype is dtype
+                    close = {"rtol": tolerance, "atol": tolerance * 10}
+                    torch.testing.assert_close(out.detach().double().cpu(), expected, **close)
+                    torch.testing.assert_close(mine.grad.double().cpu(), expected_grad, **close)
+                    torch.testing.assert_close(sbn.weight.grad.double().cpu(), reference.weight.grad, **close)
+                    torch.testing.assert_close(sbn.running_var.double().cpu(), reference.running_var, **close)
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.contract("5.3")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda():
+    run_ranks(1, _one_cuda_rank, group=False)
+
+
 # One process, no group.
 
 
@@ -445,6 +474,9 @@ def test_pickles_and_state_dicts_interchange_with_batch_norm():
         other.load_state_dict(sbn.state_dict())
         sbn.load_state_dict(other.state_dict())
         assert other.weight.tolist() == PARAMETERS["weight"]
+    for name in ("process_group", "channel_last", "fuse_relu"):
+        del sbn.__dict__[name]  # as in modules pickled by Apex without extensions
+    assert sbn(torch.randn(4, C)).shape == (4, C)
 
 
 class _Model(nn.Module):

@@ -39,6 +39,11 @@ class SyncBatchNorm(_BatchNorm):
     Raises ValueError, on every rank, if there is but one value per channel over all ranks.
     """
 
+    # modules unpickled from Apex's checkpoints may come without
+    process_group: Any = None
+    channel_last: bool = False
+    fuse_relu: bool = False
+
     def __init__(
         self,
         num_features: int,
@@ -194,7 +199,7 @@ class _Normalize(torch.autograd.Function):
         channels, inverse_std = len(mean), (var + ctx.eps).rsqrt()
         sums = mean.new_zeros(2 * channels)
         if x.numel() > 0:
-            grad = grad.contiguous(memory_format=_memory_format(x))
+            grad = grad.contiguous(memory_format=_memory_format(x))  # or the kernels take their slow way
             _, times_x, plain = torch.ops.aten.native_batch_norm_backward(
                 grad, x, scale, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
             )
