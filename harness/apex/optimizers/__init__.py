@@ -1,0 +1,12 @@
+"""Fused optimizers under the names of Apex's ``optimizers``, on torch's foreach and fused kernels, on any device."""
+
+from __future__ import annotations
+
+from harness.apex.optimizers.fused_adagrad import FusedAdagrad
+from harness.apex.optimizers.fused_adam import FusedAdam
+from harness.apex.optimizers.fused_lamb import FusedLAMB
+from harness.apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
+from harness.apex.optimizers.fused_novograd import FusedNovoGrad
+from harness.apex.optimizers.fused_sgd import FusedSGD
+
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]

@@ -1,0 +1,135 @@
+"""``FusedLAMB``, and ``apply_lamb``: the LAMB update that it shares with ``FusedMixedPrecisionLamb``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.apex.amp_C import l2_norms
+from harness.apex.optimizers.fused import FusedOptimizer, check_options, refuse_amsgrad
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB: Adam whose step for each tensor is scaled to the norm of that tensor.
+
+    You et al., Large Batch Optimization for Deep Learning, https://arxiv.org/abs/1904.00962.
+
+    All gradients are first divided by ``max(1, global norm / max_grad_norm)``; the norm is over all groups, and the
+    constructor's ``max_grad_norm`` counts (None or 0: no clipping). The trust ratio ``|w| / |update|`` applies where
+    ``weight_decay`` is not 0, or everywhere with ``use_nvlamb=True``. ``adam_w_mode=False`` adds the weight decay to
+    the gradient; ``grad_averaging=False`` adds gradients to ``exp_avg`` with weight 1 instead of ``1 - beta1``.
+
+    Moments are float32 for float16 and bfloat16 parameters; ``step`` is counted per group. Unlike Apex's, which left
+    the update in ``p.grad``, this one does not touch the gradients.
+    """
+
+    settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        refuse_amsgrad("FusedLAMB", amsgrad)
+        check_options("FusedLAMB", betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        defaults = dict(
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+        )
+        super().__init__(params, defaults, set_grad_none)
+
+    def _update(self) -> None:
+        factor = clip_factor(self)
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+                apply_lamb(self, group, factor, None)
+
+
+def clip_factor(optimizer: FusedOptimizer, inv_scale: Tensor | float = 1.0) -> Tensor | float:
+    """What to multiply each gradient by: ``inv_scale``, and what clips the global norm to ``max_grad_norm``."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    max_norm = optimizer.defaults["max_grad_norm"]
+    if not max_norm or not grads or any(grad.layout is not torch.strided for grad in grads):  # sparse: refused later
+        return inv_scale
+    norm = torch.linalg.vector_norm(l2_norms(grads, grads[0].device)) * _on(inv_scale, grads[0].device)
+    return (max_norm / norm).clamp(max=1.0) * _on(inv_scale, grads[0].device)
+
+
+def apply_lamb(optimizer: FusedOptimizer, group: dict[str, Any], factor: Tensor | float, skip: Tensor | None) -> None:
+    """Update ``group`` from its gradients times ``factor``; a true ``skip`` leaves weights and moments as they are.
+
+    ``optimizer`` has ``adam_w_mode`` and ``use_nvlamb``; ``group["step"]`` counts this step already.
+    """
+    beta1, beta2 = group["betas"]
+    weight_decay = group["weight_decay"]
+    for batch in optimizer._batches(group):
+        exp_avgs = optimizer._moments(batch, "exp_avg")
+        exp_avg_sqs = optimizer._moments(batch, "exp_avg_sq")
+        grads: Any = torch._foreach_mul(batch.grads, _on(factor, batch.device, batch.dtype))
+        if weight_decay != 0 and not optimizer.adam_w_mode:  # type: ignore[attr-defined]
+            torch._foreach_add_(grads, batch.weights, alpha=weight_decay)
+        lr, keep1, keep2 = _on(group["lr"], batch.device, batch.dtype), beta1, beta2
+        if skip is not None:
+            here = skip.to(batch.device)
+            grads = [grad.masked_fill(here, 0.0) for grad in grads]
+            lr, keep1, keep2 = (torch.where(here, neutral, x) for neutral, x in ((0.0, lr), (1.0, beta1), (1.0, beta2)))
+        torch._foreach_mul_(exp_avgs, keep1)
+        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(exp_avg_sqs, keep2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        del grads
+        updates = _adam_updates(group, exp_avgs, exp_avg_sqs)
+        if weight_decay != 0 and optimizer.adam_w_mode:  # type: ignore[attr-defined]
+            torch._foreach_add_(updates, batch.weights, alpha=weight_decay)
+        if weight_decay != 0 or optimizer.use_nvlamb:  # type: ignore[attr-defined]
+            torch._foreach_mul_(updates, list((_trust_ratios(batch.weights, updates) * lr).unbind()))
+        else:
+            torch._foreach_mul_(updates, lr)
+        torch._foreach_sub_(batch.weights, updates)
+        optimizer._write_back(batch)
+
+
+def _adam_updates(group: dict[str, Any], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[Tensor]:
+    """Bias-corrected first moments over the roots of the second, as new tensors."""
+    corrections: list[Any] = [1.0, 1.0]
+    if group["bias_correction"]:
+        step = group["step"]
+        if isinstance(step, Tensor):  # at 0 the very first step is skipped, and must not divide by 0 to do so
+            step = step.to(exp_avgs[0].device).clamp(min=1).double().reshape(())
+        corrections = [_on(1 - beta**step, exp_avgs[0].device, exp_avgs[0].dtype) for beta in group["betas"]]
+    denominators = torch._foreach_div(exp_avg_sqs, corrections[1])
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, group["eps"])
+    torch._foreach_mul_(denominators, corrections[0])
+    return list(torch._foreach_div(exp_avgs, denominators))
+
+
+def _trust_ratios(weights: list[Tensor], updates: list[Tensor]) -> Tensor:
+    """``|weight| / |update|`` for each pair, shape ``(len(weights),)``; 1 where one of the norms is 0."""
+    weight_norms, update_norms = (torch.stack(torch._foreach_norm(tensors, 2)) for tensors in (weights, updates))
+    return torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
+
+
+def _on(value: Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """A tensor brought to ``device`` and ``dtype``; a number stays a number."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else value

@@ -1,0 +1,144 @@
+"""``FusedNovoGrad``: NovoGrad with Apex's arguments and state, on torch's foreach kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.apex.optimizers.fused import REDUCED, Batch, FusedOptimizer, check_options, refuse_amsgrad
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad: Adam with one second moment per tensor, that of the gradient's norm.
+
+    Ginsburg et al., Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks,
+    https://arxiv.org/abs/1905.11286.
+
+    With ``norm_type=2`` the running norm is ``sqrt(beta2 * v**2 + (1 - beta2) * |g|**2)``, with 0 (largest absolute
+    value) ``beta2 * v + (1 - beta2) * |g|``. It starts at the first norm, or at 0 with ``init_zero=True``.
+    ``reg_inside_moment=True`` accumulates normalized gradients plus weight decay, as the paper does; the default
+    accumulates raw gradients, and normalizes and decays in the update. ``grad_averaging=False`` adds gradients to
+    ``exp_avg`` with weight 1 instead of ``1 - beta1``.
+
+    As in Apex, ``group["exp_avg_sq"]`` holds the running norms (not squared): a list of two vectors, for the group's
+    float16 or bfloat16 parameters and for the others, in the order of the parameters that ever had a gradient.
+    ``exp_avg`` is float32 for float16 and bfloat16 parameters; ``step`` is counted per group.
+    """
+
+    settings = ("set_grad_none", "reg_inside_moment")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse_amsgrad("FusedNovoGrad", amsgrad)
+        check_options("FusedNovoGrad", betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        if norm_type not in (0, 2):
+            raise RuntimeError(
+                f"FusedNovoGrad was given norm_type={norm_type!r}; allowed are 2 (Euclidean) and 0 (largest absolute "
+                "value)."
+            )
+        self.reg_inside_moment = reg_inside_moment
+        defaults = dict(
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            norm_type=norm_type,
+            init_zero=init_zero,
+        )
+        super().__init__(params, defaults, set_grad_none)
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            norms = self._running_norms(group)
+            for batch in self._batches(group):
+                denominators = self._denominators(group, batch, norms)
+                self._update_batch(group, batch, denominators)
+                self._write_back(batch)
+            self._keep(group, norms)
+
+    def _denominators(self, group: dict[str, Any], batch: Batch, norms: dict[Tensor, Tensor]) -> Tensor:
+        """Advance the running norms of ``batch``; returns them bias-corrected, plus eps, shape ``(len(batch),)``."""
+        beta2 = group["betas"][1]
+        euclidean = group["norm_type"] == 2
+        new = torch.stack(torch._foreach_norm(batch.grads, 2 if euclidean else math.inf))
+        first = new.new_zeros(()) if group["init_zero"] else None
+        old = torch.stack(
+            [norms.get(p, one if first is None else first) for p, one in zip(batch.params, new.unbind(), strict=True)]
+        )
+        blend = (beta2 * old**2 + (1 - beta2) * new**2).sqrt() if euclidean else beta2 * old + (1 - beta2) * new
+        norms.update(zip(batch.params, blend.unbind(), strict=True))
+        correction = math.sqrt(1 - beta2 ** group["step"]) if group["bias_correction"] else 1.0
+        return blend / correction + group["eps"]
+
+    def _update_batch(self, group: dict[str, Any], batch: Batch, denominators: Tensor) -> None:
+        beta1 = group["betas"][0]
+        grad_weight = 1 - beta1 if group["grad_averaging"] else 1.0
+        weight_decay, lr = group["weight_decay"], float(group["lr"])
+        step_size = lr / (1 - beta1 ** group["step"]) if group["bias_correction"] else lr
+        exp_avgs = self._moments(batch, "exp_avg")
+        torch._foreach_mul_(exp_avgs, beta1)
+        if self.reg_inside_moment:
+            grads = torch._foreach_div(batch.grads, list(denominators.unbind()))
+            if weight_decay != 0:
+                torch._foreach_add_(grads, batch.weights, alpha=weight_decay)
+            torch._foreach_add_(exp_avgs, grads, alpha=grad_weight)
+            torch._foreach_add_(batch.weights, exp_avgs, alpha=-step_size)
+            return
+        torch._foreach_add_(exp_avgs, batch.grads, alpha=grad_weight)
+        if weight_decay != 0:
+            torch._foreach_mul_(batch.weights, 1 - lr * weight_decay)
+        torch._foreach_addcmul_(batch.weights, exp_avgs, list((step_size / denominators).unbind()), value=-1)
+
+    def _members(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters that have had a gradient: those in reduced precision, and the others."""
+        known = [param for param in group["params"] if "exp_avg" in self.state.get(param, {})]
+        return [p for p in known if p.dtype in REDUCED], [p for p in known if p.dtype not in REDUCED]
+
+    def _running_norms(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
+        """``group["exp_avg_sq"]`` by parameter."""
+        reduced, others = self._members(group)
+        stored = group.get("exp_avg_sq", [])
+        sizes, wanted = [vector.numel() for vector in stored], [len(reduced), len(others)]
+        members = reduced + others
+        if sizes != wanted and 0 in sizes and sum(sizes) == len(members):
+            # saved when all were of one kind (before or without amp.initialize): in plain order
+            members = [param for param in group["params"] if any(param is member for member in members)]
+        elif sizes != wanted and (sizes or members):
+            raise ValueError(
+                f'group["exp_avg_sq"] holds {sizes} running norms; [float16 or bfloat16, other] parameters with state '
+                f"are {wanted}. Load the state dict into an optimizer over the same parameters, in the same dtypes."
+            )
+        values = [value for vector in stored for value in vector.unbind()]
+        return {param: value.to(param.device) for param, value in zip(members, values, strict=True)}
+
+    def _keep(self, group: dict[str, Any], norms: dict[Tensor, Tensor]) -> None:
+        device = group["params"][0].device
+        group["exp_avg_sq"] = [
+            torch.stack([norms[param].to(device) for param in members]) if members else torch.zeros(0, device=device)
+            for members in self._members(group)
+        ]
+
+    def _adopt_loaded(self, group: dict[str, Any]) -> None:
+        if "exp_avg_sq" in group:
+            self._keep(group, self._running_norms(group))
