@@ -203,6 +203,8 @@ def warn_of_skew(config: Config, task: Any, runtime: Runtime) -> None:
         return
     with runtime.together("counting labels"):
         mine = task.label_counts(*bounds(len(task.train), runtime.rank, runtime.world_size))
+    if mine is None:
+        return  # a task without labels, on every rank
     counts = np.stack(runtime.gather(mine)).astype(float)
     whole = counts.sum(0) / counts.sum()
     distance = np.abs(counts / counts.sum(1, keepdims=True) - whole).sum(1) / 2
