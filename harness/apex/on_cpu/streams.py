@@ -1,0 +1,133 @@
+"""Streams, events and the current device of ``torch.cuda`` on the CPU, where everything is done when a call returns.
+
+The current device and stream are the calling thread's, as in CUDA.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.apex.on_cpu.count import note_call
+
+_current = threading.local()  # .device, .stream
+
+
+def set_device(device: Any) -> None:
+    """Remember ``device`` for ``current_device``. Negative: nothing."""
+    index = _index(device)
+    if index >= 0:
+        _current.device = index
+
+
+def current_device() -> int:
+    """What ``set_device`` was last given in this thread; 0 before."""
+    return getattr(_current, "device", 0)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The stream of the innermost ``with torch.cuda.stream(...)``."""
+    return getattr(_current, "stream", None) or Stream(device)
+
+
+def set_stream(stream: Any) -> None:
+    """Make ``stream`` this thread's current stream."""
+    _current.stream = stream
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index if device is not None else None
+    return current_device() if index is None else index
+
+
+class DeviceContext:
+    """``torch.cuda.device`` and ``device_of``: the current device inside a ``with``."""
+
+    def __init__(self, device: Any) -> None:
+        note_call("torch.cuda.device")
+        self.idx = -1 if isinstance(device, Tensor) else _index(device)
+
+    def __enter__(self) -> None:
+        self.prev_idx = current_device()
+        set_device(self.idx)
+
+    def __exit__(self, *error: Any) -> None:
+        set_device(self.prev_idx)
+
+
+class Event:
+    """An event that has happened when it is recorded; ``elapsed_time`` is that of the clock on the wall."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        note_call("torch.cuda.Event")
+        self._time_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time_s = time.perf_counter()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this record to that of ``end_event``."""
+        return 1000 * (end_event._time_s - self._time_s)
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+class Stream:
+    """A queue on which everything is done when the call returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        note_call("torch.cuda.Stream")
+        self.device = torch.device("cpu")
+        self.priority = priority
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event if event is not None else Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def wait_event(self, event: Any) -> None:
+        """Return at once."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Return at once."""
+
+
+class StreamContext:
+    """``torch.cuda.stream``: the current stream inside a ``with``."""
+
+    def __init__(self, stream: Any) -> None:
+        note_call("torch.cuda.stream")
+        self.stream = stream
+
+    def __enter__(self) -> Any:
+        self._before = getattr(_current, "stream", None)
+        _current.stream = self.stream if self.stream is not None else self._before
+        return self.stream
+
+    def __exit__(self, *error: Any) -> None:
+        _current.stream = self._before
