@@ -71,6 +71,7 @@ def _unused() -> None:
     model([1.0 + rank] * 3).backward()
     reducer.reduce()
     assert _gradients(model) == [[1.5], None, [1.5]]
+    assert sum(bucket.flat.numel() for bucket in reducer._buckets) == 8, "what is frozen is not sent"
     model.list[1].requires_grad_(True)
     model.zero_grad()
     model([1.0 + rank] * 3).backward()
