@@ -108,7 +108,8 @@ class FusedOptimizer(Optimizer):
                     self.state[param][key] = value.to(param.device, wide(param))
         for group in self.param_groups:
             for name, default in self.defaults.items():
-                group.setdefault(name, default)
+                if name != "differentiable":  # torch adds it to the defaults of what was loaded; no group has it
+                    group.setdefault(name, default)
             self._adopt_loaded(group)
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
