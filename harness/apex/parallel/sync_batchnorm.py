@@ -1,8 +1,7 @@
-"""``SyncBatchNorm``: batch norm over the batches of all ranks (contract 5.3). Turning models over is in ``conversion``.
+"""``SyncBatchNorm``: batch norm over the batches of all ranks (contract 5.3).
 
-One collective forward (each rank's mean, variance and count are gathered) and one backward (two sums per channel), on
-any device and backend. Statistics are float32 at least, merged by count (Chan, Golub and LeVeque 1979), so batches may
-differ in size between ranks, or be empty on some.
+Its arithmetic and collectives are in ``batch_statistics``; turning over the batch norms of a model is in
+``conversion``.
 
 Differences to Apex: the CPU is a device like any other; unequal batches, ``momentum=None`` and
 ``track_running_stats=False`` work everywhere; evaluation never communicates.
@@ -16,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from harness.apex.parallel.batch_statistics import global_statistics, normalize
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -114,8 +114,7 @@ class SyncBatchNorm(_BatchNorm):
                 return super().forward(x)  # empty everywhere: leaves the running statistics alone
         if self.track_running_stats:
             self._update_running(mean, var, count)
-        result: Tensor = _Normalize.apply(x, self.weight, self.bias, mean, var, count, self.eps, self.process_group)
-        return result
+        return normalize(x, self.weight, self.bias, mean, var, count, self.eps, self.process_group)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
@@ -141,96 +140,3 @@ class SyncBatchNorm(_BatchNorm):
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
-
-
-@torch.no_grad()
-def global_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance ``(channels,)`` of ``x`` ``(batch, channels, ...)`` over ``group``; the count ``()``.
-
-    float32, or float64 for float64 ``x``. All ranks of ``group`` call it; for a count of 0 the others are nan.
-    """
-    channels, world = x.shape[1], dist.get_world_size(group)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    mine = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
-    if x.numel() > 0:
-        # The kernel takes the dtype it computes in from the running statistics. These are scratch.
-        scratch = mine[: 2 * channels].view(2, channels).clone() if dtype is not x.dtype else (None, None)
-        mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
-        torch.cat([mean, var, mine.new_full((1,), x.numel() // channels)], out=mine)
-    gathered = mine.new_empty(world * len(mine))
-    dist.all_gather_into_tensor(gathered, mine, group=group)
-    means, variances, counts = gathered.view(world, -1).split([channels, channels, 1], dim=1)
-    count = counts.sum()
-    shares = counts / count
-    mean = (shares * means).sum(0)
-    var = (shares * (variances + (means - mean).square())).sum(0)
-    return mean, var, count
-
-
-class _Normalize(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, where mean and var are those of ``x`` over ``group``.
-
-    The gradient of ``x`` takes in that every rank's loss depends on it through them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: Tensor,
-        eps: float,
-        group: Any,
-    ) -> Tensor:
-        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        shift = None if bias is None else bias.to(mean.dtype)
-        ctx.save_for_backward(x, scale, mean, var, count)
-        ctx.eps, ctx.group = eps, group
-        ctx.dtypes = weight.dtype if weight is not None else None, bias.dtype if bias is not None else None
-        return functional.batch_norm(x, mean, var, scale, shift, False, 0.0, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, mean, var, count = ctx.saved_tensors
-        channels, inverse_std = len(mean), (var + ctx.eps).rsqrt()
-        sums = mean.new_zeros(2 * channels)
-        if x.numel() > 0:
-            grad = grad.contiguous(memory_format=_memory_format(x))  # or the kernels take their slow way
-            _, times_x, plain = torch.ops.aten.native_batch_norm_backward(
-                grad, x, scale, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
-            )
-            torch.cat([times_x, plain], out=sums)
-        local = sums.clone()
-        # Not only where x needs a gradient: that may differ between ranks, and all must come here.
-        dist.all_reduce(sums, group=ctx.group)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(grad, x, mean, var, ctx.eps, scale * inverse_std, sums / count)
-        grad_weight, grad_bias = (
-            piece.to(dtype) if dtype is not None else None
-            for piece, dtype in zip(local.split(channels), ctx.dtypes, strict=True)
-        )
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _input_gradient(
-    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float, slope: Tensor, averages: Tensor
-) -> Tensor:
-    """``slope * (grad - average of grad - normalized x * average of (grad * normalized x))``."""
-    if x.numel() == 0:
-        return torch.zeros_like(x)
-    times_x, plain = (-slope * average for average in averages.split(len(mean)))
-    rest = functional.batch_norm(x, mean, var, times_x, plain, False, 0.0, eps)
-    slopes = slope.view(1, -1, *[1] * (x.dim() - 2))
-    return torch.addcmul(rest, grad, slopes).to(x.dtype)
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == dims and x.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.contiguous_format

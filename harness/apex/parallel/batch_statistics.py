@@ -1,0 +1,122 @@
+"""The arithmetic of batch norm over ranks, for ``SyncBatchNorm``: statistics, result, gradients.
+
+One collective forward (each rank's mean, variance and count are gathered) and one backward (two sums per channel), on
+any device and backend, through kernels that torch has for both the CPU and CUDA. Statistics are float32 at least and
+merged by count (Chan, Golub and LeVeque 1979), so batches may differ in size between ranks, or be empty on some. The
+device is never waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+@torch.no_grad()
+def global_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance ``(channels,)`` of ``x`` ``(batch, channels, ...)`` over ``group``; the count ``()``.
+
+    float32, or float64 for float64 ``x``. All ranks of ``group`` call it; for a count of 0 the others are nan.
+    """
+    channels, world = x.shape[1], dist.get_world_size(group)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    mine = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
+    if x.numel() > 0:
+        # The kernel takes the dtype it computes in from the running statistics. These are scratch.
+        scratch = mine[: 2 * channels].view(2, channels).clone() if dtype is not x.dtype else (None, None)
+        mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
+        torch.cat([mean, var, mine.new_full((1,), x.numel() // channels)], out=mine)
+    gathered = mine.new_empty(world * len(mine))
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    means, variances, counts = gathered.view(world, -1).split([channels, channels, 1], dim=1)
+    count = counts.sum()
+    shares = counts / count
+    mean = (shares * means).sum(0)
+    var = (shares * (variances + (means - mean).square())).sum(0)
+    return mean, var, count
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    count: Tensor,
+    eps: float,
+    group: Any,
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` in the dtype of ``x``, given its ``global_statistics``.
+
+    The gradient of ``x`` takes in that the loss of every rank depends on it through the statistics; those of ``weight``
+    and ``bias`` are of this rank's loss alone. All ranks of ``group`` must run the backward pass if any does.
+    """
+    result: Tensor = _Normalize.apply(x, weight, bias, mean, var, count, eps, group)
+    return result
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        eps: float,
+        group: Any,
+    ) -> Tensor:
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        shift = None if bias is None else bias.to(mean.dtype)
+        ctx.save_for_backward(x, scale, mean, var, count)
+        ctx.eps, ctx.group = eps, group
+        ctx.dtypes = weight.dtype if weight is not None else None, bias.dtype if bias is not None else None
+        return functional.batch_norm(x, mean, var, scale, shift, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, mean, var, count = ctx.saved_tensors
+        channels, inverse_std = len(mean), (var + ctx.eps).rsqrt()
+        sums = mean.new_zeros(2 * channels)
+        if x.numel() > 0:
+            grad = grad.contiguous(memory_format=_memory_format(x))  # or the kernels take their slow way
+            _, times_x, plain = torch.ops.aten.native_batch_norm_backward(
+                grad, x, scale, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
+            )
+            torch.cat([times_x, plain], out=sums)
+        local = sums.clone()
+        # Not only where x needs a gradient: that may differ between ranks, and all must come here.
+        dist.all_reduce(sums, group=ctx.group)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _input_gradient(grad, x, mean, var, ctx.eps, scale * inverse_std, sums / count)
+        grad_weight, grad_bias = (
+            piece.to(dtype) if dtype is not None else None
+            for piece, dtype in zip(local.split(channels), ctx.dtypes, strict=True)
+        )
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _input_gradient(
+    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float, slope: Tensor, averages: Tensor
+) -> Tensor:
+    """``slope * (grad - average of grad - normalized x * average of (grad * normalized x))``."""
+    times_x, plain = (-slope * average for average in averages.split(len(mean)))
+    rest = functional.batch_norm(x, mean, var, times_x, plain, False, 0.0, eps)
+    slopes = slope.view(1, -1, *[1] * (x.dim() - 2))
+    return torch.addcmul(rest, grad, slopes).to(x.dtype)
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dims and x.is_contiguous(memory_format=memory_format):
+            return memory_format
+    return torch.contiguous_format
