@@ -112,7 +112,7 @@ def _input_gradient(
     times_x, plain = (-slope * average for average in averages.split(len(mean)))
     rest = functional.batch_norm(x, mean, var, times_x, plain, False, 0.0, eps)
     slopes = slope.view(1, -1, *[1] * (x.dim() - 2))
-    return torch.addcmul(rest, grad, slopes).to(x.dtype)
+    return rest.addcmul_(grad, slopes)
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:
