@@ -8,6 +8,7 @@ Everything is computed in the *wide* dtype: float32 for float16 and bfloat16 par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from itertools import chain
 from typing import Any, NamedTuple
@@ -201,6 +202,14 @@ def own_tensor(value: Any, group: dict[str, Any], dtype: torch.dtype, shape: tup
     """``value`` as a tensor that belongs to ``group`` alone, on the device of its first parameter."""
     device = group["params"][0].device if group["params"] else None
     return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)
+
+
+def count_for_kernel(group: dict[str, Any], device: torch.device) -> Tensor:
+    """``group["step"]`` for torch's fused Adam kernels; infinity, where ``1 - beta**step`` is 1, to correct no bias."""
+    if not group["bias_correction"]:
+        return torch.full((), math.inf, device=device)
+    step = group["step"]
+    return step.to(device, torch.float32) if isinstance(step, Tensor) else torch.full((), float(step), device=device)
 
 
 def _writable(param: Tensor) -> Tensor:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.fused import REDUCED, Batch, FusedOptimizer, check_options, own_tensor, refuse_amsgrad
+from harness.apex.optimizers.fused import (
+    REDUCED,
+    Batch,
+    FusedOptimizer,
+    check_options,
+    count_for_kernel,
+    own_tensor,
+    refuse_amsgrad,
+)
 
 
 class FusedAdam(FusedOptimizer):
@@ -114,12 +121,6 @@ class FusedAdam(FusedOptimizer):
     def _update_batch(self, group: dict[str, Any], batch: Batch, found_inf: Tensor | None) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         device = batch.device
-        if not group["bias_correction"]:
-            step = torch.full((), math.inf, device=device)  # 1 - beta**inf == 1
-        elif self.capturable:
-            step = group["step"].to(device, torch.float32)
-        else:
-            step = torch.full((), float(group["step"]), device=device)
         lr = group["lr"]
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         kernel(
@@ -128,7 +129,7 @@ class FusedAdam(FusedOptimizer):
             self._moments(batch, "exp_avg"),
             self._moments(batch, "exp_avg_sq"),
             [],
-            [step] * len(batch.weights),
+            [count_for_kernel(group, device)] * len(batch.weights),
             lr=lr.to(device) if isinstance(lr, Tensor) else lr,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.amp_C import l2_norms
-from harness.apex.optimizers.fused import FusedOptimizer, check_options, refuse_amsgrad
+from harness.apex.optimizers.fused import FusedOptimizer, check_options, count_for_kernel, refuse_amsgrad
 
 
 class FusedLAMB(FusedOptimizer):
@@ -75,30 +75,25 @@ def clip_factor(optimizer: FusedOptimizer, inv_scale: Tensor | float = 1.0) -> T
     return (max_norm / norm).clamp(max=1.0) * _on(inv_scale, grads[0].device)
 
 
-def apply_lamb(optimizer: FusedOptimizer, group: dict[str, Any], factor: Tensor | float, skip: Tensor | None) -> None:
-    """Update ``group`` from its gradients times ``factor``; a true ``skip`` leaves weights and moments as they are.
+def apply_lamb(
+    optimizer: FusedOptimizer, group: dict[str, Any], factor: Tensor | float, found_inf: Tensor | None
+) -> None:
+    """Update ``group`` from its gradients times ``factor``; with ``found_inf`` not 0 nothing changes.
 
     ``optimizer`` has ``adam_w_mode`` and ``use_nvlamb``; ``group["step"]`` counts this step already.
     """
-    beta1, beta2 = group["betas"]
     weight_decay = group["weight_decay"]
     for batch in optimizer._batches(group):
-        exp_avgs = optimizer._moments(batch, "exp_avg")
-        exp_avg_sqs = optimizer._moments(batch, "exp_avg_sq")
         grads: Any = torch._foreach_mul(batch.grads, _on(factor, batch.device, batch.dtype))
         if weight_decay != 0 and not optimizer.adam_w_mode:  # type: ignore[attr-defined]
             torch._foreach_add_(grads, batch.weights, alpha=weight_decay)
-        lr, keep1, keep2 = _on(group["lr"], batch.device, batch.dtype), beta1, beta2
-        if skip is not None:
-            here = skip.to(batch.device)
-            grads = [grad.masked_fill(here, 0.0) for grad in grads]
-            lr, keep1, keep2 = (torch.where(here, neutral, x) for neutral, x in ((0.0, lr), (1.0, beta1), (1.0, beta2)))
-        torch._foreach_mul_(exp_avgs, keep1)
-        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(exp_avg_sqs, keep2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        moments = optimizer._moments(batch, "exp_avg"), optimizer._moments(batch, "exp_avg_sq")
+        skip = None if found_inf is None else (found_inf != 0).to(batch.device)
+        updates = _adam_updates(group, grads, *moments, skip)
         del grads
-        updates = _adam_updates(group, exp_avgs, exp_avg_sqs)
+        lr = _on(group["lr"], batch.device, batch.dtype)
+        if skip is not None:
+            lr = torch.where(skip, 0.0, lr)
         if weight_decay != 0 and optimizer.adam_w_mode:  # type: ignore[attr-defined]
             torch._foreach_add_(updates, batch.weights, alpha=weight_decay)
         if weight_decay != 0 or optimizer.use_nvlamb:  # type: ignore[attr-defined]
@@ -109,19 +104,37 @@ def apply_lamb(optimizer: FusedOptimizer, group: dict[str, Any], factor: Tensor 
         optimizer._write_back(batch)
 
 
-def _adam_updates(group: dict[str, Any], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> list[Tensor]:
-    """Bias-corrected first moments over the roots of the second, as new tensors."""
-    corrections: list[Any] = [1.0, 1.0]
-    if group["bias_correction"]:
-        step = group["step"]
-        if isinstance(step, Tensor):  # at 0 the very first step is skipped, and must not divide by 0 to do so
-            step = step.to(exp_avgs[0].device).clamp(min=1).double().reshape(())
-        corrections = [_on(1 - beta**step, exp_avgs[0].device, exp_avgs[0].dtype) for beta in group["betas"]]
-    denominators = torch._foreach_div(exp_avg_sqs, corrections[1])
-    torch._foreach_sqrt_(denominators)
-    torch._foreach_add_(denominators, group["eps"])
-    torch._foreach_mul_(denominators, corrections[0])
-    return list(torch._foreach_div(exp_avgs, denominators))
+def _adam_updates(
+    group: dict[str, Any], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], skip: Tensor | None
+) -> list[Tensor]:
+    """Advance the moments; returns Adam's updates without ``lr`` as new tensors, 0 where ``skip`` is true."""
+    beta1, beta2 = group["betas"]
+    # without averaging exp_avg is an average, which is all that the kernel knows, divided by 1 - beta1
+    unit = 1.0 if group["grad_averaging"] else 1 - beta1
+    spread = unit if skip is None else torch.where(skip, exp_avgs[0].new_ones(()), unit)
+    if unit != 1.0:
+        torch._foreach_mul_(exp_avgs, spread)
+    updates = [torch.zeros_like(grad) for grad in grads]
+    torch._fused_adam_(
+        updates,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [count_for_kernel(group, grads[0].device)] * len(grads),
+        lr=-1.0,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        found_inf=None if skip is None else skip.float(),
+    )
+    if unit != 1.0:
+        torch._foreach_div_(exp_avgs, spread)
+        torch._foreach_div_(updates, unit)
+    return updates
 
 
 def _trust_ratios(weights: list[Tensor], updates: list[Tensor]) -> Tensor:

@@ -92,13 +92,12 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
     def _update(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        skip = None if found_inf is None else found_inf != 0
         inv_scale = 1.0 if grad_scale is None else grad_scale.double().reciprocal().float()
         factor = clip_factor(self, inv_scale)
         for group in self.param_groups:
             if group["params"]:
-                group["step"] += 1 if skip is None else (~skip).to(group["step"].device)
-                apply_lamb(self, group, factor, skip)
+                group["step"] += 1 if found_inf is None else (found_inf == 0).to(group["step"].device)
+                apply_lamb(self, group, factor, found_inf)
 
     def _adopt_loaded(self, group: dict[str, Any]) -> None:
         group["lr"] = own_tensor(group["lr"], group, torch.float32)
