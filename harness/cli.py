@@ -21,6 +21,7 @@ def drive(argv: Sequence[str]) -> int:
     _config_arguments(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by torch.distributed.launch")
     arguments = parser.parse_intermixed_args(argv)
+    _import_from_here()
     from harness import train  # late, so that --help answers at once
 
     return train.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent)
@@ -38,9 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks to plan for (default 1)")
     check.set_defaults(run=_check)
 
-    data = verbs.add_parser("data", help="write a data set with its annotation CSVs")
-    data.add_argument("dataset", choices=["digits"])
+    data = verbs.add_parser("data", help="bring a data set into a folder")
+    data.add_argument("dataset", choices=["digits", "mnist", "fashion_mnist", "pet_names"])
     data.add_argument("folder", type=Path)
+    data.add_argument(
+        "--from", dest="source", metavar="PATH_OR_URL", help="where its files are; default: where they are published"
+    )
     data.set_defaults(run=_data)
 
     schema = verbs.add_parser("schema", help="write the JSON Schema that the YAML files name, for editors")
@@ -54,12 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")
     if more:
         arguments.overrides += more
+    _import_from_here()
     try:
         code: int = arguments.run(arguments)
     except HarnessError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return code
+
+
+def _import_from_here() -> None:
+    """A user's own models and tasks are found from the working folder, after all that is installed."""
+    if "" not in sys.path:
+        sys.path.append("")
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,9 +97,16 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    from harness.data import digits
+    from harness.data import digits, published
+    from harness.errors import ConfigError
 
-    print(digits.write(arguments.folder))
+    if arguments.dataset == "digits":
+        if arguments.source is not None:
+            raise ConfigError("the digits come with scikit-learn, from nowhere else", where="--from", hint="remove it")
+        print(digits.write(arguments.folder))
+    else:
+        bring = getattr(published, arguments.dataset)
+        print(bring(arguments.folder, arguments.source))
     return EXIT_DONE
 
 

@@ -35,7 +35,7 @@ class TaskSection(Section):
     """What every task's options share. ``metrics`` names what evaluation yields and which way is better."""
 
     name: str
-    """File name of the task under harness/tasks."""
+    """File name of the task under harness/tasks, or package.module of a file of your own."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {"loss": "min"}
 

@@ -72,6 +72,8 @@ def json_schema() -> str:
     tasks = tuple(_task_section(name) for name in task_names())
     schema = _with_task(Union[tasks]).model_json_schema(by_alias=True)  # noqa: UP007 - a union made at run time
     schema["title"] = "apex-harness experiment"
+    foreign = {"properties": {"name": {"pattern": r"\."}}, "required": ["name"], "type": "object"}
+    schema["properties"]["task"]["anyOf"].append(foreign)  # its options are not known here
     schema["properties"]["extends"] = {
         "description": "A YAML file, or several, that this one starts from; paths relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -87,6 +89,18 @@ def task_names() -> list[str]:
 
 def _task_section(name: str) -> type[TaskSection]:
     section: type[TaskSection] = importlib.import_module(f"harness.tasks.{name}").Task
+    return section
+
+
+def _foreign_section(name: str) -> type[TaskSection] | str:
+    """``Task`` of a module that is not ours, by its dotted name; or why there is none."""
+    try:
+        section = importlib.import_module(name).Task
+    except Exception as error:  # a user's module, which may fail in any way
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        return f"{name!r} cannot be imported ({reason}); write package.module, importable from the working folder"
+    if not (isinstance(section, type) and issubclass(section, TaskSection)):
+        return f"Task of {name} is not a harness.config.TaskSection; docs/add_a_task.md shows one that is"
     return section
 
 
@@ -219,11 +233,18 @@ def _config_class(raw: dict[str, Any]) -> tuple[type[Config], list[Problem]]:
     names = task_names()
     if name in names:
         return _with_task(_task_section(name)), []
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "the tasks are: " + ", ".join(names)
-    seen = f"there is no task {name!r}" if name is not None else "which task? none is named"
+    if isinstance(name, str) and "." in name:
+        section = _foreign_section(name)
+        if not isinstance(section, str):
+            return _with_task(section), []
+        problem = section
+    else:
+        near = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the tasks are: {', '.join(names)}; or package.module of yours"
+        seen = f"there is no task {name!r}" if name is not None else "which task? none is named"
+        problem = f"{seen}; {hint}"
     raw["task"] = {"name": "unknown"}
-    return Config, [("task.name", f"{seen}; {hint}")]
+    return Config, [("task.name", problem)]
 
 
 def _describe(error: Any, cls: type[BaseModel], raw: Any) -> Problem:

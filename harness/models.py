@@ -62,7 +62,88 @@ class LinearModel(nn.Module):
         return self.layer(images.flatten(1))
 
 
-OURS: dict[str, type[nn.Module]] = {"small_cnn": SmallCNN, "mlp": MLP, "linear": LinearModel}
+class MnistNet(nn.Module):
+    """The network of PyTorch's MNIST example: two 3x3 convolutions, pooling, two linear layers, dropout before each.
+
+    Its last layer yields logits, not logarithms of probabilities: the loss takes them.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(in_channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Dropout(0.25), nn.Flatten(), nn.LazyLinear(128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, num_classes),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        return self.layers(images)
+
+
+class FashionCNN(nn.Module):
+    """Two blocks of 3x3 convolution, batch norm and pooling, then three linear layers with nothing between but dropout.
+
+    The network that FashionMNIST tutorials use; 2,304 features of a 28x28 image come down to 600, 120 and the classes.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int = 1, dropout: float = 0.25) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(in_channels, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.LazyLinear(600), nn.Dropout(dropout), nn.Linear(600, 120), nn.Linear(120, num_classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        return self.classifier(self.features(images))
+
+
+class CharLSTM(nn.Module):
+    """Layers of LSTM over one-hot characters, and a linear layer over each position's state."""
+
+    def __init__(self, num_characters: int, hidden: int = 128, num_layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.num_characters = num_characters
+        self.lstm = nn.LSTM(num_characters, hidden, num_layers, batch_first=True, dropout=dropout)
+        self.output = nn.Linear(hidden, num_characters)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """int64 (batch, positions) -> logits of what comes next (batch, positions, characters)."""
+        one_hot = nn.functional.one_hot(codes, self.num_characters).to(self.output.weight.dtype)
+        return self.output(self.lstm(one_hot)[0])
+
+
+class CharGRU(nn.Module):
+    """Learned embeddings of characters, layers of GRU, and a linear layer, with dropout between all of them."""
+
+    def __init__(
+        self, num_characters: int, embedding: int = 64, hidden: int = 256, num_layers: int = 2, dropout: float = 0.3
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_characters, embedding)
+        self.gru = nn.GRU(
+            embedding, hidden, num_layers, batch_first=True, dropout=dropout if num_layers > 1 else 0.0
+        )  # torch warns of dropout that has no layer to stand before
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(hidden, num_characters)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """int64 (batch, positions) -> logits of what comes next (batch, positions, characters)."""
+        return self.output(self.dropout(self.gru(self.dropout(self.embedding(codes)))[0]))
+
+
+OURS: dict[str, type[nn.Module]] = {
+    "small_cnn": SmallCNN,
+    "mlp": MLP,
+    "linear": LinearModel,
+    "mnist_net": MnistNet,
+    "fashion_cnn": FashionCNN,
+    "char_lstm": CharLSTM,
+    "char_gru": CharGRU,
+}
 
 
 def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:

@@ -11,7 +11,11 @@ import pytest
 from harness import cli, train
 from tests.fixtures import settings, write_rows, write_yaml
 
-VERBS = {"check": ["--config", "--world", "-c", "overrides"], "data": ["dataset", "folder"], "schema": ["--out"]}
+VERBS = {
+    "check": ["--config", "--world", "-c", "overrides"],
+    "data": ["--from", "dataset", "folder"],
+    "schema": ["--out"],
+}
 DRIVER = ["--config", "--local-rank", "--local_rank", "-c", "overrides"]
 
 
@@ -30,7 +34,13 @@ def words_of(capsys, call, *argv) -> list[str]:
     options = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text.split("options:")[1])) - {"-h", "--help"}
     positional = re.search(r"positional arguments:\n(.*?)\n\n", text, re.S)
     names = re.findall(r"^  (\S+)", positional.group(1), re.M) if positional else []
-    return sorted(options | {{"{digits}": "dataset", "key=value": "overrides"}.get(name, name) for name in names})
+    return sorted(
+        options
+        | {
+            {"{digits,mnist,fashion_mnist,pet_names}": "dataset", "key=value": "overrides"}.get(name, name)
+            for name in names
+        }
+    )
 
 
 def test_the_words_are_these(capsys):

@@ -47,7 +47,10 @@ def not_a_module(num_classes: int) -> dict:
     return {}
 
 
-@pytest.mark.parametrize("name", OURS)
+OF_NAMES = ("char_lstm", "char_gru")
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name not in OF_NAMES])
 def test_ours(name):
     model = build(name, {}, KNOWN, GRAY)
     assert model.training
@@ -55,6 +58,30 @@ def test_ours(name):
     assert not any(isinstance(param, nn.UninitializedParameter) for param in model.parameters())
     assert all(param.dtype is torch.float32 for param in model.parameters())
     assert model(torch.rand(1, 1, 8, 8)).shape == (1, 4)
+
+
+@pytest.mark.parametrize("name", OF_NAMES)
+def test_ours_of_names(name):
+    """A position's logits depend on the characters up to it, and on none after it."""
+    model = build(name, {"hidden": 8, "num_layers": 2}, {"num_characters": 5}, torch.zeros(2, 3, dtype=torch.int64))
+    assert model.training
+    codes = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 4]])
+    logits = model.eval()(codes)
+    assert logits.shape == (2, 4, 5)
+    assert torch.allclose(logits[0, :2], logits[1, :2])
+    assert not torch.allclose(logits[0, 2], logits[1, 2])
+
+
+def test_those_of_the_tutorials_have_its_sizes():
+    image, codes = torch.zeros(2, 1, 28, 28), torch.zeros(2, 8, dtype=torch.int64)
+
+    def shapes(name, example):
+        known = {"num_characters": 31} if example is codes else {"num_classes": 10, "in_channels": 1}
+        return [tuple(p.shape) for p in build(name, {}, known, example).parameters() if p.dim() > 1]
+
+    assert shapes("mnist_net", image) == [(32, 1, 3, 3), (64, 32, 3, 3), (128, 9216), (10, 128)]
+    assert shapes("fashion_cnn", image) == [(32, 1, 3, 3), (64, 32, 3, 3), (600, 2304), (120, 600), (10, 120)]
+    assert shapes("char_lstm", codes) == [(512, 31), *[(512, 128)] * 7, (31, 128)]
 
 
 def test_arguments():
@@ -91,7 +118,7 @@ def test_first_weights_depend_on_the_seed_alone():
     [
         ("small_cnm", {}, "model.name: there is no model 'small_cnm'\n  -> did you mean small_cnn?"),
         ("resnet81", {}, "did you mean resnet"),
-        ("zzzzzzzz", {}, "ours are small_cnn, mlp, linear"),
+        ("zzzzzzzz", {}, "ours are small_cnn, mlp, linear, mnist_net"),
         ("tests.test_models.Nope", {}, "cannot be imported"),
         ("no_such_package.Model", {}, "cannot be imported"),
         ("os.path", {}, "cannot be imported"),

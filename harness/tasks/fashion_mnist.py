@@ -1,0 +1,22 @@
+"""Pictures of clothes: FashionMNIST, which is MNIST in everything but what it shows."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from torchvision import datasets
+
+from harness.tasks import mnist
+
+
+class Task(mnist.Task):
+    """60,000 gray pictures of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
+
+    name: Literal["fashion_mnist"]  # type: ignore[assignment]
+    root: str = "data/fashion_mnist"
+    """The folder that `harness data` was given: the images are in root/FashionMNIST/raw, where torchvision looks too.
+    """
+
+    kind: ClassVar[Any] = datasets.FashionMNIST
+    mean: ClassVar[float] = 0.2860
+    std: ClassVar[float] = 0.3530
