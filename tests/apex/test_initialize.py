@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from harness.apex import amp
+from harness.apex.parallel.LARC import LARC
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -202,8 +203,9 @@ def test_an_optimizer_only_once():
         amp.initialize(model, [optimizer, optimizer], opt_level="O2", verbosity=0)
     assert model[0].weight.dtype is FLOAT, "a refused call changed the model"
     amp.initialize(model, optimizer, verbosity=0)
-    with pytest.raises(RuntimeError, match="once"):
-        amp.initialize(model, optimizer, verbosity=0)
+    for again in (optimizer, LARC(optimizer)):
+        with pytest.raises(RuntimeError, match="once"):
+            amp.initialize(model, again, verbosity=0)
 
 
 @pytest.mark.contract("5.1.7")

@@ -33,7 +33,8 @@ NAMES = (
 
 def check_fresh(optimizer: Optimizer) -> None:
     """Raise RuntimeError if ``optimizer`` was already given to ``initialize``."""
-    taken = [name for name in NAMES if name in optimizer.__dict__]
+    # also of one that it wraps and whose attributes it hands on, such as LARC
+    taken = [name for name in NAMES if hasattr(optimizer, name)]
     if taken:
         raise RuntimeError(
             f"This {type(optimizer).__name__} already has {', '.join(taken)}: an optimizer can only be passed to "
