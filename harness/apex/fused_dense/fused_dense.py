@@ -1,0 +1,78 @@
+"""A linear layer, and two with a GELU between them (contract 5.6), on ``F.linear`` and ``F.gelu``.
+
+O1 and autocast cast them as any linear layer. Weights have shape (out, in), as everywhere in torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``input @ weight.T + bias``: (..., in) to (..., out)."""
+    return F.linear(input, weight, bias)
+
+
+def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
+    """``input @ weight.T``: (..., in) to (..., out)."""
+    return F.linear(input, weight)
+
+
+def fused_dense_gelu_dense_function(
+    input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+) -> Tensor:
+    """Linear, exact GELU, linear: (..., in) to (..., out)."""
+    return F.linear(F.gelu(F.linear(input, weight1, bias1)), weight2, bias2)
+
+
+class FusedDense(nn.Linear):
+    """``nn.Linear``, under the name of Apex, which left ``weight`` and ``bias`` uninitialised."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+
+
+class FusedDenseGeluDense(nn.Module):
+    """Linear, exact GELU, linear. Parameters ``weight1``, ``bias1``, ``weight2``, ``bias2``.
+
+    They start as those of ``nn.Linear`` do; Apex left them uninitialised. There is no form without biases.
+    """
+
+    def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        if not bias:
+            raise ValueError(
+                "FusedDenseGeluDense(bias=False) does not exist; use nn.Sequential(nn.Linear(..., bias=False), "
+                "nn.GELU(), nn.Linear(..., bias=False))."
+            )
+        self.in_features, self.intermediate_features = in_features, intermediate_features
+        self.out_features = out_features
+        self.weight1 = nn.Parameter(torch.empty(intermediate_features, in_features))
+        self.bias1 = nn.Parameter(torch.empty(intermediate_features))
+        self.weight2 = nn.Parameter(torch.empty(out_features, intermediate_features))
+        self.bias2 = nn.Parameter(torch.empty(out_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, as ``nn.Linear`` does."""
+        init_linear(self.weight1, self.bias1)
+        init_linear(self.weight2, self.bias2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.intermediate_features}, {self.out_features}"
+
+
+def init_linear(weight: Tensor, bias: Tensor | None) -> None:
+    """Fill a weight of shape (out, in) and its bias as ``nn.Linear`` does: uniform within 1/sqrt(in) of 0."""
+    bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)

@@ -1,0 +1,7 @@
+"""A multi-layer perceptron under the names of Apex's ``mlp``."""
+
+from __future__ import annotations
+
+from harness.apex.mlp.mlp import MLP, mlp_function
+
+__all__ = ["MLP", "mlp_function"]
