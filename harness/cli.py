@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, HarnessError
@@ -47,6 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     data.set_defaults(run=_data)
 
+    generate = verbs.add_parser("generate", help="print names that a model of the task pet_names makes up")
+    generate.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/pet_names")
+    generate.add_argument("-n", dest="num", type=_positive(int), default=20, metavar="N", help="how many (default 20)")
+    generate.add_argument(
+        "--temperature", type=_positive(float), default=0.8, metavar="T",
+        help="below 1: likelier names; above: stranger ones (default 0.8)",
+    )  # fmt: skip
+    generate.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="the same names for the same seed (default 0)"
+    )
+    generate.add_argument("--start", default="", metavar="TEXT", help="what every name begins with")
+    generate.add_argument("--keep-existing", action="store_true", help="print names that the data have, too")
+    generate.set_defaults(run=_generate)
+
     schema = verbs.add_parser("schema", help="write the JSON Schema that the YAML files name, for editors")
     schema.add_argument("--out", type=Path, metavar="FILE", help="default: print it")
     schema.set_defaults(run=_schema)
@@ -82,6 +97,19 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Reads a finite number above zero, for argparse."""
+
+    def number(word: str) -> float:
+        value = kind(word)
+        if not 0 < value < math.inf:
+            raise ValueError
+        return value
+
+    number.__name__ = f"positive {kind.__name__}"  # which argparse's message has
+    return number
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from harness import check
 
@@ -107,6 +135,15 @@ def _data(arguments: argparse.Namespace) -> int:
     else:
         bring = getattr(published, arguments.dataset)
         print(bring(arguments.folder, arguments.source))
+    return EXIT_DONE
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from harness import generate
+
+    wish = generate.Wish(arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing)
+    for name in generate.names(arguments.folder, wish):
+        print(name, flush=True)
     return EXIT_DONE
 
 

@@ -22,7 +22,7 @@ LAYERS = [
     {"data.arrays"},
     {"watch", "data.loader", "tasks"},
     {"configfile"},
-    {"folder"},
+    {"folder", "generate"},
     {"checkpoint"},
     {"run"},
     {"assemble", "evaluate"},

@@ -14,6 +14,7 @@ from tests.fixtures import settings, write_rows, write_yaml
 VERBS = {
     "check": ["--config", "--world", "-c", "overrides"],
     "data": ["--from", "dataset", "folder"],
+    "generate": ["--keep-existing", "--seed", "--start", "--temperature", "-n", "folder"],
     "schema": ["--out"],
 }
 DRIVER = ["--config", "--local-rank", "--local_rank", "-c", "overrides"]
@@ -37,7 +38,9 @@ def words_of(capsys, call, *argv) -> list[str]:
     return sorted(
         options
         | {
-            {"{digits,mnist,fashion_mnist,pet_names}": "dataset", "key=value": "overrides"}.get(name, name)
+            {"{digits,mnist,fashion_mnist,pet_names}": "dataset", "key=value": "overrides", "RUN": "folder"}.get(
+                name, name
+            )
             for name in names
         }
     )

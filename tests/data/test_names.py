@@ -1,0 +1,92 @@
+"""Names: cleaning, the split, and rows as windows of one stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from harness.data import names as data_names
+from harness.data.names import ALPHABET, BLANK, STOP, clean, encode, is_held_out, read, split, whole, windows
+from harness.errors import DataError
+
+name_texts = st.lists(st.text("ab .-z", min_size=1, max_size=12), min_size=1, max_size=6)
+
+
+def text(codes) -> str:
+    return "".join(ALPHABET[code] for code in codes)
+
+
+@pytest.mark.parametrize(
+    ("given_name", "cleaned"),
+    [
+        ("Lucy", "lucy"), (" e  t ", "e t"), ("Mr. T-Rex", "mr. t-rex"), ("lou-lou", "lou-lou"), ("", ""), (" ", ""),
+        ("-", ""), (".-", ""), ("Zoë", ""), ("R2D2", ""), ("a*b", ""), ("a+b", ""), ("O'Neil", ""), ("a\tb", ""),
+        ("\u212aim", "kim"),  # the Kelvin sign, whose lower case is k
+    ],
+)  # fmt: skip
+def test_clean(given_name, cleaned):
+    assert clean(given_name) == cleaned
+    assert clean(cleaned) == cleaned
+
+
+def test_forms_of_the_file():
+    csv = b'\xef\xbb\xbfSpecies,Animal\'s Name\r\nDog,Rex\r\nCat,"Kit, Kat"\r\nCat,\r\nDog\r\nDog, REX \r\n'
+    assert data_names.of_csv(csv, "Animal's Name") == ["rex", "rex"]
+    assert data_names.of_json(b'["rex", "zo\\u00eb", " kit"]') == ["rex", "kit"]
+
+
+def test_read(tmp_path):
+    (tmp_path / "n.txt").write_text("Rex\n\nkit kat\n4u\nRex\n")
+    assert read(tmp_path / "n.txt", "how") == (["rex", "kit kat", "rex"], 2)
+    with pytest.raises(DataError, match="no such file of names"):
+        read(tmp_path / "none.txt", "how")
+    (tmp_path / "n.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="UTF-8"):
+        read(tmp_path / "n.txt", "how")
+
+
+def test_a_name_is_on_one_side_whatever_else_is_there():
+    names = [f"{a}{b}{c}" for a in "abcdefgh" for b in "aeiou" for c in "lmnrst"] * 2
+    train, held_out = split(names)
+    assert not set(train) & set(held_out)
+    assert len(held_out) == len(set(held_out))
+    assert 10 <= len(held_out) <= 40  # one in ten of 240
+    assert len(train) == 2 * len(set(train))
+    assert split([*names, "other"])[1] == [*held_out, *["other"] * is_held_out("other")]
+    assert [name for name in ("lucy", "bella", "max", "luna") if is_held_out(name)] == []  # as it is for ever
+
+
+def test_windows_of_a_name():
+    rows = windows(["abc", "d"], 4)
+    seen = [(text(codes[:-1]), text(codes[1:])) for codes in rows.codes(np.arange(len(rows)))]
+    assert seen == [
+        ("****", "***a"), ("***a", "**ab"), ("**ab", "*abc"), ("*abc", "abc+"), ("****", "***d"), ("***d", "**d+"),
+    ]  # fmt: skip
+    assert rows.stream.nbytes == 4 + 3 + 1 + 4 + 1 + 1
+
+
+def test_whole_names():
+    rows = whole(["abc", "d"])
+    assert [text(codes) for codes in rows.codes(np.array([1, 0, 1]))] == ["*d+**", "*abc+", "*d+**"]
+    assert [text(codes) for codes in rows.codes(np.array([1]))] == ["*d+"]
+    assert rows.codes(np.array([], dtype=np.int64)).shape == (0, 2)
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(name_texts, st.integers(1, 9))
+def test_every_character_is_the_new_one_of_one_window(names, window):
+    """Also of names shorter and longer than the window; built slowly here, and all at once there."""
+    padded = [BLANK * window + name + STOP for name in names]
+    expected = [line[k : k + window + 1] for line in padded for k in range(len(line) - window)]
+    rows = windows(names, window)
+    assert [text(codes) for codes in rows.codes(np.arange(len(rows)))] == expected
+    assert "".join(line[-1] for line in expected) == "".join(name + STOP for name in names)
+
+
+def test_codes():
+    assert ALPHABET == "*+ -.abcdefghijklmnopqrstuvwxyz"
+    assert encode("*+ z").tolist() == [0, 1, 2, 30]
+    assert encode("").tolist() == []

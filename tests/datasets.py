@@ -1,0 +1,52 @@
+"""Small stand-ins for published data sets, in the files that those come in; or the real ones, where they are."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+
+from tests.conftest import SHARED_DATA
+
+NAMES = [
+    "bella", "luna", "max", "lucy", "charlie", "cooper", "daisy", "buddy", "sadie", "molly", "bailey", "lola",
+    "stella", "tucker", "bentley", "zoe", "harley", "maggie", "jack", "sophie", "penny", "oreo", "milo", "leo",
+    "jasper", "oliver", "oscar", "simba", "toby", "kitty", "shadow", "smokey", "tiger", "chloe", "lily", "nala",
+    "pepper", "ginger", "gracie", "ruby", "rosie", "coco", "riley", "duke", "bear", "rocky", "winston", "murphy",
+    "gus", "finn", "louie", "henry", "hazel", "willow", "olive", "mochi", "ollie", "loki",
+]  # fmt: skip
+
+
+def write_idx(raw: Path, split: str, num_rows: int, size: int = 28) -> None:
+    """``split``-images and -labels in ``raw``, as MNIST's are, zipped and not: a bright band where the label says."""
+    raw.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(num_rows)
+    labels = (np.arange(num_rows) % 10).astype(np.uint8)
+    images = generator.integers(0, 60, (num_rows, size, size), dtype=np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[2 * label + 3 : 2 * label + 6] += 190
+    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+        header = bytes([0, 0, 8, array.ndim]) + b"".join(int(n).to_bytes(4, "big") for n in array.shape)
+        (raw / f"{split}-{name}-ubyte").write_bytes(header + array.tobytes())
+        (raw / f"{split}-{name}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def images(folder: Path, kind: str) -> Path:
+    """A folder to name as task.root of mnist or fashion_mnist: the real data, else small ones like them."""
+    from harness.data import published
+
+    if SHARED_DATA.is_dir():
+        getattr(published, kind)(folder, str(SHARED_DATA / kind))
+    else:
+        raw = folder / {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}[kind] / "raw"
+        write_idx(raw, "train", 600)
+        write_idx(raw, "t10k", 100)
+    return folder
+
+
+def write_names(path: Path) -> Path:
+    """A file of sixty names, the most common of them several times."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*NAMES, *NAMES[:10], *NAMES[:3]]) + "\n")
+    return path

@@ -1,0 +1,97 @@
+"""MNIST and FashionMNIST as tasks: the same images that torchvision yields, and what is said where they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchvision import datasets
+
+from harness.config import ModelSection
+from harness.errors import DataError
+from harness.metrics import Sums
+from harness.tasks import fashion_mnist, mnist
+from tests.datasets import write_idx
+
+TASKS = [(mnist.Task, "mnist", datasets.MNIST), (fashion_mnist.Task, "fashion_mnist", datasets.FashionMNIST)]
+
+
+@pytest.fixture(params=TASKS, ids=["mnist", "fashion_mnist"])
+def task(request, tmp_path):
+    cls, name, kind = request.param
+    raw = tmp_path / kind.__name__ / "raw"
+    write_idx(raw, "train", 25)
+    write_idx(raw, "t10k", 12)
+    return cls(name=name, root=str(tmp_path))
+
+
+def test_rows_are_those_of_torchvision(task):
+    opened = task.open(0, None)
+    for rows, train in ((opened.train, True), (opened.eval, False)):
+        theirs = task.kind(task.root, train=train)
+        batch = rows.batch(np.arange(len(theirs)), None)
+        assert torch.equal(batch.inputs[:, 0], theirs.data)
+        assert torch.equal(batch.targets, theirs.targets)
+    assert opened.summary == {"train rows": 25, "eval rows": 12, "classes": 10}
+    assert opened.label_counts(0, 25).tolist() == [3] * 5 + [2] * 5
+    assert opened.notes == []
+
+
+def test_classes_have_names():
+    digits, clothes = (mnist.Images(cls(name=name), None, None).classes for cls, name, _ in TASKS)
+    assert digits == tuple("0123456789")
+    assert (clothes[0], clothes[9]) == ("T-shirt/top", "Ankle boot")
+    assert fashion_mnist.Task(name="fashion_mnist").root == "data/fashion_mnist"
+
+
+def test_first_rows_only(task):
+    opened = type(task)(name=task.name, root=task.root, train_rows=7, eval_rows=50).open(0, None)
+    assert (len(opened.train), len(opened.eval)) == (7, 12)
+
+
+def test_fingerprint_is_of_the_images(task):
+    first = task.open(0, None).fingerprint
+    assert task.open(1, None).fingerprint == first
+    path = Path(task.root) / task.kind.__name__ / "raw" / "t10k-images-idx3-ubyte"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert task.open(0, None).fingerprint != first
+
+
+def test_model_loss_and_report(task):
+    opened = task.open(0, None)
+    name = {"mnist": "mnist_net", "fashion_mnist": "fashion_cnn"}[task.name]
+    model = opened.model(ModelSection(name=name))
+    batch = opened.train.batch(np.arange(4), 0)
+    inputs = opened.prepare(batch.inputs)
+    expected = (batch.inputs.float() / 255 - task.mean) / task.std
+    torch.testing.assert_close(inputs, expected)
+    outputs = model(inputs)
+    assert opened.loss(outputs, batch.targets).item() == pytest.approx(np.log(10), abs=0.7)
+    sums = Sums()
+    sums.add(opened.evaluate(torch.eye(10)[[0, 1, 2, 4]] * 9, batch.targets))
+    report = opened.report(sums)
+    assert set(task.metrics) <= set(report)
+    assert report["top1"] == 0.75
+    assert list(report["class_accuracy"]) == list(opened.classes)
+
+
+def test_what_to_type_where_the_images_are_not(task, tmp_path):
+    absent = type(task)(name=task.name, root=str(tmp_path / "none"))
+    with pytest.raises(DataError) as caught:
+        absent.open(0, None)
+    assert f"type: harness data {task.name} {tmp_path}/none" in str(caught.value)
+
+
+def test_numbers_to_normalise_by_are_those_of_the_images(shared_data, tmp_path):
+    from harness.data import published
+
+    for cls, name, _ in TASKS:
+        getattr(published, name)(tmp_path / name, str(shared_data / name))
+        task = cls(name=name, root=str(tmp_path / name))
+        pixels = np.asarray(task.open(0, None).train.inputs) / np.float32(255)
+        assert pixels.mean() == pytest.approx(task.mean, abs=1e-4)
+        assert pixels.std() == pytest.approx(task.std, abs=1e-4)

@@ -1,0 +1,191 @@
+"""Pet names: two kinds of rows, one number to judge them by, the same at any world size and in any batches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from harness.config import ModelSection
+from harness.data.names import ALPHABET, STOP, clean, encode
+from harness.errors import ConfigError, DataError
+from harness.metrics import Sums
+from harness.tasks.pet_names import Task
+from tests.datasets import NAMES, write_names
+
+SIZE = len(ALPHABET)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(write_names(tmp_path / "names.txt"))
+
+
+def opened(path, **options):
+    return Task(name="pet_names", names=path, **options).open(0, None)
+
+
+class Bigram(torch.nn.Module):
+    """Logits that depend on the last character alone, so that both kinds of rows must yield the same."""
+
+    def __init__(self, num_characters: int) -> None:
+        super().__init__()
+        table = torch.randn(num_characters, num_characters, generator=torch.Generator().manual_seed(1))
+        self.table = torch.nn.Parameter(table)
+
+    def forward(self, codes):
+        return self.table[codes]
+
+
+def evaluated(task, num_parts: int = 1, model=None) -> dict[str, float]:
+    model = model or task.model(ModelSection(name="tests.tasks.test_pet_names.Bigram"))
+    sums = Sums()
+    with torch.no_grad():
+        for rows in np.array_split(np.arange(len(task.eval)), num_parts):
+            batch = task.eval.batch(rows, None)
+            sums.add(task.evaluate(model(task.prepare(batch.inputs)), batch.targets))
+    return task.report(sums)
+
+
+def test_names_are_split_and_each_is_trained_once(path):
+    task = opened(path)
+    assert sorted([*task.trained, *task.held_out]) == sorted(NAMES)
+    assert not set(task.trained) & set(task.held_out)
+    assert len(task.train) == sum(len(name) + 1 for name in task.trained)
+    assert len(opened(path, rows="names").train) == len(task.trained)
+    again = opened(path, repeats=True)
+    assert len(again.trained) > len(task.trained)
+    assert set(again.trained) == set(task.trained)
+    assert again.held_out == task.held_out
+    assert opened(path).fingerprint == task.fingerprint != again.fingerprint
+
+
+def test_what_a_row_is(path):
+    task = opened(path, window=3)
+    name = task.trained[0]
+    batch = task.train.batch(np.array([0, 2]), 0)
+    assert batch.inputs.tolist() == [[0, 0, 0], encode(f"*{name[:2]}").tolist()]
+    assert batch.targets.tolist() == [encode(f"**{name[0]}").tolist(), encode(name[:3]).tolist()]
+    assert (batch.inputs.dtype, batch.targets.dtype) == (torch.uint8, torch.int64)
+    task = opened(path, rows="names")
+    batch = task.train.batch(np.array([0]), 0)
+    assert batch.inputs[0].tolist() == encode("*" + name).tolist()
+    assert batch.targets[0].tolist() == encode(name + STOP).tolist()
+
+
+def test_both_kinds_count_the_same_characters(path):
+    """The number that decides is of each character of each held-out name, and its stop, once."""
+    of_windows, of_names = (evaluated(opened(path, rows=rows)) for rows in ("windows", "names"))
+    model = Bigram(SIZE)
+    nats = []
+    for name in opened(path).held_out:
+        log = model(torch.from_numpy(encode("*" + name)).long()).log_softmax(1)
+        nats += [-log[place, code].item() for place, code in enumerate(encode(name + STOP))]
+    for report in (of_windows, of_names):
+        assert report["char_loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+    assert of_windows["char_accuracy"] == of_names["char_accuracy"]
+
+
+def test_window_loss_counts_as_windows_do(path):
+    """All positions of all windows; a model of whole names pays nothing for blanks, and the same for the rest."""
+    window = 5
+    task = opened(path, window=window)
+    model = Bigram(SIZE)
+    total = blanks = count = 0.0
+    for name in task.held_out:
+        line = "*" * window + name + STOP
+        for first in range(len(name) + 1):
+            codes = torch.from_numpy(encode(line[first : first + window + 1])).long()
+            log = model(codes[:-1]).log_softmax(1)
+            for place, code in enumerate(codes[1:].tolist()):
+                count += 1
+                total -= log[place, code].item()
+                blanks -= log[place, code].item() * (code == 0)
+    assert evaluated(task)["window_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert evaluated(opened(path, window=window, rows="names"))["window_loss"] == pytest.approx(
+        (total - blanks) / count, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("rows", ["windows", "names"])
+def test_numbers_do_not_depend_on_batches(path, rows):
+    task = opened(path, rows=rows)
+    assert len(task.held_out) >= 3
+    whole = evaluated(task)
+    for num_parts in (2, 3):
+        assert evaluated(task, num_parts) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", ["windows", "names"])
+def test_loss_is_a_mean_over_rows(path, rows):
+    """However rows are split over ranks and micro-batches, their weighted losses are that of the whole."""
+    task = opened(path, rows=rows)
+    model = Bigram(SIZE)
+
+    def loss(rows):
+        batch = task.train.batch(rows, 0)
+        return task.loss(model(task.prepare(batch.inputs)), batch.targets)
+
+    numbers = np.arange(len(task.train))
+    parts = np.split(numbers, [3, 20])
+    whole = loss(numbers)
+    torch.testing.assert_close(sum(loss(part) * len(part) for part in parts) / len(numbers), whole)
+    if rows == "names":  # and over all rows it is nats a character
+        num_real = sum(len(name) + 1 for name in task.trained)
+        batch = task.train.batch(numbers, 0)
+        log = model(task.prepare(batch.inputs)).log_softmax(2).gather(2, batch.targets[..., None])[..., 0]
+        torch.testing.assert_close(whole, -(log * (batch.targets != 0)).sum() / num_real)
+
+
+def test_a_model_that_knows_nothing_costs_the_logarithm_of_its_choices(path):
+    zero = Bigram(SIZE)
+    torch.nn.init.zeros_(zero.table)
+    for rows in ("windows", "names"):
+        assert evaluated(opened(path, rows=rows), model=zero)["char_loss"] == pytest.approx(math.log(SIZE))
+
+
+def test_context_is_what_a_row_has_before_a_character(path):
+    prefixes = torch.from_numpy(encode("abc")).long()[None]
+    assert opened(path, window=5).options.context(prefixes).tolist() == [encode("**abc").tolist()]
+    assert opened(path, window=2).options.context(prefixes).tolist() == [encode("bc").tolist()]
+    assert opened(path, rows="names").options.context(prefixes).tolist() == [encode("*abc").tolist()]
+    nothing = torch.zeros(3, 0, dtype=torch.int64)
+    assert opened(path, window=2).options.context(nothing).tolist() == [[0, 0]] * 3
+    assert opened(path, rows="names").options.context(nothing).tolist() == [[0]] * 3
+
+
+def test_notes_and_what_cannot_be_used(path, tmp_path):
+    with open(path, "a") as file:
+        file.write("r2d2\n\n")
+    assert opened(path).notes == [f"{path}: 2 lines hold no name of letters a-z, blank, - and ."]
+    assert opened(path).label_counts(0, 3) is None
+    with pytest.raises(DataError, match="type: harness data pet_names"):
+        opened(str(tmp_path / "none.txt"))
+    (tmp_path / "few.txt").write_text("lucy\nbella\n")
+    with pytest.raises(DataError, match="2 different names are too few"):
+        opened(str(tmp_path / "few.txt"))
+
+
+def test_models_that_do_not_fit(path):
+    for name, message in (("small_cnn", "cannot be made"), ("torch.nn.Identity", "yields")):
+        with pytest.raises(ConfigError, match=message):
+            opened(path).model(ModelSection(name=name))
+    assert clean("Bella") == "bella"
+
+
+def test_no_real_name_is_on_both_sides(shared_data, tmp_path):
+    """The tutorial's split of rows had lucy, who is there 468 times, on both sides."""
+    from harness.data import published
+
+    published.pet_names(tmp_path, str(shared_data / "pet_names"))
+    task = opened(str(tmp_path / "names.txt"))
+    assert not set(task.trained) & set(task.held_out)
+    assert (len(task.trained), len(task.held_out)) == (12538, 1454)
+    lines = (tmp_path / "names.txt").read_text().splitlines()
+    assert lines.count("lucy") == 468
+    train_rows = np.random.default_rng(0).permutation(lines)[len(lines) // 10 :]
+    leaked = np.isin(np.random.default_rng(0).permutation(lines)[: len(lines) // 10], train_rows).mean()
+    assert leaked > 0.8  # of the rows that such a split holds out
+    assert task.train.rows.stream.nbytes + task.train.rows.starts.nbytes < 2_000_000
