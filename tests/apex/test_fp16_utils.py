@@ -1,0 +1,838 @@
+"""fp16_utils: half-precision models, masters by hand, the scalers, and FP16_Optimizer (contract 1.1, 6.1)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from harness.apex import amp, fp16_utils
+from harness.apex.fp16_utils import (
+    BN_convert_float,
+    DynamicLossScaler,
+    FP16_Optimizer,
+    FP16Model,
+    LossScaler,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
+
+pytestmark = pytest.mark.contract("1.1")
+HALF = torch.float16
+
+NAMES = """network_to_half BN_convert_float convert_network convert_module tofp16 FP16Model FP16_Optimizer LossScaler
+DynamicLossScaler prep_param_lists model_grads_to_master_grads master_params_to_model_params clip_grad_norm
+to_python_float"""
+
+
+def test_star_import_brings_every_name():
+    space: dict = {}
+    exec("from harness.apex.fp16_utils import *", space)
+    assert set(NAMES.split()) <= set(space)
+    assert fp16_utils.clip_grad_norm is nn.utils.clip_grad_norm_
+
+
+# Models
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.affine = nn.BatchNorm2d(4)
+        self.plain = nn.BatchNorm2d(4, affine=False)
+        self.register_buffer("count", torch.tensor([7]))
+
+    def forward(self, x, shift=None):
+        y = self.plain(self.affine(self.conv(x)))
+        return y if shift is None else y + shift
+
+
+def dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in module.state_dict().items() if "num_batches" not in name}
+
+
+EXPECTED = {
+    "conv.weight": HALF,
+    "conv.bias": HALF,
+    "affine.weight": torch.float32,
+    "affine.bias": torch.float32,
+    "affine.running_mean": torch.float32,
+    "affine.running_var": torch.float32,
+    "plain.running_mean": HALF,
+    "plain.running_var": HALF,
+    "count": torch.int64,
+}
+
+
+@pytest.mark.contract("6.1.fp16util")
+def test_fp16_model_keeps_affine_batch_norm_in_float32():
+    net = Net()
+    model = FP16Model(net)
+    assert model.network is net
+    assert dtypes(net) == EXPECTED
+    y = model(torch.randn(2, 3, 5, 5))
+    assert y.dtype == HALF
+    assert torch.equal(model(torch.ones(2, 3, 5, 5), shift=torch.ones(1)), model(torch.ones(2, 3, 5, 5)) + 1)
+    y.sum().backward()
+    assert net.conv.weight.grad.dtype == HALF
+    assert net.affine.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.contract("6.1.fp16util")
+def test_network_to_half_does_not_round_batch_norm():
+    net = Net()
+    net.affine.running_mean.fill_(1 + 2**-20)
+    model = network_to_half(net)
+    assert dtypes(model) == {f"1.{name}": dtype for name, dtype in EXPECTED.items()}
+    assert isinstance(model[0], tofp16)
+    assert net.affine.running_mean[0] == 1 + 2**-20
+    assert model(torch.randn(2, 3, 5, 5)).dtype == HALF
+
+
+def test_batch_norm_back_to_float():
+    net = nn.Sequential(Net().half(), nn.BatchNorm1d(3).half(), nn.LayerNorm(3).half())
+    assert BN_convert_float(net) is net
+    assert dtypes(net[0]) == EXPECTED
+    assert net[1].weight.dtype == net[1].running_var.dtype == torch.float32
+    assert net[2].weight.dtype == HALF
+
+
+def test_convert_network_keeps_parameters_and_gradients():
+    net = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
+    weight = net[0].weight
+    weight.grad = torch.ones(2, 2)
+    assert convert_network(net, torch.bfloat16) is net
+    assert net[0].weight is weight
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16} == {weight.grad.dtype}
+
+
+def test_convert_module_converts_itself_alone():
+    net = Net()
+    net.own = nn.Parameter(torch.ones(2))
+    net.own.grad = torch.ones(2)
+    net.register_buffer("scale", torch.ones(1))
+    own = net.own
+    convert_module(net, HALF)
+    assert net.own is own
+    assert own.dtype == own.grad.dtype == net.scale.dtype == HALF
+    assert net.count.dtype == torch.int64
+    assert net.conv.weight.dtype == torch.float32
+
+
+def test_tofp16():
+    assert tofp16()(torch.ones(2)).dtype == HALF
+    assert tofp16()(torch.tensor([70000])).item() == 70000
+    assert [t.dtype for t in tofp16()([torch.ones(1), torch.ones(1)])] == [HALF, HALF]
+
+
+# Masters by hand
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand(flat):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(1, 1)).half()
+    model[0].bias.requires_grad_(False)
+    params, masters = prep_param_lists(model, flat_master=flat)
+    assert [id(p) for p in params] == [id(p) for p in model.parameters() if p.requires_grad]
+    assert [tuple(m.shape) for m in masters] == ([(24,)] if flat else [(4, 3), (2, 4), (2,), (1, 1), (1,)])
+    assert {m.dtype for m in masters} == {torch.float32}
+    assert all(m.requires_grad and m.is_leaf for m in masters)
+
+    model[1](model[0](torch.ones(1, 3).half())).sum().backward()  # the last layer gets no gradient
+    model_grads_to_master_grads(params, masters, flat_master=flat)
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    if flat:
+        assert torch.equal(masters[0].grad, torch.cat([g.reshape(-1) for g in expected]).float())
+    else:
+        assert masters[-1].grad is None
+        assert all(torch.equal(m.grad, g.float()) for m, g in zip(masters[:3], expected, strict=False))
+
+    with torch.no_grad():
+        for master in masters:
+            master.add_(1.0)
+    before = [p.clone() for p in params]
+    master_params_to_model_params(params, masters, flat_master=flat)
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param, (old.float() + 1).half())
+    # once more: gradients are replaced, not added to, and those that are gone leave none
+    model_grads_to_master_grads(params, masters, flat_master=flat)
+    assert torch.equal(masters[0].grad.reshape(-1)[:12], expected[0].reshape(-1).float())
+    params[0].grad = None
+    model_grads_to_master_grads(params, masters, flat_master=flat)
+    assert not masters[0].grad[:12].any() if flat else masters[0].grad is None
+
+
+def test_masters_are_no_aliases_of_float32_parameters():
+    model = nn.Linear(2, 2)
+    params, masters = prep_param_lists(model)
+    assert masters[0].data_ptr() != params[0].data_ptr()
+
+
+def test_a_flat_master_takes_one_dtype():
+    with pytest.raises(ValueError, match=r"one dtype; here are .*float16.*float32.*flat_master=False"):
+        prep_param_lists(Net().half().requires_grad_(True) and BN_convert_float(Net().half()), flat_master=True)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.5), torch.tensor([1.5]), [1.5], 1.5], ids=str)
+def test_to_python_float(value):
+    assert to_python_float(value) == 1.5
+
+
+# Scalers
+
+
+def test_static_scaler():
+    scaler = LossScaler(128.0)
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, float("inf")])
+    assert scaler.has_overflow([weight]) is False
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 128.0
+    assert LossScaler().loss_scale == 1
+
+
+def test_dynamic_scaler_starts_with_the_legacy_constants():
+    assert vars(DynamicLossScaler()) == {
+        "cur_scale": 2.0**32, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000
+    }  # fmt: skip
+
+
+def test_dynamic_scaler_trace():
+    scaler = DynamicLossScaler(16.0, scale_factor=4.0, scale_window=3)
+    trace = []
+    for overflow in [False, False, False, True, False, False, False, True, True, True, True]:
+        scaler.update_scale(overflow)
+        trace.append(scaler.loss_scale)
+    assert trace == [16, 16, 64, 16, 16, 16, 64, 16, 4, 1, 1]
+
+
+def test_default_window():
+    scaler = DynamicLossScaler(8.0)
+    for _ in range(999):
+        scaler.update_scale(False)
+    assert scaler.loss_scale == 8.0
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 16.0
+
+
+@pytest.mark.parametrize("settings", [{"init_scale": 0}, {"scale_factor": 1.0}, {"scale_window": 0}])
+def test_impossible_settings(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        DynamicLossScaler(**settings)
+
+
+def with_grad(values, dtype=torch.float32) -> torch.Tensor:
+    parameter = nn.Parameter(torch.zeros(len(values), dtype=dtype))
+    parameter.grad = torch.tensor(values, dtype=dtype)
+    return parameter
+
+
+def test_what_is_an_overflow():
+    inf, scaler = float("inf"), DynamicLossScaler()
+    finite = [with_grad([1.0, -2.0]), with_grad([3e38, 3e38]), with_grad([65504.0] * 9, HALF), with_grad([])]
+    without = nn.Parameter(torch.ones(1))
+    assert scaler.has_overflow([*finite, without]) is False
+    assert scaler.has_overflow([]) is False
+    for bad in (inf, -inf, float("nan")):
+        for dtype in (HALF, torch.bfloat16, torch.float32, torch.float64):
+            assert scaler.has_overflow([*finite, with_grad([1.0, bad, 1.0], dtype)]) is True
+    table = nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert scaler.has_overflow([table.weight]) is False
+    table.zero_grad()
+    (table(torch.tensor([1, 2])).sum() * inf).backward()
+    assert scaler.has_overflow([table.weight]) is True
+
+
+def test_scale_gradient_is_a_backward_hook():
+    layer = nn.Linear(2, 2)
+    layer.register_full_backward_hook(LossScaler(8.0).scale_gradient)
+    x = torch.ones(1, 2, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(x.grad, 8 * layer.weight.sum(0, keepdim=True))
+    assert LossScaler(2.0).scale_gradient(layer, (None,), ()) == (None,)
+
+
+# FP16_Optimizer
+
+
+def make_model(dtype=HALF) -> nn.Module:
+    torch.manual_seed(3)
+    return convert_network(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)), dtype)
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    x, target = data(step)
+    return nn.functional.mse_loss(model(x.to(model[0].weight.dtype)).float(), target)
+
+
+def train(model, optimizer, steps, clip=None) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        optimizer.backward(loss)
+        if clip is not None:
+            optimizer.clip_master_grads(clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def by_hand(model, make_optimizer, steps, scale, clip=None) -> tuple[list[float], list[torch.Tensor]]:
+    """The recipe of the mixed precision papers, spelled out parameter by parameter."""
+    params = list(model.parameters())
+    masters = [p.detach().float().clone().requires_grad_() for p in params]
+    optimizer = make_optimizer(masters)
+    losses = []
+    for step in steps:
+        for p in params:
+            p.grad = None
+        loss = loss_of(model, step)
+        (loss.float() * scale).backward()
+        for p, master in zip(params, masters, strict=True):
+            master.grad = p.grad.float() / scale
+        if clip is not None:
+            nn.utils.clip_grad_norm_(masters, clip)
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(params, masters, strict=True):
+                p.copy_(master)
+        losses.append(loss.item())
+    return losses, masters
+
+
+MAKERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_equals_the_recipe_by_hand(dtype, maker, dynamic, clip):
+    model, twin = make_model(dtype), make_model(dtype)
+    arguments = {"dynamic_loss_args": {"init_scale": 1024.0}} if dynamic else {"static_loss_scale": 1024.0}
+    optimizer = FP16_Optimizer(MAKERS[maker](model.parameters()), dynamic_loss_scale=dynamic, **arguments)
+    losses = train(model, optimizer, range(8), clip)
+    expected, masters = by_hand(twin, MAKERS[maker], range(8), 1024.0, clip)
+    assert losses == expected
+    assert losses[-1] != losses[0]
+    for one, other in zip(optimizer.param_groups[0]["params"], masters, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_masters_stand_where_half_parameters_stood():
+    model = make_model()
+    inside = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 1.0}], lr=0.1)
+    optimizer = FP16_Optimizer(inside)
+    assert optimizer.optimizer is inside
+    assert optimizer.param_groups is inside.param_groups
+    assert optimizer.state is inside.state
+    assert optimizer.fp16_groups == [[model[0].weight, model[0].bias], []]
+    assert inside.param_groups[1]["params"][0] is model[1].weight  # float32 is its own master
+    assert optimizer.fp32_from_fp32_groups == [[], [model[1].weight, model[1].bias]]
+    for master, param in zip(optimizer.fp32_from_fp16_groups[0], optimizer.fp16_groups[0], strict=True):
+        assert torch.equal(master, param.float())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_state_the_optimizer_already_has_moves_to_the_masters():
+    model = make_model()
+    inside = MAKERS["adam"](model.parameters())
+    loss_of(model, 0).backward()
+    inside.step()
+    FP16_Optimizer(inside)
+    state = inside.state[inside.param_groups[0]["params"][0]]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    assert state["step"] == 1
+    assert set(inside.state) == set(inside.param_groups[0]["params"])
+
+
+# Overflow
+
+
+def snapshot(model, optimizer):
+    return copy.deepcopy([model.state_dict(), optimizer.optimizer.state_dict(), optimizer.param_groups[0]["params"]])
+
+
+def test_real_overflow_skips_and_halves(caplog):
+    model = make_model()
+    optimizer = FP16_Optimizer(MAKERS["adam"](model.parameters()), dynamic_loss_scale=True)
+    assert optimizer.loss_scale == 2.0**32
+    seen = []
+    for _ in range(30):
+        params = [p.clone() for p in (*model.parameters(), *optimizer.param_groups[0]["params"])]
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        optimizer.backward(loss)
+        before, overflow = optimizer.loss_scale, optimizer.overflow
+        if overflow:
+            assert optimizer.clip_master_grads(1.0) == -1
+            assert optimizer.inspect_master_grad_data() is None
+        assert optimizer.step() is None
+        same = all(
+            torch.equal(a, b)
+            for a, b in zip(params, (*model.parameters(), *optimizer.param_groups[0]["params"]), strict=True)
+        )
+        assert same == overflow
+        assert optimizer.loss_scale == (before / 2 if overflow else before)
+        seen.append(overflow)
+    assert seen[0]
+    assert not seen[-1]
+    assert seen == sorted(seen, reverse=True)  # it finds its place and stays
+    assert f"loss scale {2.0**32:g}, now {2.0**31:g}" in caplog.text
+
+
+def test_a_nan_in_a_float32_parameter_skips_too():
+    model = make_model()
+    optimizer = FP16_Optimizer(
+        MAKERS["sgd"](model.parameters()), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0}, verbose=False
+    )
+    before = snapshot(model, optimizer)
+    optimizer.backward(model[1].weight.sum() * float("nan"))
+    assert optimizer.overflow
+    optimizer.step()
+    assert optimizer.loss_scale == 4.0
+    after = snapshot(model, optimizer)
+    assert str(before) == str(after)
+
+
+def test_quiet_when_asked(caplog):
+    model = make_model()
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), dynamic_loss_scale=True, verbose=False)
+    train(model, optimizer, range(2))
+    assert optimizer.loss_scale == 2.0**30
+    assert caplog.text == ""
+
+
+def test_a_static_scale_never_skips():
+    model = make_model()
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), static_loss_scale=2.0**32)
+    train(model, optimizer, [0])
+    assert not optimizer.overflow
+    assert not model[0].weight.isfinite().all()
+
+
+def test_scale_grows_by_steps():
+    model = make_model()
+    optimizer = FP16_Optimizer(
+        MAKERS["sgd"](model.parameters()),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 8.0, "scale_window": 2},
+    )
+    train(model, optimizer, range(4))
+    assert optimizer.loss_scale == 32.0
+    optimizer.loss_scale = 4.0
+    assert optimizer.loss_scaler.cur_scale == 4.0
+
+
+# Gradients
+
+
+def grads(optimizer) -> list[torch.Tensor]:
+    return [g.clone() for group in optimizer.inspect_master_grad_data() for g in group]
+
+
+@pytest.mark.parametrize("scale", [1.0, 256.0])
+def test_backwards_add_up_in_every_precision(scale):
+    """Apex divided the gradients of float32 parameters by the scale once for every backward."""
+    model = make_model().eval()
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), static_loss_scale=scale)
+    singles = []
+    for step in (0, 1):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, step))
+        singles.append(grads(optimizer))
+    expected = [one + other for one, other in zip(*singles, strict=True)]
+    for updates in ([True, True], [False, True], [False, False]):
+        optimizer.zero_grad()
+        for step, update in enumerate(updates):
+            optimizer.backward(loss_of(model, step), update_master_grads=update)
+        if not updates[-1]:
+            optimizer.update_master_grads()
+        optimizer.update_master_grads()  # again: nothing is unscaled twice
+        for one, other in zip(grads(optimizer), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-4)
+
+
+def test_gradients_are_the_masters_after_backward():
+    model = make_model()
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), static_loss_scale=64.0)
+    optimizer.backward(loss_of(model, 0))
+    assert torch.equal(grads(optimizer)[0], model[0].weight.grad.float() / 64)
+    total = optimizer.clip_master_grads(1e-3)
+    assert total > 1e-3
+    assert torch.stack([g.norm() for g in grads(optimizer)]).norm() == pytest.approx(1e-3, rel=1e-3)
+    assert optimizer.clip_master_grads(1.0, norm_type=float("inf")) == max(g.abs().max() for g in grads(optimizer))
+
+
+@pytest.mark.parametrize("argument", ["set_grads_to_None", "set_to_none"])
+def test_zero_grad(argument):
+    model = make_model()
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()))
+    everything = [*model.parameters(), *optimizer.param_groups[0]["params"]]
+    optimizer.backward(loss_of(model, 0))
+    assert any(p.grad.any() for p in everything)
+    optimizer.zero_grad()
+    assert all(p.grad is not None and not p.grad.any() for p in everything)
+    optimizer.backward(loss_of(model, 0))
+    optimizer.zero_grad(**{argument: True})
+    assert all(p.grad is None for p in everything)
+
+
+def test_parameters_without_gradient_stay():
+    model = make_model()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
+    train(model, optimizer, [0])
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.backward(model[3].weight.float().sum())
+    before = model[0].weight.clone()
+    optimizer.step()
+    assert optimizer.inspect_master_grad_data()[0][0] is None
+    assert torch.equal(model[0].weight, before)
+
+
+def test_sparse_gradients():
+    table = nn.Embedding(5, 2, sparse=True).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(table.parameters(), lr=1.0), static_loss_scale=8.0)
+    expected = table.weight.detach().float()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.backward(table(torch.tensor([1, 1, 3])).sum())
+        optimizer.step()
+    expected[1] -= 4
+    expected[3] -= 2
+    assert torch.equal(optimizer.fp32_from_fp16_groups[0][0], expected)
+    assert torch.equal(table.weight, expected.half())
+
+
+def test_retain_graph():
+    model = make_model()
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()))
+    loss = loss_of(model, 0)
+    optimizer.backward(loss, retain_graph=True)
+    once = grads(optimizer)
+    optimizer.backward(loss)
+    assert torch.equal(grads(optimizer)[-1], 2 * once[-1])
+    with pytest.raises(RuntimeError, match="second time"):
+        optimizer.backward(loss)
+
+
+# Closures
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_closure_is_the_same_step(maker):
+    model, twin = make_model(), make_model()
+    optimizer = FP16_Optimizer(MAKERS[maker](model.parameters()), static_loss_scale=128.0)
+    plain = FP16_Optimizer(MAKERS[maker](twin.parameters()), static_loss_scale=128.0)
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            optimizer.backward(loss)
+            return loss
+
+        assert [optimizer.step(closure).item()] == train(twin, plain, [step])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert optimizer.first_closure_call_this_step
+
+
+def test_a_closure_called_again_sees_the_moved_weights_and_finds_a_scale():
+    model = make_model()
+    inside = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+    optimizer = FP16_Optimizer(inside, dynamic_loss_scale=True, verbose=False)
+    weights, kept = [], []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        optimizer.backward(loss)
+        weights.append(model[0].weight.detach().clone())
+        if not optimizer.overflow:
+            kept.append(loss.item())
+            for p, master in zip(optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True):
+                assert torch.equal(p, master.half())
+        return loss
+
+    for _ in range(3):
+        assert optimizer.step(closure).isfinite()
+    assert len(weights) > len(kept) > 3  # it was called again after overflows
+    assert not torch.equal(weights[0], weights[-1])
+    assert kept[-1] < kept[0] / 2
+    assert 1.0 <= optimizer.loss_scale < 2.0**32
+
+
+def test_a_closure_that_is_never_finite_ends():
+    model = make_model()
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), dynamic_loss_scale=True, verbose=False)
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        calls.append(1)
+        optimizer.backward(loss_of(model, 0) * float("nan"))
+
+    with pytest.raises(FloatingPointError, match="every loss scale down to 1:"):
+        optimizer.step(closure)
+    assert len(calls) == 33
+    assert optimizer.first_closure_call_this_step
+
+
+# Which parameters
+
+
+def test_groups_added_later():
+    model = make_model()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), static_loss_scale=16.0)
+    optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.2})
+    assert [p.dtype for p in optimizer.param_groups[1]["params"]] == [torch.float32] * 2
+    before = model[3].weight.clone()
+    optimizer.backward(loss_of(model, 0))
+    gradient = optimizer.inspect_master_grad_data()[1][0].clone()
+    optimizer.step()
+    assert torch.equal(model[3].weight, (before.float() - 0.2 * gradient).half())
+    with pytest.raises(TypeError, match=r"float64 parameter of shape \(2,\)"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_other_dtypes_are_refused_before_anything_changes():
+    half, double = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2).double())
+    inside = torch.optim.SGD([half, double], lr=0.1)
+    with pytest.raises(TypeError, match=r"Cast it with \.float\(\)"):
+        FP16_Optimizer(inside)
+    assert inside.param_groups[0]["params"][0] is half
+
+
+def test_frozen_parameters_stay_and_may_not_thaw():
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()))
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    train(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="has no master"):
+        train(model, optimizer, [2])
+
+
+@pytest.mark.parametrize("what", [None, "optimizer", [1]], ids=str)
+def test_only_an_optimizer_is_wrapped(what):
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        FP16_Optimizer(what)
+
+
+def test_masters_twice_are_refused():
+    model = make_model()
+    with pytest.raises(RuntimeError, match="has masters already"):
+        FP16_Optimizer(FP16_Optimizer(MAKERS["sgd"](model.parameters())))
+    net = nn.Linear(2, 2)
+    _, optimizer = amp.initialize(net, MAKERS["sgd"](net.parameters()), opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="of amp"):
+        FP16_Optimizer(optimizer)
+
+
+def test_weights_loaded_late_are_not_lost():
+    """In Apex the first step put back the weights from before."""
+    model = make_model()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    loaded = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    train(model, optimizer, [0])
+    assert torch.equal(model[0].weight, loaded["0.weight"])
+    assert torch.equal(optimizer.state_dict()["fp32_from_fp16"][0][0], loaded["0.weight"].float())
+
+
+def test_schedulers_take_it():
+    model = make_model()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    train(model, optimizer, [0])
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.5
+    assert "SGD" in repr(optimizer) or "lr: 0.5" in repr(optimizer)
+
+
+def test_step_hooks_are_those_of_the_optimizer_inside():
+    model = make_model()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train(model, optimizer, range(3))
+    assert len(calls) == 3
+
+
+# Saving and loading
+
+
+def fresh(maker="adam", **arguments):
+    model = make_model()
+    arguments = arguments or {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**18}}
+    return model, FP16_Optimizer(MAKERS[maker](model.parameters()), verbose=False, **arguments)
+
+
+def through_a_file(value, weights_only=True):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_a_resume_is_the_unbroken_run(maker, order):
+    model, optimizer = fresh(maker)
+    unbroken = train(model, optimizer, range(12))
+
+    half, half_optimizer = fresh(maker)
+    before = train(half, half_optimizer, range(6))
+    saved = through_a_file({"model": half.state_dict(), "optimizer": half_optimizer.state_dict()})
+
+    resumed, resumed_optimizer = fresh(maker, static_loss_scale=1.0)
+    train(resumed, resumed_optimizer, range(20, 22))
+    loads = [
+        lambda: resumed.load_state_dict(saved["model"]),
+        lambda: resumed_optimizer.load_state_dict(saved["optimizer"]),
+    ]
+    for load in loads if order == "model first" else reversed(loads):
+        load()
+    assert before + train(resumed, resumed_optimizer, range(6, 12)) == unbroken
+    assert vars(resumed_optimizer.loss_scaler) == vars(optimizer.loss_scaler)
+    assert resumed_optimizer.dynamic_loss_scale
+    for one, other in zip(
+        resumed_optimizer.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_keys_and_types_of_the_state():
+    model, optimizer = fresh()
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    assert set(state) == {
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "first_closure_call_this_step",
+        "optimizer_state_dict",
+        "fp32_from_fp16",
+    }
+    assert state["loss_scaler"] == vars(optimizer.loss_scaler)
+    assert state["loss_scaler"] is not vars(optimizer.loss_scaler)
+    assert [[t.dtype for t in group] for group in state["fp32_from_fp16"]] == [[torch.float32] * 4]
+
+
+def old_module(name: str, **classes) -> dict[str, types.ModuleType]:
+    parts = name.split(".")
+    modules = {".".join(parts[: i + 1]): types.ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
+    for class_name in classes:
+        old = type(class_name, (), {"__module__": name, "__qualname__": class_name})
+        setattr(modules[name], class_name, old)
+    return modules
+
+
+def old_file(monkeypatch, module: str, class_name: str, attributes: dict, optimizer: FP16_Optimizer) -> bytes:
+    """What Apex wrote: the state with the scaler in it as an object of a class that only Apex had."""
+    with monkeypatch.context() as patch:
+        for name, fake in old_module(module, **{class_name: None}).items():
+            patch.setitem(sys.modules, name, fake)
+        scaler = getattr(sys.modules[module], class_name)()
+        vars(scaler).update(attributes)
+        masters = [[nn.Parameter(t.clone()) for t in group] for group in optimizer.fp32_from_fp16_groups]
+        file = io.BytesIO()
+        torch.save({**optimizer.state_dict(), "loss_scaler": scaler, "fp32_from_fp16": masters}, file)
+        return file.getvalue()
+
+
+LEGACY = ("apex.fp16_utils.loss_scaler", "DynamicLossScaler")
+OLD = {
+    "dynamic": (*LEGACY, {"cur_scale": 64.0, "cur_iter": 7, "last_overflow_iter": 2, "scale_factor": 2.0,
+                          "scale_window": 1000}, 64.0, True),
+    "static": ("apex.fp16_utils.loss_scaler", "LossScaler", {"cur_scale": 128.0}, 128.0, False),
+    "of amp": ("apex.amp.scaler", "LossScaler", {"dynamic": True, "_loss_scale": 32.0, "_max_loss_scale": 2.0**24,
+               "_min_loss_scale": None, "_scale_seq_len": 2000, "_unskipped": 1999, "_has_overflow": False,
+               "_overflow_buf": torch.zeros(1, dtype=torch.int)}, 32.0, True),
+    "of amp, static": ("apex.amp.scaler", "LossScaler", {"dynamic": False, "_loss_scale": 16.0}, 16.0, False),
+}  # fmt: skip
+
+
+@pytest.mark.contract("7.2")
+@pytest.mark.parametrize("which", OLD)
+def test_what_apex_saved_loads(monkeypatch, which):
+    module, class_name, attributes, scale, dynamic = OLD[which]
+    model, optimizer = fresh()
+    train(model, optimizer, range(12))
+    content = old_file(monkeypatch, module, class_name, attributes, optimizer)
+    assert b"apex" in content
+    assert module not in sys.modules
+
+    resumed, resumed_optimizer = fresh()
+    resumed_optimizer.load_state_dict(torch.load(io.BytesIO(content), weights_only=True))
+    assert resumed_optimizer.loss_scale == scale
+    assert resumed_optimizer.dynamic_loss_scale is dynamic
+    for one, other in zip(resumed[0].parameters(), model[0].parameters(), strict=True):
+        assert torch.equal(one, other)  # the masters went into the model
+    if which == "dynamic":
+        assert vars(resumed_optimizer.loss_scaler) == attributes
+    train(resumed, resumed_optimizer, [12])
+    assert resumed_optimizer.loss_scale == (64.0 if which == "of amp" else scale)  # its 2000th clean step
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    model, optimizer = fresh()
+    train(model, optimizer, range(3))
+    before = str(snapshot(model, optimizer))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["fp32_from_fp16"][0].pop()
+    with pytest.raises(ValueError, match="saved masters do not fit"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="no loss scaler of fp16_utils"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": {"scale": 1}})
+    assert str(snapshot(model, optimizer)) == before
+
+
+def test_a_deep_copy_trains_by_itself():
+    model, optimizer = fresh()
+    train(model, optimizer, range(3))
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    before = [p.clone() for p in model.parameters()]
+    expected = train(twin, twin_optimizer, range(3, 12))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert train(model, optimizer, range(3, 12)) == expected
+
+
+# With amp
+
+
+@pytest.mark.contract("1.2.types")
+@pytest.mark.parametrize("form", [lambda optimizer: optimizer, lambda optimizer: [optimizer]])
+def test_amp_refuses_it(form):
+    model = nn.Linear(2, 2)
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+        amp.initialize(model, form(optimizer), opt_level="O2", verbosity=0)
+    assert model.weight.dtype == torch.float32
