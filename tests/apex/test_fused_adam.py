@@ -129,9 +129,10 @@ def test_older_arguments_of_step_say_what_to_do():
     assert optimizer.step(None, None, None, None, None, grad_scaler=None) is None
 
 
-def test_capturable_keeps_counters_in_tensors_of_its_own():
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_capturable_keeps_counters_in_tensors_of_its_own(lr):
     params = params_of(torch.float32)
-    optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}], lr=0.5, capturable=True)
+    optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}], lr=lr, capturable=True)
     first, second = optimizer.param_groups
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 0.5**n, lambda n: 1.0])
     train(optimizer, params, 1)
@@ -141,6 +142,7 @@ def test_capturable_keeps_counters_in_tensors_of_its_own():
     assert first["lr"] is tensors[0]
     assert first["step"] is tensors[1]
     assert (first["lr"].item(), second["lr"].item(), first["step"].item()) == (0.25, 0.5, 2)
+    assert float(lr) == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -151,6 +151,31 @@ def test_loading_weights_after_the_optimizer_changes_nothing(make):
 
 
 @ALL
+def test_hooks_see_the_loaded_state_unrounded(make):
+    params = params_of(HALF)
+    optimizer = make(params)
+    train(optimizer, params, 1)
+    seen = []
+    optimizer.register_load_state_dict_post_hook(
+        lambda it: seen.extend(v.dtype for state in it.state.values() for v in state.values())
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert set(seen) == {torch.float32}
+
+
+@ALL
+def test_state_that_was_cast_to_half_is_widened_again(make):
+    """As ``amp.initialize`` does at O3 to an optimizer that has stepped before."""
+    params = params_of(HALF)
+    optimizer = make(params)
+    train(optimizer, params, 1)
+    for state in optimizer.state.values():
+        state.update((key, value.half()) for key, value in state.items())
+    train(optimizer, params, 1, start=1)
+    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
+
+
+@ALL
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_are_complete_and_independent(make, duplicate):
     params = params_of(torch.float32, HALF)

@@ -123,7 +123,8 @@ class FusedNovoGrad(FusedOptimizer):
         members = reduced + others
         if sizes != wanted and 0 in sizes and sum(sizes) == len(members):
             # saved when all were of one kind (before or without amp.initialize): in plain order
-            members = [param for param in group["params"] if any(param is member for member in members)]
+            known = {id(param) for param in members}
+            members = [param for param in group["params"] if id(param) in known]
         elif sizes != wanted and (sizes or members):
             raise ValueError(
                 f'group["exp_avg_sq"] holds {sizes} running norms; [float16 or bfloat16, other] parameters with state '
