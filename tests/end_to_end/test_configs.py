@@ -6,16 +6,60 @@ import json
 
 import pytest
 
-from harness.data import digits
-from tests.conftest import ROOT
+from harness import cli
+from harness.data import digits, published
+from tests import datasets
+from tests.conftest import ROOT, SHARED_DATA
 from tests.end_to_end.experiment import _drive
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
+# Too long to train here: {name: (ranks, overrides)}. What they reach is in benchmarks/results/tutorials.md.
+FEW_STEPS = {
+    "fashion_mnist": (1, ["task.train_rows=300", "task.eval_rows=100"]),
+    "mnist": (2, ["task.train_rows=300", "task.eval_rows=100"]),
+    "pet_names": (1, ["batch.global=64"]),
+    "pet_names_gru": (2, ["batch.global=64"]),
+}
+
+
 def test_all_configs_are_here():
-    assert [path.name for path in CONFIGS] == ["digits.yaml"]
+    assert len(CONFIGS) == 5
+    assert {path.stem for path in CONFIGS} == {"digits", *FEW_STEPS}
+
+
+@pytest.mark.parametrize("name", FEW_STEPS)
+def test_a_few_steps(tmp_path, name, capsys):
+    """The file as it is, on the real data where they are beside the project, else on small ones like them."""
+    world_size, overrides = FEW_STEPS[name]
+    if "mnist" in name:
+        where = [f"task.root={datasets.images(tmp_path / 'data', name)}"]
+    elif SHARED_DATA.is_dir():
+        published.pet_names(tmp_path, str(SHARED_DATA / "pet_names"))
+        where = [f"task.names={tmp_path}/names.txt"]
+    else:
+        where = [f"task.names={datasets.write_names(tmp_path / 'names.txt')}"]
+    settings = (*where, *overrides, f"output={tmp_path}/runs", "train.max_steps=3", "train.log_every=1")
+    port = free_port()
+    arguments = (str(ROOT / "configs" / f"{name}.yaml"), settings, None, tmp_path)
+    ranks = [
+        start(_drive, arguments, launch_environment(rank, world_size, port) if world_size > 1 else {})
+        for rank in range(world_size)
+    ]
+    told = tmp_path / "terminal-0.txt"
+    assert wait_for(ranks, 120) == [0] * world_size, told.read_text()
+    folder = tmp_path / "runs" / name
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["finished"], summary["step"], summary["world_size"]) == (True, 3, world_size)
+    assert summary["evaluation"]["rows_used"] == summary["evaluation"]["rows"] > 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["split"] == "train" for line in lines) == 3
+    assert all(line["loss"] < 4 for line in lines if "loss" in line)
+    if name.startswith("pet_names"):
+        assert cli.main(["generate", str(folder), "-n", "2"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.slow

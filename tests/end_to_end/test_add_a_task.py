@@ -1,0 +1,52 @@
+"""docs/add_a_task.md, followed to the letter: its files are written, its commands typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "add_a_task.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_page(tmp_path):
+    blocks = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.S)
+    assert [name for name, _ in blocks] == ["make_houses.py", "my_tasks/prices.py", "prices.yaml"]
+    assert len(re.findall(r"^```\w", PAGE, re.M)) == len(blocks) + 1  # nothing else is shown but commands
+    for name, text in blocks:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environ = {
+        **os.environ,
+        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+    }
+    (commands,) = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+    for line in commands.splitlines():
+        words = shlex.split(line.split("  #")[0])
+        words = [str(ROOT / word) if word in ("driver.py", "launch/single_node.sh") else word for word in words]
+        done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        if words[0] == "harness":
+            assert "columns: 3\n" in done.stdout
+    one, two = (
+        json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("prices", "prices_on_two")
+    )
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert 9_000 < one["evaluation"]["rmse"] < 13_000
+    assert two["evaluation"]["rmse"] == pytest.approx(one["evaluation"]["rmse"], rel=1e-2)  # O1 rounds in the batch
+    assert one["evaluation"]["rows_used"] == two["evaluation"]["rows_used"] == 500
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
