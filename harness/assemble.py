@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness import optim, parallel, precision, rng, trackers
+from harness import configfile, optim, parallel, precision, rng
 from harness.checkpoint import Checkpoints, damage
 from harness.config import Config
 from harness.console import Progress
@@ -24,6 +24,7 @@ from harness.run import Run
 from harness.runtime import Runtime
 from harness.state import Coverage, Meter, State
 from harness.stop import Stop
+from harness.trackers import mirrors
 
 log = logging.getLogger("harness")
 
@@ -107,6 +108,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     """Everything the loop needs, restored from the newest checkpoint where there is one. Collective."""
     rng.make_deterministic(config.train.deterministic)
     task = open_task(config, runtime)
+    with runtime.together("opening the trackers"):
+        tracker = mirrors.make(folder.metrics, runtime.rank, config, configfile.to_text(config))
     with runtime.together("dealing the rows"):
         size = sizes(config, len(task.train), runtime.world_size)
     warn_of_skew(config, task, runtime)
@@ -148,7 +151,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         ),
         ema=ema,
         checkpoints=Checkpoints(folder.checkpoints, config.checkpoint.keep),
-        tracker=trackers.make(folder.metrics, runtime.rank),
+        tracker=tracker,
         progress=Progress(runtime.rank),
         stop=stop,
         state=State(),

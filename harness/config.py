@@ -186,6 +186,8 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(default=(), strict=False)
+    """Tools that mirror the record, metrics.jsonl, which is always written."""
     runtime: RuntimeSection = RuntimeSection()
 
     @property
@@ -197,7 +199,7 @@ class Config(Section):
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
      "data.num_workers", "data.cache_dir", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.resume", "runtime",
-     "batch.eval_per_rank"]
+     "batch.eval_per_rank", "trackers"]
 )  # fmt: skip
 
 

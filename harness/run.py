@@ -26,7 +26,7 @@ from harness.precision import Precision
 from harness.runtime import Runtime
 from harness.state import Coverage, Meter, State
 from harness.stop import Stop
-from harness.trackers import Tracker
+from harness.trackers.record import Tracker
 
 log = logging.getLogger("harness")
 
@@ -284,6 +284,6 @@ class Run:
 
     def close(self) -> None:
         self.progress.stop()
-        self.tracker.close()
+        self.tracker.close(done=self.finished() and not self.runtime.failed)
         self.train_data.loader.close()
         self.eval_data.loader.close()

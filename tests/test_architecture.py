@@ -35,6 +35,7 @@ LAYERS = [
 ROOMS = {
     "data.table": "table cache convert once source remote csv_lines csv_reader parquet_reader labels sinks frame ahead",
     "tasks": "*",
+    "trackers": "*",
     "apex": "*",
 }
 
@@ -55,7 +56,7 @@ ONLY = {
     "data.loader": {"errors", "data.images", "data.shards", "data.workers"},
     "tasks": {"errors", "config", "metrics", "models", "data.images", "data.table", "data.arrays", "data.names"},
     "precision": {"errors", "config", "apex"},
-    "trackers": {"errors", "files"},
+    "trackers": {"errors", "files", "config"},
     "metrics": {"runtime"},
 }
 
@@ -208,6 +209,8 @@ def test_who_touches_the_environment():
         "runtime",  # GLOO_SOCKET_IFNAME
         "rng",  # CUBLAS_WORKSPACE_CONFIG
         "data.cache",  # where the user's cache is
+        "trackers.wandb",  # the tool's own settings
+        "trackers.mlflow",  # the tool's own settings
     }
 
 
@@ -238,7 +241,7 @@ ASKS_WHETHER_FIRST = {
     "run.report": "writes",
     "runtime.gather_to_first": "receives",
     "stop._next_pause": "its clock counts",
-    "trackers.make": "writes",
+    "trackers.mirrors.make": "writes",
     "train.main": "tells what is wrong before the ranks meet",
     "train.prepare_folder": "writes",
     "train.announce": "writes",

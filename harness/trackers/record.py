@@ -1,4 +1,4 @@
-"""Where numbers go: the JSONL file that is the record of a run. Rank 0 writes; on the other ranks nothing happens."""
+"""The JSONL file that is the record of a run. Rank 0 writes; on the other ranks nothing happens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from typing import Any, Protocol
 
 from harness.errors import CheckpointError
 from harness.files import finite
+from harness.trackers.mirror import Sample
 
 TIMES = ("wall_s", "samples_per_s", "data_wait")  # fields that differ between two runs that are otherwise equal
 
 
 class Tracker(Protocol):
+    """What a run tells its numbers to; every rank has one."""
+
     def log(self, split: str, values: dict[str, Any]) -> None: ...
 
     def offset(self) -> int: ...
 
     def rewind(self, offset: int) -> None: ...
 
-    def close(self) -> None: ...
+    def show(self, sample: Sample) -> None: ...
+
+    def close(self, done: bool = False) -> None: ...
 
 
 class Nothing:
@@ -36,7 +41,10 @@ class Nothing:
     def rewind(self, offset: int) -> None:
         pass
 
-    def close(self) -> None:
+    def show(self, sample: Sample) -> None:
+        pass
+
+    def close(self, done: bool = False) -> None:
         pass
 
 
@@ -78,10 +86,9 @@ class JsonLines:
         self._file.truncate(min(offset, size))  # a record that was deleted since must not be filled up with zeros
         self._file.seek(0, os.SEEK_END)
 
-    def close(self) -> None:
+    def show(self, sample: Sample) -> None:
+        """Predictions have a file of their own."""
+
+    def close(self, done: bool = False) -> None:
         with contextlib.suppress(OSError):  # a line that a full disk has refused, and ``log`` has reported
             self._file.close()
-
-
-def make(path: Path, rank: int) -> Tracker:
-    return JsonLines(path) if rank == 0 else Nothing()
