@@ -48,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     data.set_defaults(run=_data)
 
+    doctor = verbs.add_parser("doctor", help="say what this machine has for training, and what is wrong with it")
+    doctor.add_argument("--json", action="store_true", help="for machines")
+    doctor.set_defaults(run=_doctor)
+
     generate = verbs.add_parser("generate", help="print names that a model of the task pet_names makes up")
     generate.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/pet_names")
     generate.add_argument("-n", dest="num", type=_positive(int), default=20, metavar="N", help="how many (default 20)")
@@ -136,6 +140,12 @@ def _data(arguments: argparse.Namespace) -> int:
         bring = getattr(published, arguments.dataset)
         print(bring(arguments.folder, arguments.source))
     return EXIT_DONE
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from harness.doctor import examine
+
+    return examine.main(os.environ, arguments.json)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from tests.fixtures import settings, write_rows, write_yaml
 VERBS = {
     "check": ["--config", "--world", "-c", "overrides"],
     "data": ["--from", "dataset", "folder"],
+    "doctor": ["--json"],
     "generate": ["--keep-existing", "--seed", "--start", "--temperature", "-n", "folder"],
     "schema": ["--out"],
 }

@@ -91,7 +91,6 @@ class Masters:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad = parameter.grad.detach().zero_()
-        self._fp32_grads_are_scaled = False
 
     def expect_scaled_grads(self, scale: float) -> None:
         """Before a backward times ``scale``: float32 gradients that were unscaled are scaled again, so that they and

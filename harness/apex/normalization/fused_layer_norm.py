@@ -2,7 +2,7 @@
 
 What differs from ``nn.LayerNorm`` is the dtype of the result, wherever input and parameters differ: that of the *input*
 for the plain forms, that of the *parameters* for the Mixed ones. Either way mean and variance are taken in float32 or
-wider. The rule holds under O1, O4 and ``torch.autocast`` too: these layers choose for themselves and are not cast.
+wider. The rule holds under O1, O4 and ``torch.autocast`` too, where torch's kernels compute in float32.
 
 ``memory_efficient`` is accepted and changes nothing: Apex then recomputed the normalised input in backward; torch's
 kernels keep the input and two numbers a row in any case, and the result is the same to the last bit.
@@ -11,7 +11,6 @@ kernels keep the input and two numbers a row in any case, and the result is the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -166,15 +165,13 @@ def _size(shape: Shape) -> list[int]:
 def _layer_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    with _uncast(input):
-        input, weight, bias = _alike(input, weight, bias)
-        return F.layer_norm(input, _size(shape), weight, bias, eps).to(dtype)
+    input, weight, bias = _alike(input, weight, bias)
+    return F.layer_norm(input, _size(shape), weight, bias, eps).to(dtype)
 
 
 def _rms_norm(input: Tensor, weight: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype) -> Tensor:
-    with _uncast(input):
-        input, weight, _ = _alike(input, weight, None)
-        return F.rms_norm(input, _size(shape), weight, eps).to(dtype)
+    input, weight = _alike(input, weight)
+    return F.rms_norm(input, _size(shape), weight, eps).to(dtype)
 
 
 def _alike(input: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -183,11 +180,3 @@ def _alike(input: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     for other in others:
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in (input, *others))
-
-
-def _uncast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Casts of O1 and of autocast off, where they are on: they would decide the dtype instead."""
-    kind = tensor.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()

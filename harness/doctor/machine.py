@@ -1,0 +1,161 @@
+"""Processor, memory, files: what this process may use of the machine, which in a container is less than there is."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.doctor.findings import Finding, Place
+
+MIB, GIB = 2**20, 2**30
+_NO_LIMIT_BYTES = 2**60  # cgroup v1 says "none" with a number about this large
+
+
+def cpu(place: Place) -> Iterator[Finding]:
+    import torch
+
+    present = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
+    quota = cpu_quota(place.root)
+    usable = min(allowed, math.ceil(quota)) if quota else allowed
+    threads = torch.get_num_threads()
+    text = f"{usable} of {present} cores may be used"
+    text += f" (the cgroup allows the time of {quota:g})" if quota and quota < allowed else ""
+    text += f"; torch computes with {threads} thread{'s' if threads > 1 else ''}"
+    if threads > usable:
+        yield Finding("cpu", "note", f"{text}, which wait for each other", (f"export OMP_NUM_THREADS={usable}",))
+    else:
+        yield Finding("cpu", "ok", text)
+
+
+def memory(place: Place) -> Iterator[Finding]:
+    total, free = _memory(place.root)
+    limit, used = memory_limit(place.root)
+    if limit is not None and limit < total:
+        total, free = limit, min(free, limit - used)
+    limited = " (the cgroup's limit)" if limit == total else ""
+    text = f"{total / GIB:.1f} GiB{limited}, of which {max(free, 0) / GIB:.1f} GiB are free"
+    if free < GIB:
+        remedies = ("end other processes, or raise the container's limit (docker run --memory=…)",)
+        yield Finding("memory", "problem" if free < 256 * MIB else "note", text, remedies)
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def shared_memory(place: Place) -> Iterator[Finding]:
+    """Loader processes hand batches to the rank through /dev/shm; Docker gives 64 MiB of it unless told otherwise."""
+    if not sys.platform.startswith("linux"):
+        yield Finding("shared_memory", "ok", "not a file system here")
+        return
+    without = "data.num_workers=0  # loads in the training process, and needs none"
+    try:
+        usage = shutil.disk_usage(place.root / "dev/shm")
+    except OSError:
+        text = "there is no /dev/shm, which loader processes need"
+        yield Finding("shared_memory", "problem", text, ("mount -t tmpfs shm /dev/shm", without))
+        return
+    text = f"{usage.total / GIB:.2f} GiB in /dev/shm, of which {usage.free / GIB:.2f} GiB are free"
+    more = ("docker run --shm-size=8g …; in Kubernetes an emptyDir of medium Memory at /dev/shm", without)
+    if usage.free < 16 * MIB:
+        clean = "ls -l /dev/shm  # left by processes that were killed?"
+        yield Finding("shared_memory", "problem", f"{text}: loader processes will fail", (clean, *more))
+    elif usage.free < GIB:
+        yield Finding("shared_memory", "note", f"{text}: too little for large batches and many loaders", more)
+    else:
+        yield Finding("shared_memory", "ok", text)
+
+
+def open_files(place: Place) -> Iterator[Finding]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{_files(soft)} may be open at once (up to {_files(hard)} by ulimit -n)"
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+        yield Finding("open_files", "note", f"{text}: few for loader processes", (f"ulimit -n {wanted}",))
+    else:
+        yield Finding("open_files", "ok", text)
+
+
+def _files(limit: int) -> str:
+    return "any number of files" if limit < 0 or limit > 2**40 else f"{limit} files"
+
+
+def folder(place: Place) -> Iterator[Finding]:
+    """Run folders are written under the working folder unless ``output`` says otherwise."""
+    where = place.folder.resolve()
+    elsewhere = "output=/a/folder/with/room  # behind driver.py -c CONFIG"
+    try:
+        with tempfile.TemporaryFile(dir=where) as probe:
+            probe.write(b"harness")
+        free = shutil.disk_usage(where).free
+    except OSError as error:
+        text = f"{where} cannot be written: {error.strerror}"
+        yield Finding("folder", "problem", text, (elsewhere, "cd to a folder of your own"))
+        return
+    text = f"{where} can be written and has {free / GIB:.1f} GiB free"
+    if free < 5 * GIB:
+        short = free < 200 * MIB
+        text += f": room for {'no' if short else 'few'} checkpoints of a large model"
+        remedies = (elsewhere, "checkpoint.keep=1")
+        yield Finding("folder", "problem" if short else "note", text, remedies)
+    else:
+        yield Finding("folder", "ok", text)
+
+
+# What the kernel says
+
+
+def cpu_quota(root: Path) -> float | None:
+    """Processor time that the control groups of this process allow, in cores; None without a limit."""
+    quotas = []
+    for text in _cgroup(root, "cpu", "cpu.max"):
+        allowed, _, period = text.partition(" ")
+        if allowed != "max":
+            quotas.append(int(allowed) / int(period or 100000))
+    periods = _cgroup(root, "cpu", "cpu.cfs_period_us")
+    for text, period in zip(_cgroup(root, "cpu", "cpu.cfs_quota_us"), periods, strict=False):
+        if int(text) > 0:
+            quotas.append(int(text) / int(period))
+    return min(quotas, default=None)
+
+
+def memory_limit(root: Path) -> tuple[int | None, int]:
+    """(bytes that the control groups of this process allow, or None; bytes that they use now)."""
+    limits = [*_cgroup(root, "memory", "memory.max"), *_cgroup(root, "memory", "memory.limit_in_bytes")]
+    numbers = [int(limit) for limit in limits if limit != "max" and int(limit) < _NO_LIMIT_BYTES]
+    used = [*_cgroup(root, "memory", "memory.current"), *_cgroup(root, "memory", "memory.usage_in_bytes")]
+    return min(numbers, default=None), max(map(int, used), default=0)
+
+
+def _cgroup(root: Path, controller: str, name: str) -> list[str]:
+    """What the file ``name`` says in this process's control group and all above it; version 2, else version 1."""
+    found = []
+    own = root / "proc/self/cgroup"
+    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = top / path.strip("/")  # in a container it may not be visible; those above it are
+        for each in [group, *group.parents]:
+            if (each / name).is_file():
+                found.append((each / name).read_text(encoding="utf-8").strip())
+            if each == top:
+                break
+    return found
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """(total, free) bytes of the machine; page cache that can be dropped counts as free."""
+    info = root / "proc/meminfo"
+    if info.is_file():
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text(encoding="utf-8").splitlines()}
+        return kib["MemTotal"] * 1024, kib.get("MemAvailable", kib.get("MemFree", 0)) * 1024
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, total  # macOS: how much is free is not told in this way
