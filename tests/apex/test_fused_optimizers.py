@@ -448,7 +448,9 @@ def test_under_amp_an_overflow_skips_exactly_one_step(make, level):
 
 
 @ALL
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5", "O0 early", "O1 early", "O2 early", "O5 early"])
+@pytest.mark.parametrize(
+    "level", ["O0", "O1", "O2", "O3", "O5", "O0 early", "O1 early", "O2 early", "O3 early", "O5 early"]
+)
 def test_under_amp_training_resumes_bit_for_bit(make, level):
     """Loaded after ``initialize`` or, as some scripts do, before it."""
     level, _, early = level.partition(" ")

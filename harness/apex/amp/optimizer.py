@@ -60,8 +60,10 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
     else:
         own["step"] = _step(optimizer.step, casts_functions)
         _drop_saved_masters(optimizer)
+        # the optimizers of harness.apex keep float32 state for float16 parameters, torch's have it in their dtype
+        kept = getattr(optimizer, "keeps_wide_state", False)
         for parameter in masters.all_params(optimizer):
-            if parameter in optimizer.state:
+            if parameter in optimizer.state and not kept:
                 optimizer.state[parameter] = masters.recast_state(optimizer.state[parameter], parameter)
     for name, function in own.items():
         _set(optimizer, stash, name, MethodType(function, optimizer))

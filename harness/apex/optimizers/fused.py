@@ -47,6 +47,7 @@ class FusedOptimizer(Optimizer):
 
     settings: tuple[str, ...] = ("set_grad_none",)  # attributes that copies and pickles carry along
     capturable = False
+    keeps_wide_state = True  # amp leaves it as it is when it adopts the optimizer
     mastered: Collection[torch.dtype] = ()  # parameters of these dtypes have float32 masters in their state
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
