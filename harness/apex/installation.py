@@ -37,9 +37,9 @@ def uninstall() -> None:
 
     What was imported through it stays usable. Calling it again does nothing.
     """
+    patches.undo()
     if _finder not in sys.meta_path:
         return
-    patches.undo()
     sys.meta_path.remove(_finder)
     for name in [name for name in sys.modules if _is_apex(name)]:
         del sys.modules[name]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -153,9 +154,17 @@ def _init_process_group(original: Any) -> Any:
             return original(backend, *args, **kwargs)
         note("init_process_group(nccl)")
         kwargs.pop("pg_options", None)  # NCCL's
+        # NCCL lets a script end with its group open, as most do; gloo may abort then
+        atexit.unregister(_close_group)
+        atexit.register(_close_group)
         return original("gloo", *args, **kwargs)
 
     return init_process_group
+
+
+def _close_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _new_group(original: Any) -> Any:

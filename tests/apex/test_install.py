@@ -1,0 +1,259 @@
+"""``harness.apex.install``: imports of apex and of its historical modules, impostors of that name, and undoing it."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import harness.apex
+from harness.apex import historical
+from harness.apex.patches import Patches, patches
+
+IMPOSTORS = {
+    "of PyPI": 'raise ImportError("cannot import name UnencryptedCookieSessionFactoryConfig")',
+    "without amp": "from apex import optimizers",
+}
+
+
+@pytest.fixture
+def installed():
+    harness.apex.install()
+    yield
+    harness.apex.uninstall()
+
+
+@pytest.fixture
+def impostor(tmp_path, monkeypatch):
+    """A package named apex in front of all others: NVIDIA's as it is today."""
+    package = tmp_path / "apex"
+    (package / "optimizers").mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import optimizers\n")
+    (package / "optimizers" / "__init__.py").write_text("class FusedAdam: pass\n")
+    (package / "contrib.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "apex" not in sys.modules
+    yield package
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        del sys.modules[name]
+
+
+def snapshot():
+    """What each attribute of every module of harness is, which modules there are, and who finds them."""
+    owners = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "harness"}
+    attributes = {f"{name}.{key}": id(value) for name, owner in owners.items() for key, value in vars(owner).items()}
+    return attributes, set(sys.modules), list(sys.meta_path)
+
+
+@pytest.mark.contract("1.1")
+def test_the_imports_of_apex_scripts(installed):
+    names: dict = {}
+    exec(
+        "import apex\n"
+        "from apex import amp, optimizers, parallel\n"
+        "from apex.parallel import DistributedDataParallel as DDP\n"
+        "from apex.parallel import Reducer, SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group, LARC\n"
+        "from apex.parallel import ReduceOp\n"
+        "from apex.parallel.LARC import LARC as LARCClass\n"
+        "from apex.optimizers import FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad\n"
+        "from apex.normalization import FusedLayerNorm\n"
+        "from apex.multi_tensor_apply import multi_tensor_applier\n"
+        "from apex.mlp import MLP\n"
+        "from apex.fused_dense import FusedDense\n"
+        "from apex.fp16_utils import *\n"
+        "import amp_C\n",
+        names,
+    )
+    assert names["apex"] is harness.apex
+    assert names["amp"] is importlib.import_module("harness.apex.amp")
+    assert names["DDP"] is importlib.import_module("harness.apex.parallel").DistributedDataParallel
+    assert names["amp_C"] is importlib.import_module("harness.apex.amp_C")
+    assert {"to_python_float", "network_to_half", "FP16_Optimizer", "DynamicLossScaler"} <= set(names)
+    assert issubclass(harness.apex.DeprecatedFeatureWarning, FutureWarning)
+
+
+def test_the_package_is_light_and_looks_like_apex():
+    code = (
+        "import sys, harness.apex as apex\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'amp' in dir(apex) and 'contrib' not in dir(apex) and not hasattr(apex, 'contrib')\n"
+        "from harness.apex import amp\n"
+        "assert apex.amp is amp and 'harness.apex.optimizers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["apex.amp", "apex.amp.scaler", "apex.parallel.distributed", "apex.amp.initialize"])
+def test_one_module_under_two_names(installed, name):
+    ours = importlib.import_module(f"harness.{name}")
+    before = ours.__spec__, ours.__name__, ours.__loader__
+    assert importlib.import_module(name) is ours
+    assert (ours.__spec__, ours.__name__, ours.__loader__) == before
+    assert callable(harness.apex.amp.initialize), "a module took the place of the function of its name"
+
+
+@pytest.mark.contract("1.10")
+def test_amp_state_by_its_historical_path(installed):
+    from apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
+    from apex.amp._amp_state import master_params as found
+
+    from apex import amp
+
+    assert amp._amp_state is _amp_state, "the module hides the object of its name"
+    assert found is amp.master_params
+    _amp_state.hard_override = True
+    warn_or_err("no error")
+    _amp_state.hard_override = False
+    with pytest.raises(RuntimeError, match="an error"):
+        warn_or_err("an error")
+    maybe_print("no error either", True)
+
+
+@pytest.mark.contract("1.1")
+@pytest.mark.parametrize("name", historical._MODULES)
+def test_historical_modules_have_the_names_they_had(installed, name):
+    module = importlib.import_module(f"apex.{name}")
+    missing = [each for each in historical._MODULES[name][0].split() if not hasattr(module, each)]
+    assert not missing
+    # `import apex.amp.frontend as frontend` goes by attributes
+    assert sys.modules[f"apex.{name}"] is module
+
+
+@pytest.mark.contract("9")
+def test_old_pickles_find_their_classes(installed):
+    for module, name in (
+        ("apex.amp.scaler", "LossScaler"),
+        ("apex.parallel.distributed", "Reducer"),
+        ("apex.parallel.optimized_sync_batchnorm", "SyncBatchNorm"),
+        ("apex.fp16_utils.loss_scaler", "DynamicLossScaler"),
+        ("apex.optimizers.fused_adam", "FusedAdam"),
+        ("apex.normalization.fused_layer_norm", "FusedLayerNorm"),
+    ):
+        found = pickle.loads(f"c{module}\n{name}\n.".encode())
+        assert found.__name__ == name
+        assert found.__module__.startswith("harness.apex.")
+
+
+def test_a_model_saved_by_apex_loads(installed):
+    """What torch.save(model) wrote in a process where Apex was Apex: its classes under their old paths."""
+    from apex.parallel import SyncBatchNorm
+
+    data = pickle.dumps(torch.nn.Sequential(SyncBatchNorm(3)), protocol=2)
+    there = SyncBatchNorm.__module__.encode()
+    assert there in data
+    model = pickle.loads(data.replace(b"c" + there, b"capex.parallel.optimized_sync_batchnorm"))
+    assert type(model[0]) is SyncBatchNorm
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("import apex.contrib.xentropy", "torch.nn"),
+        ("from apex import contrib", "torch.nn"),
+        ("from apex.contrib.optimizers.fused_adam import FusedAdam", "torch.nn"),
+        ("from apex.transformer import parallel_state", "Megatron-Core"),
+        ("from apex import RNN", "torch.nn.LSTM"),
+        ("import apex.pyprof", "torch.profiler"),
+        ("from apex.reparameterization import apply_weight_norm", "weight_norm"),
+        ("import apex.parallel.multiproc", "torchrun"),
+    ],
+)
+def test_what_apex_had_and_this_does_not(installed, statement, instead):
+    with pytest.raises(ModuleNotFoundError, match="NVIDIA's own Apex") as caught:
+        exec(statement)
+    assert instead in str(caught.value)
+    assert caught.value.name.startswith("apex.")
+    with pytest.raises(ModuleNotFoundError, match="apex is harness.apex here, and has no such module"):
+        importlib.import_module("apex.nonsense")
+
+
+@pytest.mark.contract("9")
+def test_an_impostor_is_set_aside_and_comes_back(impostor):
+    import apex
+
+    theirs = apex, apex.optimizers, sys.modules["apex.optimizers"]
+    assert apex is not harness.apex
+    harness.apex.install()
+    try:
+        from apex import amp
+        from apex.optimizers import FusedAdam
+
+        assert amp is harness.apex.amp
+        assert FusedAdam is harness.apex.optimizers.FusedAdam
+        with pytest.raises(ModuleNotFoundError, match="which has no contrib"):  # theirs does
+            importlib.import_module("apex.contrib")
+    finally:
+        harness.apex.uninstall()
+    assert (sys.modules["apex"], apex.optimizers, sys.modules["apex.optimizers"]) == theirs
+    assert "apex.amp" not in sys.modules
+    importlib.import_module("apex.contrib")
+
+
+@pytest.mark.contract("9")
+@pytest.mark.parametrize("text", IMPOSTORS.values(), ids=IMPOSTORS)
+def test_an_impostor_is_never_imported(impostor, text):
+    (impostor / "__init__.py").write_text(text)
+    with pytest.raises(ImportError):
+        importlib.import_module("apex.amp")
+    harness.apex.install()
+    try:
+        assert importlib.import_module("apex.amp") is harness.apex.amp
+    finally:
+        harness.apex.uninstall()
+
+
+def test_a_real_amp_c_stays(tmp_path, monkeypatch):
+    (tmp_path / "amp_C.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    harness.apex.install()
+    try:
+        assert importlib.import_module("amp_C").real
+    finally:
+        harness.apex.uninstall()
+        assert sys.modules.pop("amp_C").real
+
+
+def test_uninstall_leaves_nothing():
+    def all_of_it():
+        harness.apex.install()
+        harness.apex.install()
+        assert sum(type(finder).__module__ == "harness.apex.installation" for finder in sys.meta_path) == 1
+        for name in historical._MODULES:
+            importlib.import_module(f"apex.{name}")
+        importlib.import_module("amp_C")
+        during = snapshot()
+        harness.apex.uninstall()
+        harness.apex.uninstall()
+        return during
+
+    all_of_it()  # imports what is imported late
+    before = snapshot()
+    during = all_of_it()
+    assert snapshot() == before
+    assert all(during[i] != before[i] for i in range(3)), "there was nothing to undo"
+
+
+def test_patches_are_undone_in_reverse_and_exactly():
+    class Base:
+        name = "inherited"
+
+    class Owner(Base):
+        @staticmethod
+        def method():
+            return 1
+
+    before, mapping, own = dict(vars(Owner)), {}, Patches()
+    own.set(Owner, "name", 1)
+    own.set(Owner, "name", 2)
+    own.set(Owner, "method", None)
+    own.set_item(mapping, "key", 1)
+    assert (Owner.name, Owner.method, mapping) == (2, None, {"key": 1})
+    own.undo()
+    assert dict(vars(Owner)) == before
+    assert Owner.name == "inherited"
+    assert not mapping
+    assert not patches._undo

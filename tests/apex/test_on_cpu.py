@@ -1,0 +1,411 @@
+"""``--device cpu``: what a script asks of CUDA is done on the CPU, in this process; with launchers, see test_runner."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import harness.apex
+from harness.apex.on_cpu import count, cuda, devices, redirect_cuda, training
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.contract("9"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+CUDA = ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), 0]
+
+
+@pytest.fixture(autouse=True)
+def redirected(_fresh_amp):
+    count.forget()
+    harness.apex.install()
+    redirect_cuda()
+    yield
+    harness.apex.uninstall()
+    count.forget()
+
+
+def patched():
+    """{(owner, attribute): what it is} of all that is redirected."""
+    owners = {row[0] for module in (devices, cuda, training) for row in module.rows()}
+    return {(owner, name): value for owner in owners for name, value in vars(owner).items() if name != "__doc__"}
+
+
+def test_uninstall_restores_every_attribute():
+    during = patched()
+    harness.apex.uninstall()
+    before = patched()
+    redirect_cuda()
+    harness.apex.uninstall()
+    after = patched()
+    assert after.keys() == before.keys()
+    assert not [key for key in before if after[key] is not before[key]]
+    changed = {name for (owner, name), value in during.items() if before.get((owner, name)) is not value}
+    assert {"cuda", "to", "zeros", "is_available", "load", "FloatTensor", "init_process_group"} <= changed
+
+
+# Tensors and modules
+
+
+@pytest.mark.parametrize("device", CUDA, ids=str)
+def test_a_tensor_goes_to_the_cpu(device):
+    x = torch.ones(2)
+    made = [
+        x.cuda(device if not isinstance(device, str) else None, non_blocking=True),
+        x.to(device),
+        x.to(device, torch.half, non_blocking=True).float(),
+        x.to(device=device, dtype=torch.double).float(),
+        x.new_ones(2, device=device),
+        torch.ones(2, device=device),
+        torch.ones_like(x, device=device),
+        torch.tensor([1.0, 1.0], device=device),
+        torch.as_tensor([1.0, 1.0], device=device),
+        torch.normal(1.0, 0.0, (2,), device=device),
+    ]
+    for tensor in made:
+        assert tensor.device == torch.device("cpu")
+        assert not tensor.is_cuda
+        torch.testing.assert_close(tensor, x)
+    assert x.to(torch.half).dtype is torch.half
+    assert x.to(torch.zeros(1, dtype=torch.double)).dtype is torch.double
+    with pytest.raises(RuntimeError):
+        x.to("nonsense")
+
+
+def test_every_factory_function_of_torch():
+    """All that torch itself knows to take a device: none is left that would go to CUDA."""
+    sample = {"arange": (3,), "zeros": (3,), "randn": (3,), "linspace": (0, 1, 3), "eye": (2,), "full": ((2,), 1.0)}
+    sample |= {"randint": (5, (2,)), "randperm": (4,), "hann_window": (4,), "tril_indices": (2, 2), "empty": (2,)}
+    for name, args in sample.items():
+        assert getattr(torch, name)(*args, device="cuda").device.type == "cpu"
+    harness.apex.uninstall()
+    replaced = [row[2].__wrapped__ for row in devices._factory_rows()]
+    known = torch.utils._device._device_constructors()
+    assert not [each for each in known if not any(each is one for one in replaced)]
+
+
+def test_default_devices():
+    torch.set_default_device("cuda")
+    try:
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    with torch.device("cuda"):
+        assert torch.zeros(1).device.type == "cpu"
+    assert torch.device("cuda", 1).type == "cuda", "a device is a name; it is redirected where it is used"
+
+
+def test_modules():
+    model = nn.Sequential(nn.Linear(2, 2, device="cuda"), nn.LSTM(2, 3)).cuda().to("cuda:0").cuda(0).half().float()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert all(p.is_leaf for p in model.parameters())
+    assert count._counts["Module.cuda"] == 2
+    assert count._counts["Module.to(cuda)"] == 1
+    assert "Tensor.to(cuda)" not in count._counts, "what torch does on the way is not the script's"
+    assert model.to(memory_format=torch.preserve_format)[0].weight.dtype is torch.float32
+    assert (
+        torch.zeros(1, 2, 3, 3).cuda(memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_tensor_types():
+    x = torch.cuda.FloatTensor([1, 2])
+    assert x.type() == "torch.FloatTensor"
+    assert isinstance(x, torch.cuda.FloatTensor)
+    assert not isinstance(x, torch.cuda.HalfTensor)
+    assert not isinstance(x.tolist(), torch.cuda.FloatTensor)
+    assert x.type(torch.cuda.HalfTensor).dtype is torch.half
+    assert x.type("torch.cuda.LongTensor").dtype is torch.long
+    assert x.type(torch.double).dtype is torch.double
+    assert nn.Linear(2, 2).type(torch.cuda.HalfTensor).weight.dtype is torch.half
+    try:
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert torch.zeros(1).dtype is torch.double
+    finally:
+        torch.set_default_tensor_type(torch.cuda.FloatTensor)
+    assert torch.zeros(1).dtype is torch.float32
+
+
+def test_generators_and_random_states():
+    generator = torch.Generator(device="cuda")
+    assert isinstance(generator, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    generator.manual_seed(3)
+    one = torch.randn(2, generator=generator, device="cuda")
+    assert torch.equal(one, torch.randn(2, generator=torch.Generator().manual_seed(3)))
+
+    torch.cuda.manual_seed(5)
+    one = torch.rand(1, device="cuda")
+    torch.cuda.manual_seed_all(5)
+    assert torch.equal(torch.rand(1), one)
+    state, states = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()
+    one = torch.rand(1)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(1), one)
+    torch.cuda.set_rng_state_all(states)
+    torch.cuda.set_rng_state(torch.zeros(16, dtype=torch.uint8))  # saved on a real GPU
+    assert torch.equal(torch.rand(1), one)
+    with torch.random.fork_rng():
+        torch.rand(3)
+    torch.manual_seed(1)
+    after = torch.rand(1)
+    assert torch.equal(torch.rand(1, generator=torch.Generator().manual_seed(1)), after)
+
+
+def test_in_threads():
+    found = []
+
+    def run():
+        torch.cuda.set_device(2)
+        with torch.cuda.stream(torch.cuda.Stream()) as stream:
+            found.append((torch.ones(1, device="cuda").device.type, torch.cuda.current_device()))
+            assert torch.cuda.current_stream() is stream
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [("cpu", 2)]
+    assert torch.cuda.current_device() == 0, "the current device is the thread's"
+
+
+# torch.cuda
+
+
+def test_what_torch_cuda_answers(monkeypatch):
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert torch.cuda.device_count() == 3
+    torch.cuda.set_device(torch.device("cuda", 1))
+    try:
+        assert torch.cuda.current_device() == 1
+        with torch.cuda.device(2):
+            assert torch.cuda.current_device() == 2
+        with torch.cuda.device_of(torch.zeros(1)):
+            assert torch.cuda.current_device() == 1
+    finally:
+        torch.cuda.set_device("cuda:0")
+    assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() / 2**20 == 0
+    assert torch.cuda.get_device_capability() >= (7, 0)
+    properties = torch.cuda.get_device_properties(0)
+    assert properties.total_memory > 0
+    assert "cpu" in properties.name.lower()
+    assert torch.cuda.memory_stats().get("allocated_bytes.all.peak", 0) == 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.nvtx.range_push("forward")
+    torch.cuda.nvtx.range_pop()
+    with torch.cuda.nvtx.range("backward"):
+        torch.cuda.profiler.start()
+
+
+def test_streams_and_events():
+    stream = torch.cuda.Stream()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.cuda.current_stream() is stream
+        x = torch.ones(2).pin_memory().cuda(non_blocking=True)
+        x.record_stream(torch.cuda.current_stream())
+    assert torch.cuda.current_stream() is not stream
+    stream.wait_event(stream.record_event())
+    end.record()
+    torch.cuda.synchronize()
+    assert stream.query()
+    assert 0 <= begin.elapsed_time(end) < 10_000
+
+
+# What is built on it
+
+
+def test_loaders():
+    data = TensorDataset(torch.arange(6.0))
+    loader = DataLoader(data, 2, False, None, None, 1, None, True)
+    assert not loader.pin_memory
+    assert torch.cat([x.cuda() for (x,) in loader]).tolist() == list(range(6))
+    assert count._counts["DataLoader(pin_memory=True)"] == 1
+
+
+def test_autocast_and_its_scaler():
+    model = nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.cuda.amp.GradScaler()
+    assert scaler.is_enabled()
+    for context, dtype in (
+        (torch.cuda.amp.autocast(), torch.half),
+        (torch.autocast("cuda", dtype=torch.bfloat16), torch.bfloat16),
+        (torch.amp.autocast(device_type="cuda", enabled=False), torch.float32),
+    ):
+        with context:
+            assert torch.is_autocast_enabled() == (dtype is not torch.float32)
+            assert model(torch.ones(2, 4).cuda()).dtype is dtype
+    with torch.cuda.amp.autocast():
+        loss = F.mse_loss(model(torch.ones(2, 4)).float(), torch.zeros(2, 4))
+    before = model.weight.detach().clone()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(model.weight, before)
+
+
+def test_custom_functions_under_autocast():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)
+        def forward(ctx, x):
+            assert x.dtype is torch.float32
+            assert not torch.is_autocast_enabled()
+            return 2 * x
+
+        @staticmethod
+        @torch.cuda.amp.custom_bwd
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    x = torch.ones(2, dtype=torch.half, requires_grad=True)
+    with torch.cuda.amp.autocast():
+        Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda(), torch.ones(2, 4, requires_grad=True)
+    torch.manual_seed(0)
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    ours, x.grad = x.grad, None
+    torch.manual_seed(0)
+    model(x).sum().backward()
+    torch.testing.assert_close(ours, x.grad)
+
+
+def test_data_parallel():
+    model = nn.DataParallel(nn.Linear(2, 2), device_ids=[0, 1], output_device=0).cuda()
+    x = torch.ones(3, 2).cuda()
+    torch.testing.assert_close(model(x), model.module(x))
+    torch.testing.assert_close(nn.parallel.data_parallel(model.module, x, [0, 1]), model.module(x))
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+
+
+def file_from_cuda():
+    """A checkpoint as a GPU wrote it: every storage says that it lived on cuda:1."""
+    file = io.BytesIO()
+    torch.save({"weight": torch.arange(3.0), "epoch": 2}, file, _use_new_zipfile_serialization=False)
+    return io.BytesIO(file.getvalue().replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1"))
+
+
+@pytest.mark.parametrize(
+    "map_location",
+    [
+        None,
+        "cuda:0",
+        torch.device("cuda", 0),
+        {"cuda:1": "cuda:0"},
+        {"cuda:1": "cpu"},
+        {"cuda:5": "cuda:0"},
+        lambda storage, location: storage.cuda(0),
+        lambda storage, location: storage,
+        lambda storage, location: None,
+        "cpu",
+    ],
+    ids=str,
+)
+def test_checkpoints_from_a_gpu(map_location):
+    for file in (file_from_cuda(), io.BytesIO()):
+        if not file.getvalue():
+            torch.save({"weight": torch.arange(3.0), "epoch": 2}, file)
+            file.seek(0)
+        loaded = torch.load(file, map_location=map_location)
+        assert loaded["epoch"] == 2
+        assert loaded["weight"].device.type == "cpu"
+        assert loaded["weight"].tolist() == [0, 1, 2]
+    assert b"cuda:1" in file_from_cuda().getvalue()
+
+
+@torch.jit.script
+def _scripted(x):
+    return x + torch.ones(2)
+
+
+def test_scripted_code_still_compiles():
+    class Added(nn.Module):
+        def forward(self, x):
+            return x + torch.zeros(2) + torch.arange(2)
+
+    assert torch.jit.script(Added())(torch.ones(2)).tolist() == [1, 2]
+    assert _scripted(torch.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_amp_with_redirected_cuda(opt_level):
+    from apex import amp
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="128.0", verbosity=0)
+    x, y = torch.randn(16, 4, device="cuda"), torch.randint(2, (16,)).cuda()
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    amp.reset()
+
+
+def in_a_group():
+    import os
+
+    redirect_cuda()
+    dist.init_process_group(backend="nccl", init_method="env://", device_id=torch.device("cuda", 0))
+    try:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        group = dist.new_group(ranks=[0, 1], backend="nccl")
+        x = torch.full((1,), float(dist.get_rank() + 1)).cuda()
+        dist.all_reduce(x, group=group)
+        torch.manual_seed(dist.get_rank())
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1).cuda(), device_ids=[torch.cuda.current_device()])
+        model(x).sum().backward()
+        dist.barrier(device_ids=[0])
+        return (
+            dist.get_backend(),
+            x.item(),
+            model.module.weight.item(),
+            model.module.weight.grad.item(),
+            dict(count._counts),
+        )
+    finally:
+        dist.destroy_process_group()
+        harness.apex.uninstall()
+
+
+def test_nccl_is_gloo():
+    first, second = run_ranks(2, in_a_group, group=False)
+    assert first == second
+    assert first[:2] == ("gloo", 3.0)
+    assert first[3] == 3.0
+    assert {"init_process_group(nccl)", "new_group(nccl)", "barrier(device_ids=)"} <= set(first[4])
+    assert first[4]["DistributedDataParallel(device_ids=)"] == 1
+
+
+def test_the_list(capsys):
+    assert "nothing was redirected" in count._summary([])
+    for _ in range(3):
+        torch.ones(1).cuda()
+    torch.zeros(1, device="cuda")
+    torch.zeros(1, device="cpu")
+    text = count._summary([{"Tensor.cuda": 2}])
+    assert [line.split() for line in text.splitlines()[1:]] == [["5", "Tensor.cuda"], ["1", "torch.zeros(device=cuda)"]]
+    assert "(in this process and 1 that it started)" in text
