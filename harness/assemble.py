@@ -114,13 +114,20 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         size = sizes(config, len(task.train), runtime.world_size)
     warn_of_skew(config, task, runtime)
     with runtime.together("building the model"):
+        chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         model = build_model(config, task).to(runtime.device)
         if config.model.channels_last:
             model = model.to(memory_format=torch.channels_last)  # before amp, which copies weights as they are
-        chosen = precision.choose(config.precision, runtime.device)
+    # Batch norms are replaced and weights sharded now: the optimizer holds what comes out of that.
+    model = parallel.prepare(model, config.parallel, chosen, runtime.device, runtime.world_size)
+    with runtime.together("building the optimizer"):
         optimizer = optim.build(config.optimizer, precision.trainable(model.parameters()), size.lr)
+        if config.optimizer.larc is not None:
+            optimizer = chosen.larc(optimizer, config.optimizer.larc)
         model, optimizer = chosen.initialize(model, optimizer)  # before wrapping: amp changes the weights' types
-    replicas = parallel.wrap(model, config.parallel, chosen, runtime.world_size)  # after amp: reduces what amp made
+    replicas = parallel.wrap(  # after amp: reduces what amp made
+        model, config.parallel, chosen, runtime.device, runtime.world_size
+    )
     ema = (
         optim.Ema(model, list(chosen.master_params(optimizer)), config.train.ema_decay)
         if config.train.ema_decay
@@ -140,7 +147,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         task=task,
         train_data=TrainData(
             train, config.data.shard, runtime.rank, runtime.world_size, size.per_rank, config.batch.accumulate,
-            config.seed, config.data.tail,
+            config.seed, config.data.tail, bool(replicas.synchronized),
         ),
         eval_data=EvalData(eval_, runtime.rank, runtime.world_size, size.eval_batch),
         parallel=replicas,

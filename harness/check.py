@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness import assemble, configfile, optim, precision
-from harness.errors import ConfigError, HarnessError
+from harness import assemble, configfile, optim, parallel, precision
+from harness.errors import HarnessError
 from harness.runtime import Launch, Runtime, choose_device
 from harness.trackers import mirrors
 
@@ -32,7 +32,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
             return None
 
     device = look(choose_device, config.runtime.device, Launch())
-    chosen = look(precision.choose, config.precision, device) if device else None
+    chosen = look(precision.choose, config.precision, device, config.needs_our_amp) if device else None
     task = look(assemble.open_task, config, Runtime())
     size = look(assemble.sizes, config, len(task.train), world_size) if task else None
     model = look(assemble.build_model, config, task) if task else None
@@ -43,12 +43,5 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
     if size is not None and chosen is not None:
         facts |= assemble.describe(config, task, size, world_size, device, chosen.backend)
-    if world_size > 1 and config.parallel.strategy == "none":
-        problems.append(
-            ConfigError(
-                "parallel.strategy=none runs one process only",
-                where="parallel.strategy",
-                hint="use parallel.strategy=ddp",
-            )
-        )
+    look(parallel.check_world, config.parallel, world_size)
     return facts, problems

@@ -144,10 +144,13 @@ def damage(path: Path) -> str:
     return ""
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of the checkpoint folder ``path``, on the CPU. Raises CheckpointError, naming it."""
+def read(path: Path, mapped: bool = False) -> dict[str, Any]:
+    """The content of the checkpoint folder ``path``, on the CPU. Raises CheckpointError, naming it.
+
+    ``mapped``: tensors are read from the file where they are used, once for all ranks of a node; copy what is to stay.
+    """
     try:
-        content: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(
             f"the checkpoint cannot be read: {_reason(error)}",

@@ -1,13 +1,13 @@
 """The configuration: what a YAML may say. Frozen models with ranges and units, one class a section.
 
-Reading files, merging, overrides and error messages live in ``harness.configfile``; nothing here touches a disk, a
-device or the environment. Options of a task live in that task's file, under ``harness/tasks``.
+Reading files, merging, overrides and error messages live in ``harness.configfile``, what cannot stand together in
+``harness.conflicts``; nothing here touches a disk, a device or the environment. Options of a task live in that task's
+file, under ``harness/tasks``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -21,14 +21,6 @@ class Section(BaseModel):
     """A frozen part of the configuration: unknown keys are errors, and types are not converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Conflict(NamedTuple):
-    """Settings that cannot stand together: the dotted keys, what is wrong, and what to type instead."""
-
-    keys: tuple[str, ...]
-    message: str
-    hint: str
 
 
 class TaskSection(Section):
@@ -75,9 +67,22 @@ class BatchSection(Section):
     """Rows a rank evaluates at once; null: as many as a training micro-batch."""
 
 
+class LarcSection(Section):
+    """Layer-wise adaptive rates: no parameter moves further than its own size allows (You et al. 2017)."""
+
+    trust_coefficient: Annotated[float, Field(gt=0)] = 0.02
+    """Largest step of a parameter, as a share of its norm."""
+    clip: bool = True
+    """Only lower the rate (LARC); false: set it (LARS)."""
+    eps: Annotated[float, Field(ge=0)] = 1e-8
+    """Added to the norm that a rate is divided by."""
+
+
 class OptimizerSection(Section):
     name: str = "sgd"
-    """A class of torch.optim in lower case (sgd, adam, adamw, ...), or package.module.Class."""
+    """A class of torch.optim in lower case (sgd, adam, adamw, ...), one of Apex's (fused_adam, fused_lamb, fused_sgd,
+    fused_novograd, fused_adagrad), or package.module.Class.
+    """
     lr: Annotated[float, Field(gt=0)] = 0.1
     """Peak learning rate, before lr_scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -90,6 +95,8 @@ class OptimizerSection(Section):
     """Multiply lr by global batch / lr_base_batch, or by its square root."""
     lr_base_batch: Positive | None = None
     """The global batch that lr was tuned for."""
+    larc: LarcSection | None = None
+    """Layer-wise adaptive rates around the optimizer, for large batches: {} for Apex's defaults; null: none."""
 
 
 class ScheduleSection(Section):
@@ -123,10 +130,14 @@ class PrecisionSection(Section):
 
 
 class ParallelSection(Section):
-    strategy: Literal["ddp", "none"] = "ddp"
-    """ddp: one replica a rank, gradients averaged; none: one process only."""
+    strategy: Literal["ddp", "dp", "fsdp", "none"] = "ddp"
+    """ddp: one replica a rank, gradients averaged; fsdp: weights, gradients and optimizer state sharded over the ranks;
+    dp: one process drives all its CUDA devices (DataParallel); none: one process, one device.
+    """
     delay_allreduce: bool = True
-    """Reduce all gradients at the end of the backward pass (the recipe), or overlap reduction with it."""
+    """For ddp: reduce all gradients at the end of the backward pass (the recipe), or overlap reduction with it."""
+    sync_batchnorm: bool = False
+    """Batch norm over the rows of all ranks, so that it sees the global batch at any world size (ddp, fsdp)."""
 
 
 class TrainSection(Section):
@@ -194,6 +205,11 @@ class Config(Section):
     def best_metric(self) -> str:
         return self.checkpoint.best_metric or next(iter(self.task.metrics))
 
+    @property
+    def needs_our_amp(self) -> bool:
+        """Whether something is asked for that harness.apex alone does, so that ``backend: auto`` means it."""
+        return self.parallel.strategy == "fsdp" or self.parallel.sync_batchnorm or self.optimizer.larc is not None
+
 
 # What may change between the two halves of a resumed run without making it another experiment.
 NOT_THE_RECIPE = frozenset(
@@ -220,96 +236,3 @@ def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, 
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in NOT_THE_RECIPE and key.split(".")[0] not in NOT_THE_RECIPE
     }
-
-
-def conflicts(config: Config) -> Iterator[Conflict]:
-    """Every pair of settings in ``config`` that cannot stand together, whatever the machine and the data."""
-    yield from _batch_conflicts(config)
-    yield from _optimizer_conflicts(config)
-    yield from _precision_conflicts(config)
-    if config.best_metric not in config.task.metrics:
-        known = ", ".join(config.task.metrics)
-        yield Conflict(
-            ("checkpoint.best_metric", "task.name"),
-            f"task {config.task.name} has no metric {config.best_metric!r}",
-            f"use one of: {known}",
-        )
-
-
-def _batch_conflicts(config: Config) -> Iterator[Conflict]:
-    batch = config.batch
-    if (batch.global_ is None) == (batch.per_rank is None):
-        seen = "neither is set" if batch.global_ is None else "both are set"
-        yield Conflict(
-            ("batch.global", "batch.per_rank"),
-            f"the batch size must be said once, as batch.global or as batch.per_rank; {seen}",
-            "for example batch.global=128 (rows of a step over all ranks)",
-        )
-    size = batch.global_ or batch.per_rank
-    if size is not None and size % batch.accumulate:
-        yield Conflict(
-            ("batch.global", "batch.per_rank", "batch.accumulate"),
-            f"{size} rows cannot be split into {batch.accumulate} equal micro-batches",
-            f"make the batch a multiple of batch.accumulate, for example {size + -size % batch.accumulate}",
-        )
-
-
-def _optimizer_conflicts(config: Config) -> Iterator[Conflict]:
-    optimizer, schedule, epochs = config.optimizer, config.schedule, config.train.epochs
-    if (optimizer.lr_scaling != "none") != (optimizer.lr_base_batch is not None):
-        yield Conflict(
-            ("optimizer.lr_scaling", "optimizer.lr_base_batch"),
-            "lr_scaling and lr_base_batch belong together",
-            "set both (lr_base_batch is the global batch that lr was tuned for), or neither",
-        )
-    for key in ("lr", "momentum", "weight_decay"):
-        if key in optimizer.args:
-            yield Conflict(
-                ("optimizer.args", f"optimizer.{key}"),
-                f"{key} is a setting of its own and stands in optimizer.args too",
-                f"write optimizer.{key} only",
-            )
-    if (schedule.name == "step") != bool(schedule.milestones):
-        yield Conflict(
-            ("schedule.name", "schedule.milestones"),
-            f"schedule {schedule.name} with milestones {list(schedule.milestones)}",
-            "milestones go with schedule.name=step, and step needs them: schedule.milestones=[30,60]",
-        )
-    if list(schedule.milestones) != sorted(set(schedule.milestones)):
-        yield Conflict(("schedule.milestones",), "milestones must rise", "sort them")
-    if schedule.warmup_epochs > epochs:
-        yield Conflict(
-            ("schedule.warmup_epochs", "train.epochs"),
-            f"warm-up of {schedule.warmup_epochs} epochs in a run of {epochs}",
-            "shorten schedule.warmup_epochs or raise train.epochs",
-        )
-    if schedule.min_lr > optimizer.lr:
-        yield Conflict(
-            ("schedule.min_lr", "optimizer.lr"),
-            f"schedule.min_lr {schedule.min_lr} is above optimizer.lr {optimizer.lr}",
-            "lower schedule.min_lr",
-        )
-
-
-def _precision_conflicts(config: Config) -> Iterator[Conflict]:
-    precision = config.precision
-    if precision.opt_level in ("O1", "O4"):
-        for key in ("keep_batchnorm_fp32", "master_weights", "cast_model_type"):
-            if getattr(precision, key) is not None:
-                yield Conflict(
-                    ("precision.opt_level", f"precision.{key}"),
-                    f"{precision.opt_level} keeps the model in float32, so {key} has no meaning there",
-                    f"remove precision.{key}, or use precision.opt_level=O2",
-                )
-    if precision.min_loss_scale is not None and precision.min_loss_scale > precision.max_loss_scale:
-        yield Conflict(
-            ("precision.min_loss_scale", "precision.max_loss_scale"),
-            f"min_loss_scale {precision.min_loss_scale} is above max_loss_scale {precision.max_loss_scale}",
-            "swap them",
-        )
-    if precision.backend == "apex" and config.runtime.device == "cpu":
-        yield Conflict(
-            ("precision.backend", "runtime.device"),
-            "NVIDIA's Apex cannot run on a CPU",
-            "use precision.backend=harness (or auto)",
-        )

@@ -22,7 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError, create_model
 
 import harness.tasks
-from harness.config import Config, TaskSection, conflicts, flatten
+from harness.config import Config, TaskSection, flatten
+from harness.conflicts import conflicts
 from harness.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -289,7 +290,7 @@ def _nearest(loc: list[str], cls: type[BaseModel]) -> str:
     if near := difflib.get_close_matches(loc[-1], siblings, n=1):
         return f"did you mean {prefix}{near[0]}?"
     last = {key.rsplit(".", 1)[-1]: key for key in known}
-    if near := difflib.get_close_matches(loc[-1], last, n=1, cutoff=0.75):
+    if near := difflib.get_close_matches(loc[-1], last, n=1, cutoff=0.8):
         return f"did you mean {last[near[0]]}?"
     return "known here: " + ", ".join(siblings)
 

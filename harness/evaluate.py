@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from harness.config import Config
 from harness.metrics import Sums
 from harness.run import Run
 
@@ -18,10 +19,11 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     """Metrics of the present weights (their moving average, where there is one) over all evaluation rows.
 
     None if a stop was agreed on the way. Collective: ranks ask equally often whether to stop, however many batches each
-    has, and meet again only in the reduction. The bare module is called, so no rank waits for another's batch.
+    has, and meet again only in the reduction. No rank waits for another's batch, unless the weights are sharded: every
+    rank then calls the model equally often, at last on a row that does not count.
     """
     run.average_buffers()  # or each rank would evaluate a model of its own
-    data, module, sums = run.eval_data, run.module, Sums()
+    data, module, sums = run.eval_data, run.parallel.evaluated, Sums()
     rows = bad = 0
     module.eval()
     batches = data.batches()
@@ -32,10 +34,11 @@ def evaluate(run: Run) -> dict[str, Any] | None:
                 if run.stop.agreed():
                     return None
                 batch = next(batches, None)
-                if batch is None:
-                    continue  # this rank is done, another is not
-                bad += len(batch.bad)
-                if len(batch):
+                bad += len(batch.bad) if batch is not None else 0
+                if batch is None or not len(batch):  # this rank is done, or could not read it; another goes on
+                    if run.parallel.sharded:
+                        module(prepare(run, run.train_data.any_inputs()))
+                else:
                     rows += len(batch)
                     outputs = module(prepare(run, batch.inputs))
                     sums.add(run.task.evaluate(outputs, batch.targets))
@@ -47,7 +50,17 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
 
 
-def prepare(run: Run, inputs: torch.Tensor) -> torch.Tensor:
+class Prepares(Protocol):
+    """What ``prepare`` needs of a run."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def task(self) -> Any: ...
+
+
+def prepare(run: Prepares, inputs: torch.Tensor) -> torch.Tensor:
     """Inputs as the model takes them, in the memory format of its weights."""
     inputs = run.task.prepare(inputs)
     if run.config.model.channels_last and inputs.dim() == 4:

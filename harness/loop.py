@@ -71,7 +71,7 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     losses = []
     for index, micro in enumerate(group):
         last = index == len(group) - 1
-        with run.parallel.reduce_when(last):
+        with run.parallel.reduce_when(last, counts=micro.num_rows > 0):
             outputs = run.parallel.model(prepare(run, micro.batch.inputs))
             loss = run.task.loss(outputs, micro.batch.targets)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from harness.config import OptimizerSection, ScheduleSection
 from harness.errors import ConfigError
+from harness.sharded import local, part_like
 
 
 def scaled_lr(section: OptimizerSection, global_batch: int) -> float:
@@ -53,8 +54,15 @@ def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) 
     return optimizer
 
 
+# Apex's, by short names; imported where they are asked for, like any class that is named by its path.
+FUSED = {
+    f"fused_{name.lower()}": f"harness.apex.optimizers.Fused{name}"
+    for name in ("Adam", "LAMB", "SGD", "NovoGrad", "Adagrad")
+}
+
+
 def _find(name: str) -> Any:
-    known = {
+    known: dict[str, Any] = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value)
@@ -64,7 +72,7 @@ def _find(name: str) -> Any:
     }
     if name in known:
         return known[name]
-    module, _, attribute = name.rpartition(".")
+    module, _, attribute = FUSED.get(name, name).rpartition(".")
     try:
         if module:
             found = getattr(importlib.import_module(module), attribute)
@@ -72,8 +80,9 @@ def _find(name: str) -> Any:
             return found
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {name!r} cannot be imported: {error}", where="optimizer.name") from None
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(sorted(known))
+    names = sorted(known) + sorted(FUSED)
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(names)
     raise ConfigError(f"there is no optimizer {name!r}", where="optimizer.name", hint=hint)
 
 
@@ -124,29 +133,32 @@ class Ema:
         self.params: list[Tensor] = [param for param in module.parameters() if param.requires_grad]
         self.decay = decay
         self.num_updates = 0
-        self.average = [source.detach().float().clone() for source in sources]
+        self.average = [source.detach().float().clone() for source in sources]  # sharded where the sources are
 
     @torch.no_grad()
     def update(self, sources: Iterable[Tensor]) -> None:
         """Take in the weights after an applied update; no host sync."""
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
-        values = [source.detach() for source in sources]
+        values = [local(source.detach()) for source in sources]
         if any(value.dtype != torch.float32 for value in values):
             values = [value.float() for value in values]
-        torch._foreach_lerp_(self.average, values, 1 - decay)
+        torch._foreach_lerp_(self._own(), values, 1 - decay)
+
+    def _own(self) -> list[Tensor]:
+        """What of the average this rank holds."""
+        return [local(average) for average in self.average]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The model holds the averaged weights while the body runs, and its own again after it."""
-        with torch.no_grad():
-            own = [param.detach().clone() for param in self.params]
-            torch._foreach_copy_(self.params, self.average)
+        params = [local(param.detach()) for param in self.params]
+        own = [param.clone() for param in params]
+        torch._foreach_copy_(params, self._own())
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self.params, own)
+            torch._foreach_copy_(params, own)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": self.num_updates, "average": self.average}
@@ -154,4 +166,4 @@ class Ema:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_updates = state["num_updates"]
         for mine, loaded in zip(self.average, state["average"], strict=True):
-            mine.copy_(loaded)
+            mine.copy_(part_like(mine, loaded))

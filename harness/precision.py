@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config import PrecisionSection
+from harness.config import LarcSection, PrecisionSection
 from harness.errors import ConfigError
 
 
@@ -35,6 +35,16 @@ class Precision:
         except (RuntimeError, ValueError, AssertionError) as error:
             raise ConfigError(f"amp refuses these settings: {error}", where="precision") from error
         return initialized
+
+    def larc(self, optimizer: torch.optim.Optimizer, section: LarcSection) -> torch.optim.Optimizer:
+        """``optimizer`` with layer-wise adaptive rates; before ``initialize``, which skips steps of the whole."""
+        wrapped: torch.optim.Optimizer = self.distributed.LARC.LARC(optimizer, **section.model_dump())
+        return wrapped
+
+    def synchronized(self, model: nn.Module) -> nn.Module:
+        """``model`` with batch norms that span all ranks. Before the optimizer is built: weights are copied."""
+        converted: nn.Module = self.distributed.convert_syncbn_model(model)
+        return converted
 
     def scale_loss(
         self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool
@@ -63,9 +73,12 @@ class Precision:
         self.amp.load_state_dict(state)
 
 
-def choose(section: PrecisionSection, device: torch.device) -> Precision:
-    """The implementation that ``section`` asks for. ``auto`` takes an installed Apex on CUDA, and ours otherwise."""
-    if section.backend == "harness" or (section.backend == "auto" and device.type == "cpu"):
+def choose(section: PrecisionSection, device: torch.device, ours: bool = False) -> Precision:
+    """The implementation that ``section`` asks for. ``auto`` takes an installed Apex on CUDA, and ours otherwise.
+
+    ``ours``: something else in the configuration needs ours (``Config.needs_our_amp``).
+    """
+    if section.backend == "harness" or (section.backend == "auto" and (ours or device.type == "cpu")):
         return _ours(section)
     apex, why_not = installed_apex()
     if apex is None:

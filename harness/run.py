@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness import checkpoint, rng
+from harness import checkpoint, rng, sharded
 from harness.checkpoint import Checkpoints
 from harness.config import Config
 from harness.console import Progress
@@ -148,18 +148,21 @@ class Run:
         self.state.wall_s = self.wall_s()
         ranks = self.runtime.gather_to_first(self._own())
         seen = self.coverage.bits(self.runtime)
+        weights = self._whole(self.module.state_dict())
+        optimizer = self._whole(self.optimizer.state_dict())
+        ema = self._whole(self.ema.state_dict()) if self.ema else None
         with self.runtime.together("saving"):
             if self.runtime.rank == 0:
                 self.checkpoints.write(
                     self.state.step,
                     {
                         "state": self.state.to_dict(),
-                        "model": self.module.state_dict(),
-                        "optimizer": self.optimizer.state_dict(),
+                        "model": weights,
+                        "optimizer": optimizer,
                         "amp": self.precision.state_dict(),
                         "backend": self.precision.backend,
                         "opt_level": self.config.precision.opt_level,
-                        "ema": self.ema.state_dict() if self.ema else None,
+                        "ema": ema,
                         "ranks": ranks,
                         "seen": seen,
                         "log_offset": self.tracker.offset(),
@@ -168,6 +171,11 @@ class Run:
                     },
                 )
         self.saved_step = self.state.step
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with sharded tensors put together, on rank 0; they are None elsewhere. Collective."""
+        whole: dict[str, Any] = sharded.whole(state, keep=self.runtime.rank == 0)
+        return whole
 
     def _own(self) -> dict[str, Any]:
         """What this rank has of its own: its random streams, its part of the open log window, and running statistics
@@ -200,7 +208,7 @@ class Run:
         optimizer are exact, and no row of the epoch is lost or repeated; random streams (dropout) start anew, and
         running statistics of batch norm are the mean over the ranks there were.
         """
-        content = checkpoint.read(path)
+        content = checkpoint.read(path, mapped=self.parallel.sharded)  # of which each rank then copies its shard
         if content["opt_level"] != self.config.precision.opt_level:
             raise CheckpointError(
                 f"it was written at {content['opt_level']}, this run is at {self.config.precision.opt_level}",
@@ -214,8 +222,8 @@ class Run:
                 hint="put the files back as they were, or start anew with checkpoint.resume=never",
             )
         try:
-            self.module.load_state_dict(content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
+            self.module.load_state_dict(sharded.model_parts(self.module, content["model"]))
+            self.optimizer.load_state_dict(sharded.optimizer_parts(self.optimizer, content["optimizer"]))
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"it does not fit this model: {str(error).strip().splitlines()[0]}",
@@ -261,10 +269,12 @@ class Run:
 
     def keep_best(self) -> None:
         """Mark the present step's checkpoint as the best and leave its weights beside it. Collective."""
-        with self.runtime.together("keeping the best weights"), self.averaged():
-            if self.runtime.rank == 0:
-                tensors = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
-                self.checkpoints.mark_best(self.state.step, tensors, self.folder.weights)
+        with self.averaged():
+            weights = self._whole(self.module.state_dict())
+            with self.runtime.together("keeping the best weights"):
+                if self.runtime.rank == 0:
+                    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+                    self.checkpoints.mark_best(self.state.step, tensors, self.folder.weights)
 
     def report(self, evaluation: dict[str, Any]) -> None:
         """``summary.json``, and the confusion matrix as a table, of the newest evaluation. Collective."""

@@ -49,7 +49,7 @@ def test_several_independent_problems_at_once(folder):
         "the nearest that can: 3 or 6",
         "there is no model 'small_cnm'",
         "there is no optimizer 'adamm'",
-        "parallel.strategy=none runs one process only",
+        "parallel.strategy=none is for one process, but there are 3 processes",
     ):
         assert words in told
     assert len(problems) == 5

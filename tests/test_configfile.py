@@ -201,7 +201,7 @@ train:
   epoch: 3
   clip_norm: abc
   on_nan: stopp
-parallel: {strategy: fsdp}
+parallel: {strategy: fsdpp}
 precision:
   loss_scale: dynamite
 schedule:
@@ -214,12 +214,12 @@ schedule:
         5: "task.train_csv: it should be a valid string (seen: 7)",
         6: "task.colour: unknown key; did you mean task.color?",
         8: "task.augment.rotation: it should be less than or equal to 180 (seen: 400)",
-        9: "task.augment.flip: unknown key; ",
+        9: "task.augment.flip: unknown key; known here: crop_padding",
         12: "optimiser: unknown key; did you mean optimizer?",
         14: "train.epoch: unknown key; did you mean train.epochs?",
         15: "train.clip_norm: it should be a valid number",
         16: "train.on_nan: 'stopp' is not allowed; allowed: 'stop' or 'skip'; did you mean stop?",
-        17: "parallel.strategy: 'fsdp' is not allowed; allowed: 'ddp' or 'none'",
+        17: "parallel.strategy: 'fsdpp' is not allowed; allowed: 'ddp', 'dp', 'fsdp' or 'none'; did you mean fsdp?",
         19: "precision.loss_scale: 'dynamite' is not allowed",
         21: "schedule.milestones.1: ",
     }
@@ -353,11 +353,11 @@ data data.shard data.num_workers data.tail data.cache_dir
 model model.name model.args model.channels_last model.compile
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank
 optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay optimizer.args optimizer.lr_scaling
-optimizer.lr_base_batch
+optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip optimizer.larc.eps
 schedule schedule.name schedule.warmup_epochs schedule.min_lr schedule.milestones schedule.gamma schedule.power
 precision precision.opt_level precision.backend precision.loss_scale precision.min_loss_scale precision.max_loss_scale
 precision.keep_batchnorm_fp32 precision.master_weights precision.cast_model_type precision.cast_model_outputs
-parallel parallel.strategy parallel.delay_allreduce
+parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm
 train train.epochs train.max_steps train.clip_norm train.log_every train.deterministic train.ema_decay train.patience
 train.on_nan train.evaluate_every
 checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.best_metric

@@ -121,6 +121,7 @@ class TrainData:
     accumulate: int
     seed: int
     tail: str = "use"
+    batch_norm_spans_ranks: bool = False  # so that a single row of a rank is enough for it
 
     @property
     def num_rows(self) -> int:
@@ -153,9 +154,10 @@ class TrainData:
         steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
         filler = rows[:1] if len(rows) else np.zeros(1, np.int64)
         requests = (
-            Request(_at_least_two(part if len(part) else filler), epoch)
+            Request(self._enough(part if len(part) else filler, num_left, step, index, len(parts)), epoch)
             for step in steps
-            for part in self._micro_batches(rows, num_left, step)
+            for parts in (self._micro_batches(rows, num_left, step),)
+            for index, part in enumerate(parts)
         )
         batches = self.loader.fetch(requests)
         for step in steps:
@@ -175,17 +177,32 @@ class TrainData:
         num_parts = -(-longest // (self.per_rank // self.accumulate))
         return np.array_split(rows[first : first + self.per_rank], num_parts)
 
+    def _enough(self, rows: np.ndarray, num_left: int, step: int, index: int, num_parts: int) -> np.ndarray:
+        """A single row twice where batch norm, which refuses that, would see it alone; the mean loss stays the same."""
+        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._gang_rows(num_left, step, index, num_parts) > 1):
+            return rows
+        return np.repeat(rows, 2)
+
+    def _gang_rows(self, num_left: int, step: int, index: int, num_parts: int) -> int:
+        """Rows of micro-batch ``index`` of ``step`` over all ranks."""
+        short, num_long = divmod(num_left, self.world_size)
+
+        def rows(length: int) -> int:
+            whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), num_parts)
+            return whole + (index < rest)
+
+        return num_long * rows(short + 1) + (self.world_size - num_long) * rows(short)
+
+    def any_inputs(self) -> torch.Tensor:
+        """The inputs of a single row, on the device: for a pass that does not count."""
+        return self.loader.dataset.batch(np.zeros(1, np.int64), 0).to(self.loader.device).inputs
+
     def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
         left = self.num_rows
         for segment in segments:
             rows = sum(step_rows(left, segment.world_size, segment.per_rank, step) for step in range(segment.steps))
             left -= rows
             yield rows
-
-
-def _at_least_two(rows: np.ndarray) -> np.ndarray:
-    """A single row twice: batch norm refuses one value a channel, and the mean loss of the two is that of the one."""
-    return np.repeat(rows, 2) if len(rows) == 1 else rows
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class LossScaler:
     def _overflow_buf(self) -> Tensor:
         """A one-element tensor, not 0 once ``unscale_`` has met an inf or NaN since the last clear."""
         for found in self._found.values():
-            return found
+            return found.view(1)
         return torch.zeros(1)
 
     def clear_overflow_state(self) -> None:
@@ -145,10 +145,10 @@ class LossScaler:
 
     def _buffers(self, device: torch.device, inverse: float) -> tuple[Tensor, Tensor]:
         if device not in self._found:
-            self._found[device] = torch.zeros(1, device=device)
+            self._found[device] = torch.zeros((), device=device)  # a scalar is the same on all ranks to a DTensor
         cached = self._inverse.get(device)
         if cached is None or cached[0] != inverse:
-            cached = (inverse, torch.full((1,), inverse, device=device))
+            cached = (inverse, torch.full((), inverse, device=device))
             self._inverse[device] = cached
         return self._found[device], cached[1]
 

@@ -199,6 +199,7 @@ class FP16_Optimizer(Optimizer):
                 loss = self._call(closure)
             return loss
 
+        self.first_closure_call_this_step = True
         try:
             return self.optimizer.step(evaluate)
         finally:

@@ -43,6 +43,8 @@ class SyncBatchNorm(_BatchNorm):
     process_group: Any = None
     channel_last: bool = False
     fuse_relu: bool = False
+    # set while this rank's rows only keep it in step with the others: they are normalized, and counted nowhere
+    idle: bool = False
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
         return size
 
     def _synchronized(self, x: Tensor) -> Tensor:
-        mean, var, count = global_statistics(x.detach(), self.process_group)
+        mean, var, count = global_statistics(x.detach()[:0] if self.idle else x.detach(), self.process_group)
         if x.numel() <= x.shape[1]:  # only then can the total be less than two; else nothing is read from the device
             total = int(count)
             if total == 1:
