@@ -192,6 +192,20 @@ class PetNames:
     def report(self, sums: metrics.Sums) -> metrics.Report:
         return {name: sums.ratio(name) for name in self.options.metrics}
 
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What a user of an exported model must know."""
+        reading = f"the {self.options.window} characters before" if self.options.rows == "windows" else "all before"
+        return {
+            "input": "codes",
+            "output": "logits",
+            "classes": list(ALPHABET),
+            "preprocessing": {
+                "code": "a character's place in classes; * stands before a name begins, + ends it",
+                "context": f"int64 (batch, positions): {reading}, then the logits of the last position",
+            },
+        }
+
 
 def _nats(outputs: Tensor, targets: Tensor) -> Tensor:
     """-log(probability) of each target, float32 (batch, positions)."""

@@ -161,6 +161,7 @@ def test_notes_and_what_cannot_be_used(path, tmp_path):
         file.write("r2d2\n\n")
     assert opened(path).notes == [f"{path}: 2 lines hold no name of letters a-z, blank, - and ."]
     assert opened(path).label_counts(0, 3) is None
+    assert opened(path).signature["classes"] == list(ALPHABET)
     with pytest.raises(DataError, match="type: harness data pet_names"):
         opened(str(tmp_path / "none.txt"))
     (tmp_path / "few.txt").write_text("lucy\nbella\n")
