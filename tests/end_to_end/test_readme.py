@@ -47,13 +47,22 @@ def test_commands_are_the_known_ones():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
     assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh"}
-    assert len(commands()) == 7
+    assert len(commands()) == 11
 
 
 def test_make_targets_exist():
     for line in commands():
         if line.startswith("make "):
             subprocess.run(["make", "-n", line.split()[1]], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+def test_the_commands_for_old_scripts_are_those_of_the_guide():
+    """tests/apex/test_docs.py runs them there; tests/test_doctor.py runs the doctor."""
+    guide = (ROOT / "docs" / "apex.md").read_text()
+    for line in commands():
+        if "harness.apex" in line:
+            start = line.removesuffix(" --opt-level O2")
+            assert start in guide, line
 
 
 @pytest.mark.slow
