@@ -137,8 +137,8 @@ def main() -> None:
     folder = parser.parse_args().runs
     runs = {name: read(folder / name) for name in (*IMAGES, *NAMES)}
     draw(runs, machine.RESULTS / "tutorials.png")
-    text = f"""Each configuration once, as it stands in `configs/`, on two processes of this machine with one thread each.
-It had other work at the same time, so times are upper bounds. Accuracies and losses count each held-out row once.
+    text = f"""Each configuration once, as it stands in `configs/`, on two processes of one thread each. The machine had
+other work at the same time, so times are upper bounds. Accuracies and losses count each held-out row once.
 
 ![Held-out accuracy and loss after each epoch](tutorials.png)
 

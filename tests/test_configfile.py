@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from harness import configfile
-from harness.config import Config
+from harness.config import Config, TaskSection
 from harness.errors import EXIT_USAGE, ConfigError
 from harness.tasks.image_csv import Task
 from tests.conftest import ROOT
@@ -417,3 +417,51 @@ def test_every_experiment_names_the_schema_and_loads():
         assert (path.parent / first.split("$schema=")[1]).resolve() == ROOT / "configs" / "schema.json"
         assert configfile.load(path).name == path.stem
         assert yaml.safe_load(path.read_text())["name"] == path.stem
+
+
+# Tasks that are not ours
+
+
+class Options(TaskSection):
+    """What a user's own file may define."""
+
+    size: int = 3
+    metrics: typing.ClassVar = {"f1": "max"}
+
+
+@pytest.fixture
+def own_tasks(tmp_path, monkeypatch):
+    folder = tmp_path / "own_tasks"
+    folder.mkdir()
+    (folder / "good.py").write_text("from tests.test_configfile import Options as Task\n")
+    (folder / "empty.py").write_text("")
+    (folder / "other.py").write_text("class Task: pass\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return GOOD.replace("image_csv", "own_tasks.good").replace("  train_csv: a.csv\n  eval_csv: b.csv\n", "  size: 4\n")
+
+
+def test_task_by_its_dotted_name(tmp_path, own_tasks):
+    config = load(tmp_path, own_tasks)
+    assert (config.task.name, config.task.size, config.best_metric) == ("own_tasks.good", 4, "f1")
+    again = load(tmp_path, configfile.to_text(config))
+    assert again == config
+    assert "x.yaml" in refused(tmp_path, own_tasks.replace("size: 4", "sise: 4"))
+    assert "did you mean task.size?" in refused(tmp_path, own_tasks.replace("size: 4", "sise: 4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_tasks.none", "'own_tasks.none' cannot be imported (ModuleNotFoundError: No module named"),
+        ("own_tasks.empty", "cannot be imported (AttributeError: module 'own_tasks.empty' has no attribute 'Task')"),
+        ("own_tasks.broken", "cannot be imported (ZeroDivisionError: division by zero); write package.module"),
+        ("own_tasks.other", "Task of own_tasks.other is not a harness.config.TaskSection"),
+        (".good", "cannot be imported"),
+    ],
+)
+def test_task_that_cannot_be_imported(tmp_path, own_tasks, name, message):
+    told = refused(tmp_path, own_tasks.replace("own_tasks.good", name))
+    assert message in told
+    assert "x.yaml:3: task.name: " in told
+    assert "1 problem" in told

@@ -65,11 +65,14 @@ def alone(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def bring(files: Sequence[Published], folder: Path, source: str | None, command: str) -> list[str]:
+def bring(
+    files: Sequence[Published], folder: Path, source: str | None, command: str, instead: Published | None = None
+) -> list[str]:
     """Every one of ``files`` into ``folder``, from where each is published, or from ``source``: a path or a URL.
 
     Files that are there and whole are kept, broken ones replaced, interrupted downloads continued. Returns what was
-    brought. ``command`` is what to type, for the hint of the DataError. Call it ``alone``.
+    brought. The hint of the DataError says what to type, ``command``, and which file would do ``instead``. Call it
+    ``alone``.
     """
     brought = []
     for file in files:
@@ -83,6 +86,7 @@ def bring(files: Sequence[Published], folder: Path, source: str | None, command:
             failures.append(f"{place}: {failure}")
         else:
             missing = "\n".join(f"       {file}" for file in files if file.damage(folder / file.name))
+            missing += f"\n       or in its place\n       {instead}" if instead else ""
             raise DataError(
                 f"{file.name} cannot be had: " + "; ".join(failures),
                 where=str(folder),

@@ -28,8 +28,10 @@ FASHION_MNIST = (
     ("t10k-labels-idx1-ubyte.gz", 5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
 )
 _GITHUB = "https://raw.githubusercontent.com"
-# Modified for use from its original source, which is the City of Seattle (data.seattle.gov), which makes no warranty
-# as to the completeness, timeliness, accuracy or content of any data.
+_NOTICE = (
+    "These data were modified for use from their original source, which is the City of Seattle (data.seattle.gov); "
+    "it gives no warranty for them."
+)
 PET_LICENSES = Published(
     "seattle_pet_licenses.csv", 3466759, "7fb4de4ef9dbbde6cb2eb43ff67402331b20e560a2fc6b4c64b6906dc135d515",
     (
@@ -62,11 +64,12 @@ def pet_names(folder: Path, source: str | None) -> str:
     with alone(folder):
         kept = [file for file in (PET_LICENSES, PET_NAMES) if not file.damage(folder / file.name)]
         wanted = kept[0] if kept else _offered(source)
-        brought = bring([wanted], folder, source, f"harness data pet_names {folder}")
+        other = PET_NAMES if wanted is PET_LICENSES else PET_LICENSES
+        brought = bring([wanted], folder, source, f"harness data pet_names {folder}", instead=other)
         content = (folder / wanted.name).read_bytes()
         found = names.of_json(content) if wanted is PET_NAMES else names.of_csv(content, "Animal's Name")
         brought += ["names.txt"] * replace(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
-    return _told(folder, brought, f"{len(found)} names, {len(set(found))} different ones")
+    return _told(folder, brought, f"{len(found)} names, {len(set(found))} different ones") + f"\n{_NOTICE}"
 
 
 def _offered(source: str | None) -> Published:

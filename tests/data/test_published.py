@@ -102,6 +102,7 @@ def test_pet_names_offline(tmp_path, files, capsys):
     told = capsys.readouterr().err
     assert f"type harness data pet_names {tmp_path}/pets --from FOLDER" in told
     assert f"licenses.csv  {len(CSV)} bytes  sha256 " in told
+    assert f"or in its place\n       names.json  {len(JSON)} bytes" in told
     assert cli.main(["data", "pet_names", str(tmp_path / "pets"), "--from", "/nowhere"]) == 2
 
 
