@@ -116,6 +116,7 @@ def test_a_check_that_hangs_is_one_finding():
         yield Finding("hangs", "ok", "too late")
 
     first, second = look(hangs, Place(), timeout_s=0.05)
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "doctor-hangs"] == [True]
     release.set()
     assert first.text == "at first"
     assert (second.mark, second.text) == ("problem", "no answer within 0.05 s")
@@ -138,8 +139,8 @@ def test_python(monkeypatch):
 
 
 def test_packages(monkeypatch):
-    versions = {"torch": "2.5.1+cu121", "numpy": "2.0", "pyarrow": "14.0.1"}
-    required = ["torch>=2.6", "numpy", "pyarrow>=14", "pandas", "pytest; extra == 'test'"]
+    versions = {"torch": "2.5+cu121", "numpy": "2", "pyarrow": "14.0.1"}
+    required = ["torch>=2.5.1", "numpy>=2.0.0", "pyarrow>=14", "pandas", "pytest; extra == 'test'"]
 
     def version(name):
         if name not in versions:
@@ -150,7 +151,10 @@ def test_packages(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert found(software.packages) == [
         Finding(
-            "packages", "problem", "torch 2.5.1+cu121 is too old: 2.6 or newer", ("python -m pip install 'torch>=2.6'",)
+            "packages",
+            "problem",
+            "torch 2.5+cu121 is too old: 2.5.1 or newer",
+            ("python -m pip install 'torch>=2.5.1'",),
         ),
         Finding("packages", "problem", "pandas is missing", ("python -m pip install pandas",)),
     ]

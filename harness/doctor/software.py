@@ -75,4 +75,8 @@ def _parse(requirement: str) -> tuple[str, str]:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+    """[2, 6, 1] of "2.6.1+cu121"; trailing zeros do not count."""
+    numbers = [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers

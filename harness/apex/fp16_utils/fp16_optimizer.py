@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -187,7 +186,7 @@ class FP16_Optimizer(Optimizer):
             if not self.first_closure_call_this_step:
                 self._masters.copy_to_model()  # the optimizer inside has moved the masters
             self.first_closure_call_this_step = False
-            loss = self._call(closure)
+            loss = closure()
             while self.overflow:
                 before = self.loss_scale
                 self._reduce_scale("the closure is called again")
@@ -196,19 +195,13 @@ class FP16_Optimizer(Optimizer):
                         f"the closure's gradients hold an inf or NaN at every loss scale down to {before:g}: "
                         "look at the loss, the data and the learning rate"
                     )
-                loss = self._call(closure)
+                loss = closure()
             return loss
 
-        self.first_closure_call_this_step = True
         try:
             return self.optimizer.step(evaluate)
         finally:
             self.first_closure_call_this_step = True
-
-    def _call(self, closure: Callable[[], Any]) -> Any:
-        self.overflow = False
-        with torch.enable_grad():
-            return closure()
 
     def _reduce_scale(self, consequence: str) -> None:
         before = self.loss_scale
