@@ -116,6 +116,11 @@ class SyncBatchNorm(_BatchNorm):
                 return super().forward(x)  # empty everywhere: leaves the running statistics alone
         if self.track_running_stats:
             self._update_running(mean, var, count)
+        if self.idle:  # the statistics do not depend on x: no gradient through them; the zeros keep the graph whole
+            return self._normalized(x.detach().requires_grad_(x.requires_grad), mean, var, count) + x * 0
+        return self._normalized(x, mean, var, count)
+
+    def _normalized(self, x: Tensor, mean: Tensor, var: Tensor, count: Tensor) -> Tensor:
         return normalize(x, self.weight, self.bias, mean, var, count, self.eps, self.process_group)
 
     @torch.no_grad()
