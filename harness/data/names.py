@@ -32,8 +32,7 @@ def clean(name: str) -> str:
 
     Empty where it is no name: it has a character outside a-z, blank, hyphen and full stop, or no letter at all.
     """
-    tidied = " ".join(name.lower().split(" ")).strip(" ")
-    tidied = " ".join(part for part in tidied.split(" ") if part)
+    tidied = " ".join(part for part in name.lower().split(" ") if part)
     usable = set(tidied) <= _IN_NAMES and any(character.isalpha() for character in tidied)
     return tidied if usable else ""
 
