@@ -45,7 +45,7 @@ def names(run: Path, wish: Wish) -> Iterator[str]:
     task = _task(run)
     told = set() if wish.keep_existing else _existing(task)
     model = _best(run, task)
-    generator = torch.Generator().manual_seed(wish.seed)
+    generator = torch.Generator().manual_seed(wish.seed % 2**63)
     num_left, num_tries = wish.num, 0
     while num_left and num_tries < max(wish.num, 10) * MAX_TRIES:
         num_tries += BATCH

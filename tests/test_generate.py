@@ -87,6 +87,7 @@ def test_the_same_for_a_seed_and_more_of_the_same(run):
     ten, fifteen = (list(generate.names(folder, Wish(num, seed=3))) for num in (10, 15))
     assert fifteen[:10] == ten
     assert list(generate.names(folder, Wish(10, seed=4))) != ten
+    assert len(list(generate.names(folder, Wish(1, seed=-(10**30))))) == 1  # any number will do
 
 
 def test_as_likely_as_the_model_says(run):
