@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from harness.apex import historical
+from harness.apex import historical, plain_data
 from harness.apex.patches import patches
 
 
@@ -22,7 +22,8 @@ def install() -> None:
     """Make ``import apex`` mean harness.apex, whatever package of that name is installed or was imported.
 
     An ``apex`` that was imported before is set aside until ``uninstall``; what a script took from it stays what it was.
-    ``amp_C`` becomes ours too, unless there is a real one. Calling it again does nothing.
+    ``amp_C`` becomes ours too, unless there is a real one. ``torch.load`` takes the plain data that old scripts put
+    into checkpoints, see ``plain_data``. Calling it again does nothing.
     """
     if _finder in sys.meta_path:
         return
@@ -30,6 +31,7 @@ def install() -> None:
         _set_aside[name] = sys.modules.pop(name)
     sys.modules["apex"] = importlib.import_module("harness.apex")
     sys.meta_path.insert(0, _finder)
+    plain_data.allow_when_imported()
 
 
 def uninstall() -> None:
@@ -53,6 +55,7 @@ class _Finder(MetaPathFinder):
     """Finds ``apex.X`` as ``harness.apex.X``, and says what is not there and why."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        plain_data.allow_when_imported()
         if name == "amp_C":
             return None if _is_found_elsewhere(name, path) else ModuleSpec(name, _Alias("harness.apex.amp_C"))
         # `from apex import contrib` asks for a part of the package that `apex` says it is: harness.apex

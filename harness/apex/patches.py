@@ -35,6 +35,10 @@ class Patches:
         mapping[key] = value
         self._undo.append(lambda: mapping.pop(key, None))
 
+    def on_undo(self, restore: Callable[[], Any]) -> None:
+        """Have ``restore`` called by ``undo``."""
+        self._undo.append(restore)
+
     def undo(self) -> None:
         """Leave everything as it was, in reverse order."""
         while self._undo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import pickle
 import subprocess
@@ -98,10 +99,9 @@ def test_one_module_under_two_names(installed, name):
 
 @pytest.mark.contract("1.10")
 def test_amp_state_by_its_historical_path(installed):
+    from apex import amp
     from apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
     from apex.amp._amp_state import master_params as found
-
-    from apex import amp
 
     assert amp._amp_state is _amp_state, "the module hides the object of its name"
     assert found is amp.master_params
@@ -257,3 +257,23 @@ def test_patches_are_undone_in_reverse_and_exactly():
     assert Owner.name == "inherited"
     assert not mapping
     assert not patches._undo
+
+
+@pytest.mark.contract("9")
+def test_plain_data_in_old_checkpoints_loads(tmp_path):
+    """A learning rate from a numpy schedule, and the arguments: torch.load refuses both since 2.6."""
+    np = pytest.importorskip("numpy")
+    before = set(torch.serialization.get_safe_globals())
+    checkpoint = {"lr": np.float64(0.5), "best": np.float32(1), "args": argparse.Namespace(lr=1), "steps": np.int64(3)}
+    torch.save(checkpoint, tmp_path / "checkpoint.pth")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "checkpoint.pth")
+    harness.apex.install()
+    try:
+        assert torch.load(tmp_path / "checkpoint.pth") == checkpoint
+        torch.save({"anything": subprocess.Popen}, tmp_path / "other.pth")
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(tmp_path / "other.pth")
+    finally:
+        harness.apex.uninstall()
+    assert set(torch.serialization.get_safe_globals()) == before

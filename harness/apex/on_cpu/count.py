@@ -22,9 +22,9 @@ _folder: Path | None = None
 
 
 def called_by_torch(depth: int = 1) -> bool:
-    """Whether the function ``depth`` calls above the one that asks was called from torch's own Python code."""
+    """Whether the function ``depth`` calls above the one that asks was called from code of torch, or from ours."""
     caller = sys._getframe(depth + 1).f_globals.get("__name__", "")
-    return isinstance(caller, str) and caller.startswith("torch.")
+    return isinstance(caller, str) and caller.startswith(("torch.", "harness.apex."))
 
 
 def note(name: str) -> None:

@@ -25,6 +25,7 @@ from harness.apex.on_cpu.streams import (
     StreamContext,
     current_device,
     current_stream,
+    default_stream,
     set_device,
     set_stream,
 )
@@ -59,7 +60,7 @@ def _names() -> dict[str, Any]:
         **dict.fromkeys(_EMPTY.split(), _empty),
         "current_device": current_device,
         "current_stream": current_stream,
-        "default_stream": lambda device=None: Stream(device),
+        "default_stream": default_stream,
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_name": lambda device=None: "CPU, by harness.apex --device cpu",
         "get_device_properties": _properties,

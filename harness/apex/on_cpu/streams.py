@@ -5,6 +5,7 @@ The current device and stream are the calling thread's, as in CUDA.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import Any
@@ -31,7 +32,13 @@ def current_device() -> int:
 
 def current_stream(device: Any = None) -> Stream:
     """The stream of the innermost ``with torch.cuda.stream(...)``."""
-    return getattr(_current, "stream", None) or Stream(device)
+    return getattr(_current, "stream", None) or default_stream()
+
+
+@functools.cache
+def default_stream(device: Any = None) -> Stream:
+    """The one that is current outside of any ``with``."""
+    return Stream()
 
 
 def set_stream(stream: Any) -> None:
