@@ -36,8 +36,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
     task = look(assemble.open_task, config, Runtime())
     size = look(assemble.sizes, config, len(task.train), world_size) if task else None
     model = look(assemble.build_model, config, task) if task else None
-    if error := mirrors.missing(config.trackers):
-        problems.append(error)
+    look(mirrors.require, config.trackers)
     look(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     if model is not None:
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"

@@ -52,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="for machines")
     doctor.set_defaults(run=_doctor)
 
+    export = verbs.add_parser("export", help="write a trained model as a file that other programs load")
+    _run_arguments(export)
+    export.add_argument("--format", required=True, choices=["safetensors", "torch_export", "onnx"])
+    export.add_argument("--out", type=Path, metavar="FILE", help="default: model.… in the run folder")
+    export.set_defaults(run=_export)
+
     generate = verbs.add_parser("generate", help="print names that a model of the task pet_names makes up")
     generate.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/pet_names")
     generate.add_argument("-n", dest="num", type=_positive(int), default=20, metavar="N", help="how many (default 20)")
@@ -65,6 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     generate.add_argument("--start", default="", metavar="TEXT", help="what every name begins with")
     generate.add_argument("--keep-existing", action="store_true", help="print names that the data have, too")
     generate.set_defaults(run=_generate)
+
+    predict = verbs.add_parser("predict", help="write what a trained model guesses for the rows of a CSV")
+    _run_arguments(predict)
+    predict.add_argument("--csv", required=True, metavar="CSV", help="rows like the trained ones; labels may be absent")
+    predict.add_argument("--out", required=True, type=Path, metavar="FILE", help="a .csv or .parquet, there when done")
+    predict.add_argument("--world", type=_positive(int), metavar="N", help="processes on this machine (default 1)")
+    predict.set_defaults(run=_predict, again=argv)
 
     schema = verbs.add_parser("schema", help="write the JSON Schema that the YAML files name, for editors")
     schema.add_argument("--out", type=Path, metavar="FILE", help="default: print it")
@@ -98,6 +111,13 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings on top of the file, such as train.epochs=3"
+    )
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/digits")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings on top of the run's, such as task.root=photos"
     )
 
 
@@ -155,6 +175,22 @@ def _generate(arguments: argparse.Namespace) -> int:
     for name in generate.names(arguments.folder, wish):
         print(name, flush=True)
     return EXIT_DONE
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from harness import console, export
+
+    console.to_terminal(0)
+    print(export.export(arguments.folder, arguments.format, arguments.out, arguments.overrides))
+    return EXIT_DONE
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from harness import predict
+
+    wish = predict.Request(arguments.folder, arguments.csv, arguments.out, arguments.overrides)
+    words = sys.argv[1:] if arguments.again is None else arguments.again
+    return predict.main(wish, arguments.world, os.environ, words)
 
 
 def _schema(arguments: argparse.Namespace) -> int:

@@ -107,6 +107,10 @@ class RunFolder:
         )
         write_atomically(path, json.dumps(starts, indent=1) + "\n")
 
+    def learned(self, facts: dict[str, Any]) -> None:
+        """``task.json``: what the task took from the training data, for predictions without them."""
+        write_atomically(self.path / "task.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
     def summary(self, values: dict[str, Any]) -> None:
         write_atomically(self.path / "summary.json", json.dumps(finite(values), indent=1) + "\n")
 

@@ -16,6 +16,7 @@ Pairs = dict[str, tuple[Tensor, Tensor]]  # name: (sum, count), any shape
 Report = dict[str, Any]
 
 MAX_CONFUSION = 1000  # classes; the matrix of more would not be read by anybody, nor fit
+MAX_SCORES = 100  # classes; a table with a column for each of more would be larger than the data
 
 
 @dataclass
@@ -74,6 +75,23 @@ def classification(outputs: Tensor, targets: Tensor, num_classes: int) -> Pairs:
         cells = torch.bincount(targets * num_classes + guesses[:, 0], minlength=num_classes**2)
         pairs["confusion"] = (cells.view(num_classes, num_classes), rows)
     return pairs
+
+
+def classification_table(outputs: Tensor, classes: Sequence[str | int]) -> dict[str, Any]:
+    """The guess for each of some logits (batch, classes), and the probability of each class: a column each.
+
+    Of more than MAX_SCORES classes the five best guesses, each with its probability.
+    """
+    scores = outputs.float().softmax(dim=1).cpu()
+    if len(classes) <= MAX_SCORES:
+        guesses = [classes[index] for index in scores.argmax(dim=1).tolist()]
+        return {"guess": guesses, **{f"score_{label}": column for label, column in zip(classes, scores.T, strict=True)}}
+    best = scores.topk(5, dim=1)
+    table: dict[str, Any] = {}
+    for place, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True)):
+        suffix = f"_{place + 1}" if place else ""
+        table |= {f"guess{suffix}": [classes[index] for index in indices.tolist()], f"score{suffix}": values}
+    return table
 
 
 def classification_report(sums: Sums, classes: Sequence[str | int]) -> Report:

@@ -69,6 +69,20 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
     return launch
 
 
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What ``detect`` reads as ``rank`` of a gang on this machine; ``port`` is that of the store its parent holds."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
 def _from_torch(environ: Mapping[str, str]) -> Launch:
     missing = [name for name in _TORCH if not environ.get(name)]
     if missing:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from harness import assemble, configfile, console, loop
+from harness import assemble, configfile, console, loop, predictions
 from harness.config import Config
 from harness.errors import EXIT_DONE, EXIT_STOPPED, HarnessError, TrainingError
 from harness.folder import RunFolder, cannot_write, failure_report
@@ -63,7 +63,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             prepare_folder(config, runtime, folder)
             run = assemble.build(config, runtime, folder, stop)
             announce(run)
-            done = loop.train(run)
+            done = loop.train(run) and predictions.of_run(run)
             finish(run, done)
             runtime.barrier()
             return EXIT_DONE if done else EXIT_STOPPED
@@ -101,6 +101,7 @@ def announce(run: Run) -> None:
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
             run.folder.provenance(runtime, run.precision.backend, topology)
+            run.folder.learned(getattr(run.task, "learned", {}))
 
 
 def finish(run: Run, done: bool) -> None:

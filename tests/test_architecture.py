@@ -45,12 +45,12 @@ LAYERS = [
     {"data.arrays"},
     {"watch", "data.loader", "tasks"},
     {"configfile"},
-    {"folder", "generate"},
+    {"folder", "generate", "saved"},
     {"checkpoint"},
     {"run"},
     {"assemble", "evaluate"},
-    {"loop", "check"},
-    {"train"},
+    {"loop", "check", "predictions"},
+    {"train", "predict", "export"},
     {"cli"},
 ]
 
@@ -86,7 +86,7 @@ ONLY = {
 }
 
 # Who may import what others may not.
-ONLY_BY = {"loop": {"train"}, "train": {"cli"}, "cli": set(), "assemble": {"train", "check"}, "apex": {"precision"}}
+ONLY_BY = {"loop": {"train"}, "train": {"cli"}, "cli": set(), "assemble": {"train", "check", "predict", "export"}, "apex": {"precision"}}
 
 LAUNCH_VARIABLE = re.compile(
     r"^(RANK|LOCAL_RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_\w+)$"
@@ -265,6 +265,8 @@ ASKS_WHETHER_FIRST = {
     "run.keep_best": "writes",
     "run._whole": "keeps what all have put together",
     "run.report": "writes",
+    "predictions.write": "writes what all have gathered",
+    "predictions.best_weights": "reads",
     "runtime.gather_to_first": "receives",
     "stop._next_pause": "its clock counts",
     "trackers.mirrors.make": "writes",

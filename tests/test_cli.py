@@ -15,7 +15,9 @@ VERBS = {
     "check": ["--config", "--world", "-c", "overrides"],
     "data": ["--from", "dataset", "folder"],
     "doctor": ["--json"],
+    "export": ["--format", "--out", "folder", "overrides"],
     "generate": ["--keep-existing", "--seed", "--start", "--temperature", "-n", "folder"],
+    "predict": ["--csv", "--out", "--world", "folder", "overrides"],
     "schema": ["--out"],
 }
 DRIVER = ["--config", "--local-rank", "--local_rank", "-c", "overrides"]

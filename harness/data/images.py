@@ -95,8 +95,13 @@ class ImageTable:
             images.append(self._transformed(image, row, epoch))
             used.append(row)
         numbers = np.asarray(used, dtype=np.int64)
-        targets = torch.from_numpy(self.targets[self.table.labels(numbers)] if used else np.empty(0, np.int64))
-        return Batch(self._stack(images, used), targets, numbers, bad)
+        return Batch(self._stack(images, used), torch.from_numpy(self._targets(numbers)), numbers, bad)
+
+    def _targets(self, rows: np.ndarray) -> np.ndarray:
+        """Class indices; -1 in a table without labels."""
+        if self.table.label is None:
+            return np.full(len(rows), -1, np.int64)
+        return self.targets[self.table.labels(rows)]
 
     def _decoded(self, path: str) -> torch.Tensor:
         """The image at ``path``, uint8 (channels, height, width). Raises one of _UNREADABLE."""

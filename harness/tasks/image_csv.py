@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -104,31 +104,44 @@ class Task(TaskSection):
         if unknown:
             raise _unknown_label(tables["eval"], self.train_csv, unknown, classes)
 
-        def dataset(split: str) -> ImageTable:
-            table = tables[split]
-            return ImageTable(
-                table=table,
-                root=Path(self.root),
-                path_column=self.path_column,
-                targets=np.asarray([codes[label] for label in table.vocabulary], dtype=np.int64),
-                seed=seed,
-                mode=ImageReadMode.RGB if self.color == "rgb" else ImageReadMode.GRAY,
-                augment=_pipeline(self.augment, self.image_size),
-                resize=_pipeline(None, self.image_size),
-                on_bad_image=self.on_bad_image,
-            )
+        train, eval_ = (
+            self._images(table, [codes[label] for label in table.vocabulary], seed) for table in tables.values()
+        )
+        return ImageCsv(self, train, eval_, classes)
 
-        return ImageCsv(self, dataset("train"), dataset("eval"), classes)
+    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
+        """The table ``source`` to guess the classes of; labels are taken as they are written, if there are any."""
+        table = open_table(source, text=(self.path_column,), cache_dir=cache_dir)
+        images = self._images(table, [], seed=0)
+        return ImageCsv(self, images, images, tuple(learned["classes"]), tuple(learned["image_size"]))
+
+    def _images(self, table: Table, codes: Sequence[int], seed: int) -> ImageTable:
+        """The images of ``table``, of whose label codes ``codes`` are the class indices."""
+        return ImageTable(
+            table=table,
+            root=Path(self.root),
+            path_column=self.path_column,
+            targets=np.asarray(codes, dtype=np.int64),
+            seed=seed,
+            mode=ImageReadMode.RGB if self.color == "rgb" else ImageReadMode.GRAY,
+            augment=_pipeline(self.augment, self.image_size),
+            resize=_pipeline(None, self.image_size),
+            on_bad_image=self.on_bad_image,
+        )
 
 
 @dataclass(frozen=True)
 class ImageCsv:
-    """The opened task: data, model, loss and metrics. ``classes[index]`` is the label of a class index."""
+    """The opened task: data, model, loss and metrics. ``classes[index]`` is the label of a class index.
+
+    ``known_size`` is the (height, width) of images where it was learned from other data than these.
+    """
 
     options: Task
     train: ImageTable
     eval: ImageTable
     classes: tuple[str | int, ...]
+    known_size: tuple[int, ...] | None = None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -152,11 +165,18 @@ class ImageCsv:
             counts += np.bincount(self.train.targets[codes], minlength=len(self.classes))
         return counts
 
+    @cached_property
+    def image_size(self) -> tuple[int, ...]:
+        """(height, width) as the model sees it: as set, else that of the first training image that can be read."""
+        known = self.options.image_size or self.known_size
+        return known or tuple(self.train.batch(np.arange(1), epoch=0).inputs.shape[-2:])
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        return {"classes": list(self.classes), "image_size": list(self.image_size)}
+
     def model(self, section: ModelSection) -> nn.Module:
-        size: Sequence[int] | None = self.options.image_size
-        if size is None:
-            size = self.train.batch(np.arange(1), epoch=0).inputs.shape[-2:]  # of the first that can be read
-        example = torch.zeros(2, self.options.channels, *size)
+        example = torch.zeros(2, self.options.channels, *self.image_size)
         known = {"num_classes": len(self.classes), "in_channels": self.options.channels}
         return models.build(section.name, section.args, known, example)
 
@@ -176,6 +196,37 @@ class ImageCsv:
 
     def report(self, sums: metrics.Sums) -> metrics.Report:
         return metrics.classification_report(sums, self.classes)
+
+    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+        return metrics.classification_table(outputs, self.classes)
+
+    def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
+        """Path and label of rows to evaluate."""
+        table, label = self.eval.table, self.options.label_column
+        found: dict[str, list[Any]] = {"id": table.strings(self.options.path_column, rows)}
+        if table.label is not None:
+            found["truth"] = [table.vocabulary[code] for code in table.labels(rows).tolist()]
+        elif label in table.columns:
+            found["truth"] = table.strings(label, rows)
+        return found
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What a user of an exported model must know."""
+        mean, std = (list(v or [0.5] * self.options.channels) for v in (self.options.mean, self.options.std))
+        return {
+            "input": "images",
+            "output": "logits",
+            "classes": list(self.classes),
+            "preprocessing": {
+                "color": self.options.color,
+                "size": list(self.image_size),
+                "resize": "bilinear with antialiasing" if self.options.image_size else "none: images have this size",
+                "scale": "pixels from 0 to 255 are divided by 255, then mean is subtracted, then divided by std",
+                "mean": mean,
+                "std": std,
+            },
+        }
 
 
 @lru_cache  # made once: a new tensor on a GPU is a copy that the host waits for

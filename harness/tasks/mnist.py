@@ -102,3 +102,26 @@ class Images:
 
     def report(self, sums: metrics.Sums) -> metrics.Report:
         return metrics.classification_report(sums, self.classes)
+
+    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+        return metrics.classification_table(outputs, self.classes)
+
+    def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
+        """Number and label of rows to evaluate."""
+        return {"id": rows.tolist(), "truth": [self.classes[code] for code in self.eval.targets[rows].tolist()]}
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What a user of an exported model must know."""
+        return {
+            "input": "images",
+            "output": "logits",
+            "classes": list(self.classes),
+            "preprocessing": {
+                "color": "gray",
+                "size": list(self.train.inputs.shape[2:]),
+                "scale": "pixels from 0 to 255 are divided by 255, then mean is subtracted, then divided by std",
+                "mean": [self.options.mean],
+                "std": [self.options.std],
+            },
+        }

@@ -27,7 +27,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sample:
-    """The first rows of the table of predictions; ``images`` is uint8 (rows, 1 or 3, height, width), if they are any."""
+    """The first rows of the table of predictions; ``images``: uint8 (rows, 1 or 3, height, width), if they are any."""
 
     columns: list[str]
     rows: list[list[Any]]

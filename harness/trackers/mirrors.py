@@ -29,24 +29,22 @@ STOP_S = 10.0  # the same where the run was stopped or failed: a scheduler may b
 KEPT = ("config.yaml", "summary.json", "confusion.csv", "predictions.csv", "weights.safetensors")
 
 
-def missing(names: Sequence[str]) -> ConfigError | None:
-    """The error for the first tool of ``trackers:`` that is not installed."""
+def require(names: Sequence[str]) -> None:
+    """Raises ConfigError for the first tool of ``trackers:`` that is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            return ConfigError(
+            raise ConfigError(
                 f"{name} is not installed",
                 where="trackers",
                 hint=f"type pip install 'apex-harness[{name}]' (or pip install {name}), or take it out of trackers",
             )
-    return None
 
 
 def make(record: Path, rank: int, config: Config, text: str) -> Tracker:
     """The tracker of a rank; ``text`` is the configuration as YAML. Raises ConfigError for a tool not installed."""
     if rank != 0:
         return Nothing()
-    if error := missing(config.trackers):
-        raise error
+    require(config.trackers)
     lines = JsonLines(record)
     if not config.trackers:
         return lines
@@ -102,7 +100,7 @@ class Mirrored:
 
 
 class Follower:
-    """One tool on its thread. Nothing here raises: the first failure is one warning, and the tool is off from then on."""
+    """One tool on its thread. Nothing here raises: the first failure is one warning, and the tool is off then."""
 
     def __init__(self, name: str, facts: Facts) -> None:
         """Imports the tool, here in the main thread: loader workers are forked from it while the thread runs, and an

@@ -1,0 +1,205 @@
+"""``harness predict``: what a trained model guesses for the rows of a new file, on one process or several."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from harness import assemble, console, optim, precision, predictions, saved
+from harness.config import Config
+from harness.data.loader import Loader
+from harness.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    CheckpointError,
+    ConfigError,
+    HarnessError,
+    LaunchError,
+)
+from harness.predictions import Predictor
+from harness.runtime import Launch, Runtime, detect, environment, open_runtime
+from harness.stop import Stop, on_signals
+
+log = logging.getLogger("harness")
+
+FORMATS = (".csv", ".parquet")
+_END_S = 20.0  # for ranks to end by themselves after one has failed
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: the rows of ``source`` by the best weights of ``run``, in the file ``out``."""
+
+    run: Path
+    source: str
+    out: Path
+    overrides: Sequence[str] = ()
+
+
+def main(request: Request, world_size: int | None, environ: Mapping[str, str], again: Sequence[str]) -> int:
+    """Predict; return the exit code. Under a launcher this process is one of its ranks; else ``world_size`` processes
+    are started, by typing ``again``, the words of this command."""
+    console.to_terminal(0)
+    launch = detect(environ)
+    console.to_terminal(launch.rank)
+    if launch.world_size > 1 and world_size not in (None, launch.world_size):
+        raise LaunchError(
+            f"--world {world_size}, but a launcher has started {launch.world_size} processes",
+            hint="leave --world away, or start harness predict without a launcher",
+        )
+    config = saved.configuration(request.run, request.overrides)
+    _check_out(request.out)
+    if launch.world_size == 1 and (world_size or 1) > 1:
+        open_task(request, config)  # what is wrong is told once, and the file is converted once
+        return _gang(world_size or 1, environ, again)
+    return _rank(request, config, launch)
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix not in FORMATS:
+        raise ConfigError(
+            f"the name of the output must end in {' or '.join(FORMATS)}", where=str(out), hint="--out predictions.csv"
+        )
+    if out.is_dir() or not out.parent.is_dir():
+        what = "it is a folder" if out.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"the output cannot be written: {what}", where=str(out), hint="name a file in a folder that exists"
+        )
+
+
+def open_task(request: Request, config: Config) -> Any:
+    """The task of the run with the rows of ``request.source`` as its ``eval``."""
+    section: Any = config.task
+    if not hasattr(section, "open_new"):
+        raise ConfigError(
+            f"the task {section.name} does not predict the rows of a file",
+            where=str(request.run),
+            hint="image_csv does; for pet_names there is harness generate",
+        )
+    cache = Path(config.data.cache_dir) if config.data.cache_dir else None
+    return section.open_new(saved.learned(request.run), request.source, cache)
+
+
+def _rank(request: Request, config: Config, launch: Launch) -> int:
+    with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
+        stop = Stop(runtime)
+        try:
+            with on_signals(stop), _one_thread(runtime.device):
+                return _predict(request, config, runtime, stop)
+        except HarnessError as error:
+            if error.told_by in (None, runtime.rank):
+                log.error("error: %s", error)
+            return error.exit_code
+        except RuntimeError as error:  # of a collective whose peer is gone
+            log.error("error: %s", str(error).strip().splitlines()[0])
+            return EXIT_FAILURE
+
+
+def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> int:
+    start = time.perf_counter()
+    with runtime.together("opening the data"):
+        task = open_task(request, config)
+    runtime.all_equal(task.eval.table.digest, request.source, "give every node the same file")
+    best = predictions.best_weights(runtime, saved.weights(request.run))
+    with runtime.together("building the model"):
+        model = _model(config, task, runtime.device)
+        saved.load(model, best, request.run)
+    loader = Loader(task.eval, config.data.num_workers, runtime.device)
+    try:
+        written = predictions.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
+    except OSError as error:
+        raise CheckpointError(
+            f"it cannot be written: {error.strerror}", where=str(request.out), hint="free some space, or name another"
+        ) from None
+    finally:
+        loader.close()
+    if written is None:
+        log.info("stopped (%s); nothing was written", stop.reason or "a peer was")
+        return EXIT_STOPPED
+    seconds = time.perf_counter() - start
+    if written.bad:
+        log.warning("%d images could not be read: their rows are there, without a guess", written.bad)
+    log.info(
+        "%s: %d rows in %.1f s (%.0f rows/s, %d ranks)",
+        request.out, written.rows, seconds, written.rows / seconds, runtime.world_size,
+    )  # fmt: skip
+    return EXIT_DONE
+
+
+def _model(config: Config, task: Any, device: torch.device) -> Any:
+    """The model as it is in training: on the device, cast by amp at the run's level."""
+    model = assemble.build_model(config, task).to(device)
+    if config.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    chosen = precision.choose(config.precision, device, config.needs_our_amp)
+    optimizer = optim.build(config.optimizer, precision.trainable(model.parameters()), config.optimizer.lr)
+    model, _ = chosen.initialize(model, optimizer)
+    if config.model.compile:
+        model.compile()
+    return model
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Any:
+    """On a CPU each rank computes on one thread: how many there are may change the last digits, and more ranks use
+    more cores at least as well."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _gang(world_size: int, environ: Mapping[str, str], again: Sequence[str]) -> int:
+    """``world_size`` processes of this machine, which find each other through a store held here; their exit code."""
+    # The system picks the port: what is chosen beforehand may be taken by the time the ranks want it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    command = [sys.executable, "-m", "harness.cli", *again]
+    stop = Stop(Runtime())
+    ranks: list[subprocess.Popen[bytes]] = []
+    with on_signals(stop):
+        try:
+            for rank in range(world_size):
+                ranks.append(subprocess.Popen(command, env={**environ, **environment(rank, world_size, store.port)}))
+            return _wait(ranks, stop)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], stop: Stop) -> int:
+    """Until all have ended: 0, or what the first that did not end well said. Signals are handed on, once."""
+    told, first, deadline = False, EXIT_DONE, float("inf")
+    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+        if stop.reason and not told:
+            told = True
+            for process in ranks:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+        failed = next((process.returncode for process in ranks if process.returncode), EXIT_DONE)
+        if failed and not first:
+            first, deadline = failed, time.monotonic() + _END_S
+        time.sleep(_POLL_S)
+    codes = [process.poll() for process in ranks]
+    said = [code for code in (first, *codes) if code is not None and code > 0]
+    if any(code is None or code < 0 for code in codes) and not said:
+        return EXIT_FAILURE
+    return next((code for code in said if code != EXIT_FAILURE), said[0] if said else EXIT_DONE)
