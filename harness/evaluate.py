@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from harness.config import Config
-from harness.config import Config
 from harness.metrics import Sums
 from harness.run import Run
 
