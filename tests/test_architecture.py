@@ -49,7 +49,7 @@ LAYERS = [
     {"checkpoint"},
     {"run"},
     {"assemble", "evaluate"},
-    {"loop", "check", "predictions"},
+    {"loop", "check", "predictions", "doctor"},
     {"train", "predict", "export"},
     {"cli"},
 ]
@@ -60,6 +60,7 @@ ROOMS = {
     "tasks": "*",
     "trackers": "*",
     "apex": "*",
+    "doctor": "*",
 }
 
 # What a module may import of the harness, where that is less than all that lies below it.
@@ -67,6 +68,7 @@ ONLY = {
     "apex": set(),
     "config": set(),
     "conflicts": {"config"},
+    "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
     "sharded": set(),
     "models": {"errors"},
     "data.table": {"errors"},
@@ -86,7 +88,13 @@ ONLY = {
 }
 
 # Who may import what others may not.
-ONLY_BY = {"loop": {"train"}, "train": {"cli"}, "cli": set(), "assemble": {"train", "check", "predict", "export"}, "apex": {"precision"}}
+ONLY_BY = {
+    "loop": {"train"},
+    "train": {"cli"},
+    "cli": set(),
+    "assemble": {"train", "check", "predict", "export"},
+    "apex": {"precision"},
+}
 
 LAUNCH_VARIABLE = re.compile(
     r"^(RANK|LOCAL_RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_\w+)$"
@@ -217,7 +225,9 @@ def test_only_the_runtime_reads_the_launch_environment():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and LAUNCH_VARIABLE.match(node.value)
     }
     # Before the environment is understood, somebody must say that it is not: the first rank, as far as can be seen.
+    # And harness.apex, which knows nothing of the rest, tells a script its rank in the spelling that the script declares.
     allowed = {("train", "RANK"), ("train", "LOCAL_RANK")}
+    allowed |= {("apex.local_rank", "LOCAL_RANK"), ("apex.local_rank", "LOCAL_WORLD_SIZE")}
     assert {(name, variable) for name, variable in reads if name != "runtime"} <= allowed
     assert {variable for name, variable in reads if name == "runtime"} >= {"RANK", "WORLD_SIZE", "SLURM_PROCID"}
 
@@ -232,6 +242,7 @@ def test_who_touches_the_environment():
     assert touching <= {
         "cli",  # hands it to train
         "runtime",  # GLOO_SOCKET_IFNAME
+        "apex.local_rank",  # what a launcher tells the script that harness.apex runs
         "rng",  # CUBLAS_WORKSPACE_CONFIG
         "data.cache",  # where the user's cache is
         "trackers.wandb",  # the tool's own settings
