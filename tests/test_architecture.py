@@ -225,7 +225,7 @@ def test_only_the_runtime_reads_the_launch_environment():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and LAUNCH_VARIABLE.match(node.value)
     }
     # Before the environment is understood, somebody must say that it is not: the first rank, as far as can be seen.
-    # And harness.apex, which knows nothing of the rest, tells a script its rank in the spelling that the script declares.
+    # And harness.apex, which knows nothing of the rest, tells a script its local rank in the script's own spelling.
     allowed = {("train", "RANK"), ("train", "LOCAL_RANK")}
     allowed |= {("apex.local_rank", "LOCAL_RANK"), ("apex.local_rank", "LOCAL_WORLD_SIZE")}
     assert {(name, variable) for name, variable in reads if name != "runtime"} <= allowed
