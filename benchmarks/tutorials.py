@@ -34,6 +34,12 @@ def read(folder: Path) -> dict[str, Any]:
     return summary | {"starts": starts, "folder": folder}
 
 
+def resumed(runs: dict[str, dict[str, Any]]) -> str:
+    """Which runs were not trained in one go."""
+    several = [f"`{name}` in {len(run['starts'])} parts" for name, run in runs.items() if len(run["starts"]) > 1]
+    return f"Trained in one go, but for {', '.join(several)}." if several else "Each was trained in one go."
+
+
 def duration(run: dict[str, Any]) -> str:
     steps = [json.loads(line) for line in (run["folder"] / "metrics.jsonl").read_text().splitlines()]
     rates = [line["samples_per_s"] for line in steps if line["split"] == "train" and line["samples_per_s"]]
@@ -138,7 +144,8 @@ def main() -> None:
     runs = {name: read(folder / name) for name in (*IMAGES, *NAMES)}
     draw(runs, machine.RESULTS / "tutorials.png")
     text = f"""Each configuration once, as it stands in `configs/`, on two processes of one thread each. The machine had
-other work at the same time, so times are upper bounds. Accuracies and losses count each held-out row once.
+other work at the same time, so times are upper bounds. {resumed(runs)}
+Accuracies and losses count each held-out row once.
 
 ![Held-out accuracy and loss after each epoch](tutorials.png)
 
@@ -150,7 +157,8 @@ other work at the same time, so times are upper bounds. Accuracies and losses co
 
 13,992 different names; one in ten is held out, by the name, so that none is on both sides. A character of a held-out
 name, and the stop behind it, counts once (nats a character, which decides); nats a window position is how the tutorial
-counts: over all eight positions of each window, blanks included.
+counts: over all eight positions of each window, blanks included. Whole names have no blanks to predict: they are counted
+at no cost there, so that column compares models of windows only. Numbers are of the best epoch, whose weights are kept.
 
 {names_table(runs)}
 
