@@ -35,6 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
+    bench = verbs.add_parser("bench", help="measure the strategies of parallel training on this machine")
+    bench.add_argument("what", choices=["strategies"])
+    _config_arguments(bench)
+    bench.add_argument("--world", type=_positive(int), nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
+    bench.add_argument("--steps", type=_positive(int), default=20, metavar="N", help="steps a case and round (20)")
+    bench.add_argument("--rounds", type=_positive(int), default=3, metavar="N", help="over all cases in turn (3)")
+    bench.add_argument("--threads", type=_positive(int), default=1, metavar="N", help="of each process (1)")
+    bench.add_argument("--out", type=Path, default=Path("bench"), metavar="DIR", help="default: bench")
+    bench.set_defaults(run=_bench)
+
     check = verbs.add_parser("check", help="say what a configuration would do, or all that is wrong with it")
     _config_arguments(check)
     check.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks to plan for (default 1)")
@@ -132,6 +142,18 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
     number.__name__ = f"positive {kind.__name__}"  # which argparse's message has
     return number
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from harness import bench, console
+
+    console.to_terminal(0)
+    written = bench.strategies(
+        arguments.config, arguments.overrides, arguments.world, arguments.steps, arguments.rounds, arguments.threads,
+        arguments.out,
+    )  # fmt: skip
+    print(*written, sep="\n")
+    return EXIT_DONE
 
 
 def _check(arguments: argparse.Namespace) -> int:

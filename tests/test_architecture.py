@@ -41,7 +41,7 @@ LAYERS = [
         "data.fetch",
         "data.names",
     },
-    {"stop", "metrics", "state", "parallel", "data.images", "data.published"},
+    {"bench_report", "stop", "metrics", "state", "parallel", "data.images", "data.published"},
     {"data.arrays"},
     {"watch", "data.loader", "tasks"},
     {"configfile"},
@@ -50,7 +50,8 @@ LAYERS = [
     {"run"},
     {"assemble", "evaluate"},
     {"loop", "check", "predictions", "doctor"},
-    {"train", "predict", "export"},
+    {"train", "predict", "export", "bench_case"},
+    {"bench"},
     {"cli"},
 ]
 
@@ -70,6 +71,7 @@ ONLY = {
     "conflicts": {"config"},
     "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
     "sharded": set(),
+    "bench_report": {"files"},
     "models": {"errors"},
     "data.table": {"errors"},
     "data.digits": {"errors"},
@@ -89,10 +91,10 @@ ONLY = {
 
 # Who may import what others may not.
 ONLY_BY = {
-    "loop": {"train"},
+    "loop": {"train", "bench_case"},
     "train": {"cli"},
     "cli": set(),
-    "assemble": {"train", "check", "predict", "export"},
+    "assemble": {"train", "check", "predict", "export", "bench_case"},
     "apex": {"precision"},
 }
 
@@ -268,6 +270,7 @@ def test_a_step_does_not_wait_for_the_device(name):
 # Where a rank may ask whether it is the first. All others call, and these decide.
 ASKS_WHETHER_FIRST = {
     "assemble.restore": "looks for a checkpoint, which all then go on from",
+    "bench_case.__init__": "keeps the store that all meet in",
     "console.to_terminal": "other ranks speak of errors alone",
     "console.start": "one progress bar",
     "console.show": "one progress bar",
