@@ -156,9 +156,10 @@ Accuracies and losses count each held-out row once.
 ## Pet names
 
 13,992 different names; one in ten is held out, by the name, so that none is on both sides. A character of a held-out
-name, and the stop behind it, counts once (nats a character, which decides); nats a window position is how the tutorial
-counts: over all eight positions of each window, blanks included. Whole names have no blanks to predict: there they count
-at no cost, so that column compares models of windows only. Numbers are of the best epoch, whose weights are kept.
+name, and the stop behind it, counts once (nats a character, which decides); nats a window position is how the
+tutorial counts: over all eight positions of each window, blanks included. Whole names have no blanks to predict: there
+they count at no cost, so that column compares models of windows only. Numbers are of the best epoch, whose weights are
+kept.
 
 {names_table(runs)}
 
