@@ -7,7 +7,7 @@ NPROC ?= 2
 .PHONY: train test check bench gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --standalone --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
 
 test: $(VENV)/.test  ## the whole test suite
 	$(BIN)/python -m pytest
