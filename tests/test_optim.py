@@ -49,9 +49,26 @@ def test_by_path():
     assert own.param_groups[0]["momentum"] == 0.5
 
 
+@pytest.mark.parametrize("name", ["Adam", "LAMB", "SGD", "NovoGrad", "Adagrad"])
+def test_fused_by_short_name(name):
+    """Apex's, without its path; pairs come as lists from a YAML."""
+    args = {"betas": [0.8, 0.9]} if name in ("Adam", "LAMB", "NovoGrad") else {}
+    given = params()
+    optimizer = build(OptimizerSection(name=f"fused_{name.lower()}", args=args), given, lr=0.1)
+    assert type(optimizer).__module__.startswith("harness.apex.optimizers")
+    assert type(optimizer).__name__ == f"Fused{name}"
+    for param in given:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all((param < 1).all() for param in given)
+    for pair in args.values():
+        assert list(optimizer.param_groups[0]["betas"]) == pair
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
+        ({"name": "fused_adm"}, "did you mean fused_adam?"),
         ({"name": "SGD"}, "there is no optimizer 'SGD'\n  -> did you mean sgd?"),
         ({"name": "adamm"}, "did you mean adam"),
         ({"name": "zzz"}, "there are adadelta"),

@@ -42,6 +42,10 @@ def test_an_installed_apex_is_used_on_cuda(nvidia):
     assert chosen.distributed is nvidia["apex.parallel"]
 
 
+def test_what_only_ours_does_is_left_to_ours(nvidia):
+    assert choose(PrecisionSection(), CUDA, ours=True).backend == "harness.apex"
+
+
 def test_without_apex(monkeypatch):
     import importlib
 

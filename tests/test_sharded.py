@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from harness.config import ParallelSection, PrecisionSection
-from harness.errors import ConfigError
 from harness.sharded import blocks, local, part_like, shard, whole
 from tests.ranks import run_ranks
 
@@ -125,12 +124,3 @@ def _clipped():
 
 def test_clipping_in_shards():
     run_ranks(2, _clipped)
-
-
-@pytest.mark.parametrize("strategy", ["none", "dp"])
-def test_one_process_only(strategy):
-    from harness.parallel import check_world
-
-    check_world(ParallelSection(strategy=strategy), 1)
-    with pytest.raises(ConfigError, match="one process, but there are 2 processes\n  -> use parallel.strategy=ddp"):
-        check_world(ParallelSection(strategy=strategy), 2)

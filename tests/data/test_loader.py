@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,27 @@ def test_ranks_take_equal_steps_and_weights_make_the_mean_exact(shape):
         assert sorted(used) == list(range(num_rows))
     else:
         assert len(used) == steps * per_rank * world
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes)
+def test_a_single_row_is_doubled_only_where_batch_norm_sees_it_alone(shape):
+    """With batch norm over all ranks: where no other rank has a row of that micro-batch. Else wherever it is single."""
+    num_rows, world, micro, accumulate, rule, drop = shape
+    for spans in (False, True):
+        ranks = [
+            replace(
+                data(num_rows, rank, world, micro * accumulate, accumulate, rule, "drop" if drop else "use"),
+                batch_norm_spans_ranks=spans,
+            )
+            for rank in range(world)
+        ]
+        for step in zip(*(rank.groups(2, []) for rank in ranks), strict=True):
+            for parts in zip(*step, strict=True):  # the same micro-batch of every rank
+                total = sum(part.num_rows for part in parts)
+                for part in parts:
+                    alone = total == 1 if spans else True
+                    assert len(part.batch) == (2 if alone and part.num_rows < 2 else max(part.num_rows, 1))
 
 
 def test_a_rank_without_rows_in_the_tail_keeps_in_step():
