@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness import assemble, console, optim, precision, predictions, saved
@@ -116,8 +117,7 @@ def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> 
     runtime.all_equal(task.eval.table.digest, request.source, "give every node the same file")
     best = predictions.best_weights(runtime, saved.weights(request.run))
     with runtime.together("building the model"):
-        model = _model(config, task, runtime.device)
-        saved.load(model, best, request.run)
+        model = _model(request, config, task, best, runtime.device)
     loader = Loader(task.eval, config.data.num_workers, runtime.device)
     try:
         written = predictions.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
@@ -140,9 +140,11 @@ def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> 
     return EXIT_DONE
 
 
-def _model(config: Config, task: Any, device: torch.device) -> Any:
+def _model(request: Request, config: Config, task: Any, best: dict[str, Tensor], device: torch.device) -> nn.Module:
     """The model as it is in training: on the device, cast by amp at the run's level."""
-    model = assemble.build_model(config, task).to(device)
+    model = assemble.build_model(config, task)
+    saved.load(model, best, request.run)  # before amp, which casts them
+    model = model.to(device)
     if config.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
     chosen = precision.choose(config.precision, device, config.needs_our_amp)

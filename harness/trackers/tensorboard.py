@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from harness.trackers.mirror import Clock, Facts, Line, Sample, scalars
 
 class Mirror:
     def start(self, facts: Facts, lines: Iterable[Line]) -> str:
-        """A resumed run repeats steps: the old files go, the record is told again, and ``purge_step`` makes a
+        """A resumed run repeats steps: the old files are emptied, the record is told again, and ``purge_step`` makes a
         TensorBoard that is looking at this moment forget what it had read."""
         folder = facts.folder / "tensorboard"
         for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
+            os.truncate(old, 0)  # not removed: a TensorBoard that reads one would never go on to the next
         self._writer = SummaryWriter(str(folder), purge_step=0)
         self._clock = Clock(facts.started)
         self._writer.add_text("config", f"```yaml\n{facts.text}```", 0, walltime=facts.started)

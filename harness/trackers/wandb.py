@@ -24,9 +24,13 @@ class Mirror:
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         folder = Path(os.environ.get("WANDB_DIR") or facts.folder)
         offline = mode in ("offline", "dryrun")
+        # Where images of tables wait for their upload; it would be the user's home, and a run would not be whole.
+        staged = Path(os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb" / "data").resolve())))
         if offline:
             for old in (folder / "wandb").glob(f"offline-run-*-{facts.id}"):
                 shutil.rmtree(old, ignore_errors=True)
+            if staged.parent == (folder / "wandb").resolve():
+                shutil.rmtree(staged, ignore_errors=True)
         self._run: Any = wandb.init(
             id=facts.id,
             name=facts.name,

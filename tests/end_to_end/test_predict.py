@@ -1,0 +1,288 @@
+"""From a run to its guesses and its exported model, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness import cli, configfile, export
+from harness.errors import HarnessError
+from harness.models import SmallCNN
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import Kill, run, write_config, write_images
+from tests.ranks import free_port, launch_environment, start, wait_for
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on two ranks that has learned something, with TensorBoard; (its folder, its data)."""
+    folder = tmp_path_factory.mktemp("predict")
+    data = write_images(folder / "data")
+    config = write_config(
+        folder, data, train={"epochs": 12}, schedule={"name": "constant"}, trackers=["tensorboard"],
+        precision={"opt_level": "O1"},
+    )  # fmt: skip
+    assert run(config, 2) == [0, 0]
+    return folder / "runs" / "run", data
+
+
+def predict(folder, out, *words, world=1):
+    """``harness predict`` on ``world`` ranks that a launcher started; their exit codes and what they said."""
+    terminal = out.with_suffix(".txt")
+    argv = ["predict", str(folder), "--out", str(out), *map(str, words)]
+    port = free_port()
+    ranks = [
+        start(_rank, (argv, str(terminal)), launch_environment(rank, world, port) if world > 1 else {})
+        for rank in range(world)
+    ]
+    return wait_for(ranks, 90), terminal.read_text()
+
+
+def _rank(argv, terminal):
+    file = os.open(terminal, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    raise SystemExit(cli.main(argv))
+
+
+def test_training_leaves_the_table_of_the_best_weights(trained):
+    folder, data = trained
+    table, truth = pd.read_csv(folder / "predictions.csv"), pd.read_csv(data / "eval.csv")
+    assert list(table) == ["id", "guess", "truth", "score_column", "score_row", "score_slope"]
+    assert table["id"].tolist() == truth["path"].tolist()
+    assert table["truth"].tolist() == truth["label"].tolist()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (table["guess"] == table["truth"]).mean() == pytest.approx(summary["best"]["top1"])
+    assert summary["best"]["top1"] > 0.5
+    scores = table[["score_column", "score_row", "score_slope"]].to_numpy()
+    assert scores.sum(1) == pytest.approx(1.0, abs=1e-5)
+    assert len(summary["history"]) == 12  # the accuracies of every epoch
+    assert {"step", "epoch", "top1", "loss"} <= set(summary["history"][0])
+
+
+def test_trackers_show_what_the_table_has(trained):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _ = trained
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    assert len(reader.Tags()["images"]) == 23
+    record = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for split, name in (("train", "loss"), ("eval", "top1"), ("epoch", "rows_used")):
+        points = [(event.step, event.value) for event in reader.Scalars(f"{split}/{name}")]
+        assert points == [
+            (line["step"], pytest.approx(line[name])) for line in record if line["split"] == split
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["step", "evaluation"])
+def test_a_kill_shows_nothing_twice(tmp_path, where):
+    """SIGKILL, then the same command: TensorBoard and MLflow have each step of the record once."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    data = write_images(tmp_path / "data")
+    config = write_config(
+        tmp_path, data, trackers=["tensorboard"], checkpoint={"every_steps": 3}, train={"log_every": 1, "epochs": 2}
+    )
+    assert run(config, 1, kill=Kill(0, 10 if where == "step" else 8, where)) == [-signal.SIGKILL]
+    assert run(config, 1) == [0]
+    folder = tmp_path / "runs" / "run"
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    record = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 17))
+    assert [event.step for event in reader.Scalars("eval/top1")] == [8, 16]
+    for split, name in (("train", "loss"), ("eval", "top1")):
+        expected = [pytest.approx(line[name]) for line in record if line["split"] == split]
+        assert [event.value for event in reader.Scalars(f"{split}/{name}")] == expected
+
+
+def test_predict_says_what_training_said(trained, tmp_path):
+    """On the evaluation rows, on 1, 2 and 3 ranks of a launcher: the bytes that training on two ranks left."""
+    folder, data = trained
+    for world in (1, 2, 3):
+        codes, said = predict(folder, tmp_path / f"{world}.csv", "--csv", data / "eval.csv", world=world)
+        assert codes == [0] * world, said
+        assert "23 rows in" in said
+        assert f"{world} ranks" in said
+        assert (tmp_path / f"{world}.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
+
+
+@pytest.mark.slow
+def test_predict_starts_its_own_ranks(trained, tmp_path):
+    """``--world 2``, without the training data, of a file without labels, images that cannot be read passed over."""
+    folder, data = trained
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copytree(folder, elsewhere / "run")
+    images = sorted((data / "images").glob("eval*.png"))
+    names = [str(image) for image in images] + ["missing.png"]
+    (elsewhere / "new.csv").write_text("photographer,path\n" + "".join(f"me,{name}\n" for name in names))
+    command = [
+        sys.executable, "-m", "harness.cli", "predict", "run", "--csv", "new.csv", "--out", "new.parquet",
+        "--world", "2", "task.on_bad_image=skip", "task.root=.", "task.train_csv=gone.csv", "task.eval_csv=gone.csv",
+    ]  # fmt: skip
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "1 images could not be read" in done.stderr
+    table = pd.read_parquet(elsewhere / "new.parquet")
+    assert list(table) == ["id", "guess", "score_column", "score_row", "score_slope"]
+    assert table["id"].tolist() == names
+    assert table["guess"].isna().tolist() == [False] * 23 + [True]
+    trained_on = pd.read_csv(folder / "predictions.csv").set_index("id")
+    guess = {f"images/{image.name}": guess for image, guess in zip(images, table["guess"], strict=False)}
+    assert guess == trained_on["guess"].to_dict()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["RUN", "--csv", "CSV", "--out", "x.txt"], 2, "must end in .csv or .parquet"),
+        (["RUN", "--csv", "CSV", "--out", "gone/x.csv"], 2, "no such folder"),
+        (["DATA", "--csv", "CSV", "--out", "x.csv"], 2, "not a run folder"),
+        (["FRESH", "--csv", "CSV", "--out", "x.csv"], 2, "no weights yet"),
+        (["FORGOT", "--csv", "CSV", "--out", "x.csv"], 2, "task.json"),
+        (["RUN", "--csv", "gone.csv", "--out", "x.csv"], 65, "gone.csv"),
+        (["RUN", "--csv", "CSV", "--out", "x.csv", "task.path_column=file"], 65, "no column 'file'"),
+        (
+            ["RUN", "--csv", "CSV", "--out", "x.csv", "task.root=nowhere", "precision.opt_level=O0"],
+            65,
+            "image not found",
+        ),
+        (["RUN", "--csv", "CSV", "--out", "x.csv", "model.args.width=5"], 70, "do not fit this model"),
+        (["RUN", "--csv", "CSV", "--out", "x.csv", "modle.name=x"], 2, "did you mean model"),
+        (["RUN", "--csv", "CSV", "--out", "x.csv", "--world", "2", "task.path_column=file"], 65, "no column 'file'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(trained, tmp_path, monkeypatch, capfd, words, code, says):
+    folder, data = trained
+    monkeypatch.chdir(tmp_path)
+    fresh = shutil.copytree(folder, tmp_path / "fresh")
+    (fresh / "weights.safetensors").unlink()
+    forgot = shutil.copytree(folder, tmp_path / "forgot")
+    (forgot / "task.json").unlink()
+    places = {"RUN": folder, "CSV": data / "eval.csv", "DATA": data, "FRESH": fresh, "FORGOT": forgot}
+    assert cli.main(["predict", *(str(places.get(word, word)) for word in words)]) == code
+    assert says in capfd.readouterr().err
+    assert not list(tmp_path.glob("*x.*"))
+
+
+def test_a_launcher_and_world_must_agree(trained, tmp_path):
+    folder, data = trained
+    codes, said = predict(folder, tmp_path / "x.csv", "--csv", data / "eval.csv", "--world", 3, world=2)
+    assert codes == [2, 2]
+    assert "--world 3, but a launcher has started 2 processes" in said
+
+
+def test_a_task_without_files_says_so(trained, tmp_path, capsys):
+    folder, data = trained
+    other = shutil.copytree(folder, tmp_path / "names")
+    (other / "config.yaml").write_text(
+        "name: x\ntask: {name: pet_names}\nmodel: {name: char_lstm}\nbatch: {global: 8}\n"
+    )
+    assert cli.main(["predict", str(other), "--csv", str(data / "eval.csv"), "--out", str(tmp_path / "x.csv")]) == 2
+    assert "harness generate" in capsys.readouterr().err
+
+
+# Export
+
+
+def reference(folder, data):
+    """(inputs as the metadata say to make them, outputs of the model by hand)."""
+    from torchvision.io import ImageReadMode, decode_image
+
+    paths = pd.read_csv(data / "eval.csv")["path"]
+    pixels = torch.stack([decode_image(str(data / path), mode=ImageReadMode.GRAY) for path in paths])
+    model = SmallCNN(3, 1, width=4)
+    model.load_state_dict(load_file(folder / "weights.safetensors"))
+    inputs = (pixels / 255 - 0.5) / 0.5
+    with torch.no_grad():
+        return inputs, model.eval()(inputs)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch_export", "onnx"])
+def test_exports_compute_the_same(trained, tmp_path, kind, capsys):
+    folder, data = trained
+    out = tmp_path / f"model{export.SUFFIX[kind]}"
+    if kind == "onnx":
+        onnxruntime = pytest.importorskip("onnxruntime")
+    assert cli.main(["export", str(folder), "--format", kind, "--out", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out
+    inputs, expected = reference(folder, data)
+    facts = json.loads((tmp_path / f"{out.name}.json").read_text())
+    assert facts["classes"] == ["column", "row", "slope"]
+    assert facts["inputs"] == [{"name": "images", "type": "float32", "shape": ["batch", 1, 8, 8]}]
+    assert facts["outputs"] == [{"name": "logits", "type": "float32", "shape": ["batch", 3]}]
+    assert facts["preprocessing"]["mean"] == facts["preprocessing"]["std"] == [0.5]
+    assert facts["checked"]["largest_difference"] <= facts["checked"]["allowed"] == export.TOLERANCE[kind]
+    if kind == "safetensors":
+        again = SmallCNN(3, 1, width=4).eval()
+        again.load_state_dict(load_file(out))
+    elif kind == "torch_export":
+        again = torch.export.load(out).module()
+    else:
+        session = onnxruntime.InferenceSession(str(out))
+
+        def again(batch):
+            return torch.from_numpy(session.run(["logits"], {"images": batch.numpy()})[0])
+
+    for size in (23, 1, 2):  # any number of rows
+        with torch.no_grad():
+            found = again(inputs[:size])
+        np.testing.assert_allclose(found.numpy(), expected[:size].numpy(), atol=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([out.name, out.name + ".json"])
+
+
+def test_an_export_that_computes_something_else_is_not_written(trained, tmp_path, monkeypatch):
+    folder, _ = trained
+    honest = export._torch_export
+
+    def broken(*arguments):
+        again = honest(*arguments)
+        return lambda inputs: again(inputs) + 1e-3
+
+    monkeypatch.setattr(export, "_torch_export", broken)
+    with pytest.raises(HarnessError, match="differ by"):
+        export.export(folder, "torch_export", tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_traced_says_so(trained, tmp_path):
+    class Branching(torch.nn.Module):
+        def forward(self, inputs):
+            return inputs * 2 if inputs.sum() > 0 else inputs
+
+    subject = export.Subject(Branching(), "a", "b", [torch.ones(8, 2)])
+    with pytest.raises(HarnessError, match="cannot trace"):
+        export._traced(subject)
+
+
+def test_export_wants_the_data_it_was_trained_on(trained, tmp_path, capsys):
+    folder, data = trained
+    (data / "other.csv").write_text((data / "train.csv").read_text() + "images/train0.png,zebra\n")
+    words = ["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "x")]
+    assert cli.main([*words, f"task.train_csv={data / 'other.csv'}"]) == 2
+    assert "other classes" in capsys.readouterr().err
+    assert configfile.load(folder / "config.yaml").task.name == "image_csv"
+
+
+def test_onnx_without_its_packages_says_what_to_type(trained, tmp_path, monkeypatch):
+    folder, _ = trained
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxruntime" else object())
+    with pytest.raises(HarnessError) as error:
+        export.export(folder, "onnx", tmp_path / "x.onnx")
+    assert "onnxruntime not installed" in str(error.value)
+    assert "pip install 'apex-harness[onnx]'" in str(error.value)
