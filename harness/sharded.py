@@ -100,7 +100,8 @@ def part_like(like: Any, value: Any) -> Any:
     """Of the whole tensor ``value``, the shard that this rank holds of ``like``, where that is sharded. No messages."""
     if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
         here = value.to(like.device)
-        return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+        # a copy: what is cut from a mapped file would keep the file
+        return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None).clone()
     return value
 
 

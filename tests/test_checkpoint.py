@@ -57,6 +57,13 @@ def test_what_is_written_is_read(tmp_path):
     assert manifest["bytes"] == (path / "state.pt").stat().st_size
 
 
+def test_a_mapped_file_reads_the_same_and_may_be_swept(tmp_path):
+    checkpoints = made(tmp_path, 7)
+    loaded = read(checkpoints.newest(), mapped=True)
+    shutil.rmtree(checkpoints.folder)
+    assert torch.equal(loaded["model"]["weight"], torch.full((4,), 7.0))
+
+
 def test_writing_a_step_again_replaces_it(tmp_path):
     checkpoints = made(tmp_path, 7)
     (tmp_path / "checkpoints" / "step-7" / "state.pt").write_bytes(b"damaged")
