@@ -143,7 +143,7 @@ class Follower:
         self._put(None)
 
     def join(self, timeout_s: float) -> None:
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._off.is_set():
             self._thread.join(timeout_s)
             if self._thread.is_alive() and not self._off.is_set():
                 self._off.set()

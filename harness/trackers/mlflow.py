@@ -21,6 +21,7 @@ from mlflow.entities import Metric, Param, RunTag  # noqa: E402
 
 EXPERIMENT = "apex-harness"  # unless MLFLOW_EXPERIMENT_NAME says otherwise
 TAG = "apex_harness.id"  # by which a resumed run is found again
+KIND = {"mlflow.experimentKind": "custom_model_development"}  # or its page looks for traces of language models
 MAX_PARAM = 6000  # characters that MLflow takes
 MAX_PARAMS = 100  # at once
 
@@ -49,9 +50,13 @@ class Mirror:
             experiment_id = experiment.experiment_id
         else:
             own = None if "MLFLOW_TRACKING_URI" in os.environ else (facts.output.resolve() / "mlartifacts").as_uri()
-            experiment_id = self._client.create_experiment(name, artifact_location=own)
+            experiment_id = self._client.create_experiment(name, own, KIND)
         runs = self._client.search_runs([experiment_id], f"tags.`{TAG}` = '{facts.id}'")
-        run = runs[0] if runs else self._client.create_run(experiment_id, tags={TAG: facts.id}, run_name=facts.name)
+        run = (
+            runs[0]
+            if runs
+            else self._client.create_run(experiment_id, int(facts.started * 1000), {TAG: facts.id}, facts.name)
+        )
         run_id: str = run.info.run_id
         self._client.update_run(run_id, status="RUNNING")
         params = [

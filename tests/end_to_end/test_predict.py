@@ -20,6 +20,7 @@ from harness.errors import HarnessError
 from harness.models import SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, run, write_config, write_images
+from tests.end_to_end.processes import driver
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 
@@ -118,6 +119,35 @@ def test_predict_says_what_training_said(trained, tmp_path):
         assert "23 rows in" in said
         assert f"{world} ranks" in said
         assert (tmp_path / f"{world}.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": {"opt_level": "O2"}, "train": {"ema_decay": 0.9}},
+        {"parallel": {"strategy": "fsdp"}, "data": {"num_workers": 1}},
+    ],
+    ids=["O2 averaged", "fsdp"],
+)
+def test_any_recipe_is_predicted_as_it_was_trained(tmp_path, settings):
+    """Trained on two ranks; plain replicas on three predict the same bytes."""
+    data = write_images(tmp_path / "data")
+    config = write_config(tmp_path, data, **settings)
+    assert run(config, 2) == [0, 0]
+    folder = tmp_path / "runs" / "run"
+    codes, said = predict(folder, tmp_path / "again.csv", "--csv", data / "eval.csv", world=3)
+    assert codes == [0, 0, 0], said
+    assert (tmp_path / "again.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
+
+
+def test_a_tracker_that_cannot_start_is_a_warning(tmp_path):
+    pytest.importorskip("mlflow")
+    data = write_images(tmp_path / "data")
+    config = write_config(tmp_path, data, trackers=["mlflow"], train={"epochs": 1})
+    environ = {"MLFLOW_TRACKING_URI": "nowhere://x", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    assert wait_for([driver(["-c", str(config)], environ, tmp_path / "terminal.txt")], 120) == [0]
+    assert (tmp_path / "terminal.txt").read_text().count("tracker mlflow is off") == 1
+    assert (tmp_path / "runs" / "run" / "predictions.csv").exists()
 
 
 @pytest.mark.slow

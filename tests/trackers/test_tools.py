@@ -225,7 +225,8 @@ def test_mlflow(tmp_path, start, monkeypatch):
     experiment = client.get_experiment_by_name("apex-harness")
     (run,) = client.search_runs([experiment.experiment_id])  # of both starts: one
     assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
-    assert run.data.tags["apex_harness.id"] == json.loads((tmp_path / "runs/small/trackers.json").read_text())["id"]
+    kept = json.loads((tmp_path / "runs" / "small" / "trackers.json").read_text())
+    assert (run.data.tags["apex_harness.id"], run.info.start_time) == (kept["id"], int(kept["started"] * 1000))
     for name in ("train/loss", "eval/top1"):
         points = sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
         assert points == expected(lines, name), name
@@ -239,14 +240,16 @@ def test_mlflow(tmp_path, start, monkeypatch):
     config = Path(client.download_artifacts(run.info.run_id, "config.yaml", str(tmp_path)))
     assert "epochs: 20" in config.read_text()
 
-    start("mlflow", 0).close()  # stopped before its end
-    assert client.get_run(run.info.run_id).info.status == "KILLED"
-
+    monkeypatch.chdir(tmp_path)  # where MLflow puts the artifacts of a store that is not ours
     other = tmp_path / "elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{other}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    start("mlflow", 0).close(done=True)
-    assert MlflowClient(f"sqlite:///{other}").get_experiment_by_name("mine") is not None
+    start("mlflow", (tmp_path / "runs" / "small" / "metrics.jsonl").stat().st_size).close()  # stopped before its end
+    client = MlflowClient(f"sqlite:///{other}")
+    (late,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert late.info.status == "KILLED"
+    points = sorted((metric.step, metric.value) for metric in client.get_metric_history(late.info.run_id, "train/loss"))
+    assert points == expected(lines, "train/loss")  # lines that it was never told: the process died before
 
 
 @pytest.mark.parametrize(
