@@ -106,7 +106,8 @@ def _rank(request: Request, config: Config, launch: Launch) -> int:
                 log.error("error: %s", error)
             return error.exit_code
         except RuntimeError as error:  # of a collective whose peer is gone
-            log.error("error: %s", str(error).strip().splitlines()[0])
+            reason = str(error).strip().splitlines()[0]
+            log.error("error: %s\n  -> if another rank failed or was killed, its own message tells more", reason)
             return EXIT_FAILURE
 
 

@@ -30,7 +30,8 @@ class Mirror:
     def start(self, facts: Facts, lines: Iterable[Line]) -> str:
         """The same MLflow run goes on. What it was told cannot be taken back, so steps that a resumed run repeats,
         with the same numbers, are not told again."""
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # would tell of each table that it makes
+        for talker in ("alembic", "mlflow.store.db.utils"):  # which tell of each table that they make
+            logging.getLogger(talker).setLevel(logging.WARNING)
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{facts.output.resolve() / 'mlflow.db'}"
         with _alone(facts.output, embedded="MLFLOW_TRACKING_URI" not in os.environ):
             self._client = MlflowClient(uri)
