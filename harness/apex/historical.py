@@ -48,7 +48,12 @@ _MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizers.fused_novograd": ("FusedNovoGrad", ("optimizers",)),
     "optimizers.fused_sgd": ("FusedSGD", ("optimizers",)),
     "parallel.LARC": ("LARC", ("parallel.LARC",)),
-    "parallel.distributed": ("DistributedDataParallel Reducer ReduceOp", ("parallel.distributed", "parallel")),
+    "optimizers.fp16_optimizer": ("FP16_Optimizer", ("fp16_utils",)),
+    "parallel.distributed": (
+        "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors flat_dist_call flatten "
+        "split_by_type split_half_float_double unflatten",
+        ("parallel.distributed", "parallel", "parallel.flat"),
+    ),
     "parallel.optimized_sync_batchnorm": ("SyncBatchNorm", ("parallel",)),
     "parallel.sync_batchnorm": ("SyncBatchNorm", ("parallel",)),
 }

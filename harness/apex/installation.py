@@ -1,4 +1,4 @@
-"""``install`` and ``uninstall``: imports of ``apex`` and ``amp_C`` in this process resolve to harness.apex.
+"""``install`` and ``uninstall``: imports of ``apex``, ``amp_C`` and ``apex_C`` resolve to harness.apex.
 
 ``apex.amp`` is then the very module that ``harness.apex.amp`` is, never a second copy, so state and classes are one.
 Not here: which old paths lead where (``historical``), running scripts (``runner``).
@@ -17,13 +17,15 @@ from typing import Any
 from harness.apex import historical, plain_data
 from harness.apex.patches import patches
 
+EXTENSIONS = ("amp_C", "apex_C")  # modules of Apex's that stood beside the package
+
 
 def install() -> None:
     """Make ``import apex`` mean harness.apex, whatever package of that name is installed or was imported.
 
     An ``apex`` that was imported before is set aside until ``uninstall``; what a script took from it stays what it was.
-    ``amp_C`` becomes ours too, unless there is a real one. ``torch.load`` takes the plain data that old scripts put
-    into checkpoints, see ``plain_data``. Calling it again does nothing.
+    ``amp_C`` and ``apex_C`` become ours too, unless there are real ones. ``torch.load`` takes the plain data that old
+    scripts put into checkpoints, see ``plain_data``. Calling it again does nothing.
     """
     if _finder in sys.meta_path:
         return
@@ -45,8 +47,9 @@ def uninstall() -> None:
     sys.meta_path.remove(_finder)
     for name in [name for name in sys.modules if _is_apex(name)]:
         del sys.modules[name]
-    if getattr(sys.modules.get("amp_C"), "__name__", "") == "harness.apex.amp_C":
-        del sys.modules["amp_C"]
+    for name in EXTENSIONS:
+        if getattr(sys.modules.get(name), "__name__", "") == f"harness.apex.{name}":
+            del sys.modules[name]
     sys.modules.update(_set_aside)
     _set_aside.clear()
 
@@ -56,19 +59,23 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         plain_data.allow_when_imported()
-        if name == "amp_C":
-            return None if _is_found_elsewhere(name, path) else ModuleSpec(name, _Alias("harness.apex.amp_C"))
+        if name in EXTENSIONS:
+            return None if _is_found_elsewhere(name, path) else ModuleSpec(name, _Alias(f"harness.apex.{name}"))
         # `from apex import contrib` asks for a part of the package that `apex` says it is: harness.apex
         asked = name.removeprefix("harness.") if name.startswith("harness.apex.") else name
         if not asked.startswith("apex."):
             return None
         absent = historical.why_absent(asked)
         if absent is not None:
+            if _only_asked():
+                return None
             raise ModuleNotFoundError(absent, name=asked)
         if asked != name:
             return None
         module = historical.module_of(name)
         if module is None:
+            if _only_asked():
+                return None
             raise ModuleNotFoundError(
                 f"No module named {name!r}: apex is harness.apex here, and has no such module", name=name
             )
@@ -113,6 +120,14 @@ def _add_contents(package: str, module: ModuleType) -> None:
         child = name.rpartition(".")[2]
         if child not in vars(module):
             patches.set(module, child, found)
+
+
+def _only_asked() -> bool:
+    """Whether ``importlib.util.find_spec`` is asking, to which the answer is None, and not an import."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 def _is_apex(name: str) -> bool:

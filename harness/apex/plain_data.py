@@ -28,7 +28,7 @@ def allow_when_imported() -> None:
     from torch import _weights_only_unpickler as unpickler
     from torch.serialization import add_safe_globals
 
-    before = unpickler._get_safe_globals()
+    before = set(unpickler._get_safe_globals())
     add_safe_globals(_plain())
     try:
         unpickler._get_user_allowed_globals()
@@ -36,11 +36,12 @@ def allow_when_imported() -> None:
         unpickler._remove_safe_globals([each for each in _plain() if isinstance(each, tuple)])
         add_safe_globals([each[0] for each in _plain() if isinstance(each, tuple)])
 
+    ours = [each for each in unpickler._get_safe_globals() if each not in before]
+
     def forget() -> None:
         global _told
         _told = False
-        unpickler._clear_safe_globals()
-        unpickler._add_safe_globals(before)
+        unpickler._remove_safe_globals(ours)
 
     patches.on_undo(forget)
 

@@ -180,6 +180,12 @@ def test_wrong_optimizers(optimizers):
 
 
 @pytest.mark.contract("1.2.types")
+def test_a_level_in_the_place_of_enabled_is_refused():
+    with pytest.raises(TypeError, match="Type opt_level='O2'"):
+        amp.initialize(*pair(), "O2")
+
+
+@pytest.mark.contract("1.2.types")
 def test_fp16_optimizer_is_refused():
     kind = type("FP16_Optimizer", (), {})
     for optimizers in (kind(), [kind()]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import pickle
 import subprocess
 import sys
@@ -277,3 +278,44 @@ def test_plain_data_in_old_checkpoints_loads(tmp_path):
     finally:
         harness.apex.uninstall()
     assert set(torch.serialization.get_safe_globals()) == before
+
+
+@pytest.mark.contract("1.1")
+def test_names_of_2019(installed):
+    import apex_C
+    from apex.optimizers import FP16_Optimizer
+    from apex.parallel.distributed import DistributedDataParallel, flat_dist_call, unflatten
+
+    assert FP16_Optimizer is harness.apex.fp16_utils.FP16_Optimizer
+    assert DistributedDataParallel is harness.apex.parallel.DistributedDataParallel
+    assert apex_C.unflatten is unflatten
+    assert callable(flat_dist_call)
+    with pytest.raises(ImportError, match="NoSuchOptimizer"):
+        from apex.optimizers import NoSuchOptimizer  # noqa: F401
+
+
+@pytest.mark.contract("1.1")
+def test_asking_whether_a_part_is_there_is_no_error(installed):
+    assert importlib.util.find_spec("apex.amp") is not None
+    for name in ("apex.contrib", "apex.transformer", "apex.no_such_part"):
+        assert importlib.util.find_spec(name) is None
+        with pytest.raises(ModuleNotFoundError, match="apex is harness.apex here"):
+            importlib.import_module(name)
+
+
+def test_what_the_user_allowed_torch_to_load_stays_allowed():
+    harness.apex.install()
+    try:
+        torch.serialization.add_safe_globals([_Mine])
+        assert argparse.Namespace in torch.serialization.get_safe_globals()
+    finally:
+        harness.apex.uninstall()
+    try:
+        assert _Mine in torch.serialization.get_safe_globals()
+        assert argparse.Namespace not in torch.serialization.get_safe_globals()
+    finally:
+        torch.serialization._weights_only_unpickler._remove_safe_globals([_Mine])
+
+
+class _Mine:
+    pass

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.apex.parallel.LARC import LARC
 from torch import nn
 
 from harness.apex import amp
+from harness.apex.parallel.LARC import LARC
 from tests.ranks import run_ranks
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

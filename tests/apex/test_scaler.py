@@ -177,3 +177,12 @@ def test_a_dynamic_scale_is_not_loaded_into_a_static_scaler(caplog):
 def test_state_before_initialize_is_empty():
     assert amp.state_dict() == {}
     amp.load_state_dict({})
+
+
+@pytest.mark.contract("1.4")
+def test_loading_while_amp_is_off_is_said(caplog):
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
+    assert "amp is off here" in caplog.text
+    caplog.clear()
+    amp.load_state_dict({})
+    assert not caplog.text

@@ -40,8 +40,15 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     ignored. Raises RuntimeError for keys that are not a scaler's, after the others were applied.
     """
     saved = [key for key in state_dict if "loss_scaler" in key]
-    scalers = _amp_state.loss_scalers if _amp_state.opt_properties.enabled else []
-    if len(saved) != len(scalers):
+    enabled = _amp_state.opt_properties.enabled
+    scalers = _amp_state.loss_scalers if enabled else []
+    if saved and not enabled:
+        warn(
+            f"Warning: the amp state holds {len(saved)} loss scalers, and amp is off here (not initialized, or with "
+            "enabled=False): nothing is restored. Call amp.initialize before amp.load_state_dict.",
+            always=True,
+        )
+    elif len(saved) != len(scalers):
         warn(
             f"Warning: the amp state holds {len(saved)} loss scalers, this run has {len(scalers)}; the first "
             f"{min(len(saved), len(scalers))} are restored. Initialize with the num_losses and opt_level of the "

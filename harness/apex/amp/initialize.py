@@ -49,6 +49,10 @@ def initialize(
     ``min_loss_scale``: floor of the dynamic scale, 1.0 unless given, 0 for none. ``num_losses``: number of
     independent scalers, chosen by ``scale_loss(..., loss_id=)``.
     """
+    if isinstance(enabled, str):
+        raise TypeError(
+            f"enabled={enabled!r}: the third argument of amp.initialize is `enabled`. Type opt_level={enabled!r}."
+        )
     o1.engine.stop()
     annotate.restore_functions()
     _amp_state.handle = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.apex.optimizers.fused_adagrad import FusedAdagrad
 from harness.apex.optimizers.fused_adam import FusedAdam
 from harness.apex.optimizers.fused_lamb import FusedLAMB
@@ -10,3 +12,11 @@ from harness.apex.optimizers.fused_novograd import FusedNovoGrad
 from harness.apex.optimizers.fused_sgd import FusedSGD
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FP16_Optimizer":  # where it was until 2019
+        from harness.apex.fp16_utils import FP16_Optimizer
+
+        return FP16_Optimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
