@@ -47,7 +47,7 @@ def test_commands_are_the_known_ones():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
     assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh"}
-    assert len(commands()) == 11
+    assert len(commands()) == 14
 
 
 def test_make_targets_exist():
