@@ -79,7 +79,7 @@ WRONG_SETTINGS = {
     ),
     "two at once": (["train.epoch=3", "precision.opt_level=O7"], ["2 problems", "did you mean train.epochs?", "'O7'"]),
     "batch for ranks": (["batch.global=7"], ["batch.global: 7 rows cannot be dealt to 2 ranks", "6 or 8"]),
-    "strategy": (["parallel.strategy=none"], ["parallel.strategy=none, but 2 processes were started"]),
+    "strategy": (["parallel.strategy=none"], ["parallel.strategy=none is for one process, but there are 2 processes"]),
 }
 
 
