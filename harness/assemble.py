@@ -182,6 +182,7 @@ def restore(run: Run) -> None:
         ours = path is not None and path.parent == run.folder.checkpoints
         run.tracker.rewind(run.log_offset if ours else 0)
     if path is not None and not ours:
+        run.state.forget_best()  # those weights are in the other run's folder
         run.saved_step = -1
         run.save()  # from here on the run stands on its own
 

@@ -48,6 +48,10 @@ class State:
             self.applied += 1
             self.skipped_in_a_row = 0
 
+    def forget_best(self) -> None:
+        """The next evaluation is the best so far."""
+        self.best, self.best_step, self.since_best = None, 0, 0
+
     def next_epoch(self) -> None:
         self.epoch, self.segments = self.epoch + 1, []
 

@@ -131,6 +131,8 @@ def test_going_back_to_an_earlier_checkpoint_needs_a_name(tmp_path):
     lines = [line for line in record(folder.parent / "other") if line["split"] == "train"]
     assert lines[0]["step"] == 12
     assert record(folder)[-1]["step"] == 24
+    # the best of a run of its own is one of its own evaluations, whatever was better before
+    assert {"weights.safetensors", "predictions.csv"} <= {path.name for path in (folder.parent / "other").iterdir()}
 
 
 def test_changed_annotations_are_refused(tmp_path):
