@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("what", choices=["strategies"])
     _config_arguments(bench)
     bench.add_argument("--world", type=_positive(int), nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
-    bench.add_argument("--steps", type=_positive(int), default=20, metavar="N", help="steps a case and round (20)")
+    bench.add_argument("--steps", type=_positive(int), default=40, metavar="N", help="steps a case and round (40)")
     bench.add_argument("--rounds", type=_positive(int), default=3, metavar="N", help="over all cases in turn (3)")
     bench.add_argument("--threads", type=_positive(int), default=1, metavar="N", help="of each process (1)")
     bench.add_argument("--out", type=Path, default=Path("bench"), metavar="DIR", help="default: bench")

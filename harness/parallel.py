@@ -90,7 +90,8 @@ def wrap(
         return _data_parallel(model, device)
     if world_size == 1:
         return Parallel(model, model, "one process")
-    norms = tuple(module for module in model.modules() if hasattr(module, "idle")) if section.sync_batchnorm else ()
+    kind = precision.distributed.SyncBatchNorm if section.sync_batchnorm else ()
+    norms = tuple(module for module in model.modules() if isinstance(module, kind))
     spans = ", batch norm over all ranks" if norms else ""
     if section.strategy == "fsdp":
         switch: Any = model.set_requires_gradient_sync
@@ -102,8 +103,8 @@ def wrap(
         # NVIDIA's wrapper has no no_sync(), but this pair, which ours has too.
         ddp.enable_allreduce() if on else ddp.disable_allreduce()
 
-    kind = "delayed" if section.delay_allreduce else "overlapped"
-    return Parallel(ddp, model, f"ddp, {kind} all-reduce{spans}", reduces=reduces, synchronized=norms)
+    when = "delayed" if section.delay_allreduce else "overlapped"
+    return Parallel(ddp, model, f"ddp, {when} all-reduce{spans}", reduces=reduces, synchronized=norms)
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> Parallel:

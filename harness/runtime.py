@@ -6,6 +6,7 @@ where a rank is alone; every one must be reached by all ranks.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
@@ -316,6 +317,7 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
     finally:
         # After a failure peers may be gone, and nccl would wait for them. gloo does not, and aborts if it is left open.
         if target.type == "cpu" or (sys.exc_info()[0] is None and not runtime.failed):
+            gc.collect()  # a sharded model holds the group, in circles, and gloo aborts if its threads outlive it
             dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ from harness import cli, train
 from tests.fixtures import settings, write_rows, write_yaml
 
 VERBS = {
+    "bench": ["--config", "--out", "--rounds", "--steps", "--threads", "--world", "-c", "overrides", "{strategies}"],
     "check": ["--config", "--world", "-c", "overrides"],
     "data": ["--from", "dataset", "folder"],
     "doctor": ["--json"],
