@@ -111,6 +111,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     with runtime.together("opening the trackers"):
         tracker = mirrors.make(folder.metrics, runtime.rank, config, configfile.to_text(config))
     with runtime.together("dealing the rows"):
+        parallel.check_world(config.parallel, runtime.world_size)
         size = sizes(config, len(task.train), runtime.world_size)
     warn_of_skew(config, task, runtime)
     with runtime.together("building the model"):
