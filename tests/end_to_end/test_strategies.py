@@ -81,6 +81,8 @@ ADAM = {"name": "adamw", "lr": 0.01, "momentum": None, "args": {"betas": [0.8, 0
     ("settings", "kill"),
     [
         ({"parallel": FSDP, "precision": {"opt_level": "O1"}}, (1, 5, "step")),
+        ({"parallel": {"delay_allreduce": False}, "precision": {"opt_level": "O1"}}, (1, 5, "step")),
+        ({"parallel": {"strategy": "dp"}, "precision": {"opt_level": "O1"}}, (0, 7, "step")),
         ({"parallel": {**FSDP, "sync_batchnorm": True}, "optimizer": ADAM}, (0, 6, "save")),
         (
             {"parallel": {"sync_batchnorm": True}, "optimizer": {"larc": {}}, "precision": {"opt_level": "O1"}},
@@ -88,15 +90,16 @@ ADAM = {"name": "adamw", "lr": 0.01, "momentum": None, "args": {"betas": [0.8, 0
         ),
         ({"optimizer": {**ADAM, "name": "fused_lamb"}, "precision": {"opt_level": "O2"}}, (0, 9, "step")),
     ],
-    ids=["fsdp O1", "fsdp syncbn adamw", "syncbn larc", "fused_lamb O2"],
+    ids=["fsdp O1", "overlapped O1", "dp O1", "fsdp syncbn adamw", "syncbn larc", "fused_lamb O2"],
 )
 def test_killed_and_resumed_is_the_same_run(tmp_path, data, settings, kill):
     unbroken = write_config(tmp_path / "unbroken", data, **EVERYTHING, **settings)
-    assert run(unbroken, 2) == [0, 0]
+    world_size = 1 if settings.get("parallel", {}).get("strategy") == "dp" else 2
+    assert run(unbroken, world_size) == [0] * world_size
     broken = write_config(tmp_path / "broken", data, **EVERYTHING, **settings)
     victim, step, where = kill
-    assert run(broken, 2, kill=Kill(victim, step, where))[victim] == -signal.SIGKILL
-    assert run(broken, 2) == [0, 0]
+    assert run(broken, world_size, kill=Kill(victim, step, where))[victim] == -signal.SIGKILL
+    assert run(broken, world_size) == [0] * world_size
     assert_same_run(unbroken.parent / "runs" / "run", broken.parent / "runs" / "run")
 
 
