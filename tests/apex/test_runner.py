@@ -322,7 +322,9 @@ SPAWNING = """\
         other = x.clone()
         dist.broadcast(other, 0)
         assert x == other and type(config) is Config and config.opt_level == "O2"
-        print("gpu", gpu, steps, __name__, sys.argv[0], sys.argv[-1], beside.here, flush=True)
+        words = ["gpu", gpu, steps, __name__, sys.argv[0], sys.argv[-1], beside.here]
+        sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: two processes write
+        sys.stdout.flush()
         dist.destroy_process_group()
 
 

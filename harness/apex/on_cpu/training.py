@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ def rows() -> Iterator[Row]:
             ("init_process_group", _init_process_group),
             ("new_group", _new_group),
             ("barrier", _barrier),
+            ("destroy_process_group", _destroy_process_group),
         ):
             replacement = wrap(getattr(dist, name))
             yield dist, name, replacement
@@ -179,6 +181,15 @@ def _new_group(original: Any) -> Any:
         return original(ranks, timeout, backend, *args, **kwargs)
 
     return new_group
+
+
+def _destroy_process_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        gc.collect()  # what holds the group in circles lets go of it: gloo aborts if its threads outlive it
+        original(group)
+
+    return destroy_process_group
 
 
 def _barrier(original: Any) -> Any:
