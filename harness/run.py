@@ -148,9 +148,9 @@ class Run:
         self.state.wall_s = self.wall_s()
         ranks = self.runtime.gather_to_first(self._own())
         seen = self.coverage.bits(self.runtime)
-        weights = self._whole(self.module.state_dict())
-        optimizer = self._whole(self.optimizer.state_dict())
-        ema = self._whole(self.ema.state_dict()) if self.ema else None
+        weights = self._whole(self.module)
+        optimizer = self._whole(self.optimizer)
+        ema = self._whole(self.ema) if self.ema else None
         with self.runtime.together("saving"):
             if self.runtime.rank == 0:
                 self.checkpoints.write(
@@ -172,9 +172,12 @@ class Run:
                 )
         self.saved_step = self.state.step
 
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with sharded tensors put together, on rank 0; they are None elsewhere. Collective."""
-        whole: dict[str, Any] = sharded.whole(state, keep=self.runtime.rank == 0)
+    def _whole(self, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
+        """The state dict of ``part`` on rank 0, with sharded tensors put together; of no use elsewhere. Collective."""
+        first = self.runtime.rank == 0
+        if not self.parallel.sharded:
+            return part.state_dict() if first else {}
+        whole: dict[str, Any] = sharded.whole(part.state_dict(), keep=first)
         return whole
 
     def _own(self) -> dict[str, Any]:
@@ -270,7 +273,7 @@ class Run:
     def keep_best(self) -> None:
         """Mark the present step's checkpoint as the best and leave its weights beside it. Collective."""
         with self.averaged():
-            weights = self._whole(self.module.state_dict())
+            weights = self._whole(self.module)
             with self.runtime.together("keeping the best weights"):
                 if self.runtime.rank == 0:
                     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}

@@ -35,7 +35,6 @@ class FP16_Optimizer(Optimizer):
     ``loss_scaler``; ``overflow``, whether the newest gradients hold an inf or NaN.
     """
 
-    is_fp16_optimizer = True  # by which amp.initialize knows what it must refuse
     _step_supports_amp_scaling = False  # a GradScaler must not leave unscaling to this step
 
     def __init__(
@@ -49,7 +48,7 @@ class FP16_Optimizer(Optimizer):
         # Without the constructor of Optimizer: parameters, state and hooks are those of the optimizer inside.
         if not isinstance(init_optimizer, Optimizer):
             raise TypeError(f"init_optimizer must be a torch.optim.Optimizer; seen: {type(init_optimizer).__name__}")
-        if getattr(init_optimizer, "is_fp16_optimizer", False) or hasattr(init_optimizer, "_amp_stash"):
+        if isinstance(init_optimizer, FP16_Optimizer) or hasattr(init_optimizer, "_amp_stash"):
             raise RuntimeError(
                 "the optimizer has masters already, of another FP16_Optimizer or of amp; use one of them"
             )
