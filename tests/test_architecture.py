@@ -16,14 +16,15 @@ from tests.conftest import ROOT
 
 # From the ground up. A module imports from layers below its own, never from its own or above.
 LAYERS = [
+    {"section", "errors", "files"},
+    {"engines.settings", "ends"},
     {
-        "errors",
         "version",
         "network",
         "rng",
-        "files",
         "console",
         "config",
+        "phases",
         "sharded",
         "data.shards",
         "data.workers",
@@ -31,6 +32,7 @@ LAYERS = [
     },
     {
         "conflicts",
+        "records",
         "runtime",
         "models",
         "optim",
@@ -46,11 +48,11 @@ LAYERS = [
     {"watch", "data.loader", "tasks"},
     {"configfile"},
     {"folder", "generate", "saved"},
-    {"checkpoint"},
+    {"checkpoint", "engines"},
     {"run"},
     {"assemble", "evaluate"},
     {"loop", "check", "predictions", "doctor"},
-    {"train", "predict", "export", "bench_case"},
+    {"train", "predict", "export", "bench_case", "launch"},
     {"bench"},
     {"cli"},
 ]
@@ -62,15 +64,23 @@ ROOMS = {
     "trackers": "*",
     "apex": "*",
     "doctor": "*",
+    "engines.settings": "settings",  # a part of the configuration, which the engines stand above
+    "engines": "*",
 }
 
 # What a module may import of the harness, where that is less than all that lies below it.
 ONLY = {
     "apex": set(),
-    "config": set(),
+    "section": set(),
+    "ends": {"files"},
+    "engines.settings": {"section"},
+    "engines": {"errors", "files", "ends", "engines.settings", "config", "configfile", "network", "runtime"},
+    "launch": {"configfile", "engines"},
+    "config": {"section", "engines.settings"},
     "conflicts": {"config"},
     "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
     "sharded": set(),
+    "records": {"errors"},
     "bench_report": {"files"},
     "models": {"errors"},
     "data.table": {"errors"},
@@ -83,7 +93,7 @@ ONLY = {
     "data.workers": set(),
     "data.images": {"errors", "rng", "data.table"},
     "data.loader": {"errors", "data.images", "data.shards", "data.workers"},
-    "tasks": {"errors", "config", "metrics", "models", "data.images", "data.table", "data.arrays", "data.names"},
+    "tasks": {"errors", "section", "config", "metrics", "models", "data.images", "data.table", "data.arrays", "data.names"},
     "precision": {"errors", "config", "apex"},
     "trackers": {"errors", "files", "config"},
     "metrics": {"runtime"},
@@ -247,6 +257,7 @@ def test_who_touches_the_environment():
         "apex.local_rank",  # what a launcher tells the script that harness.apex runs
         "rng",  # CUBLAS_WORKSPACE_CONFIG
         "data.cache",  # where the user's cache is
+        "engines.local",  # which the ranks inherit
         "trackers.wandb",  # the tool's own settings
         "trackers.mlflow",  # the tool's own settings
     }
