@@ -14,6 +14,8 @@ from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, HarnessError
 
 log = logging.getLogger("harness")
 
+_ENGINES = ("local", "torchrun", "slurm", "dask", "flyte", "kubernetes")
+
 
 def drive(argv: Sequence[str]) -> int:
     """``driver.py -c CONFIG [key=value …]``: train, on as many ranks as the launch environment says."""
@@ -81,6 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     generate.add_argument("--start", default="", metavar="TEXT", help="what every name begins with")
     generate.add_argument("--keep-existing", action="store_true", help="print names that the data have, too")
     generate.set_defaults(run=_generate)
+
+    launch = verbs.add_parser("launch", help="train on an engine: local, torchrun, slurm, dask, …")
+    _config_arguments(launch)
+    launch.add_argument("--engine", choices=_ENGINES, help="default: launch.engine of the file, or local")
+    launch.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX lets them come and go (torchrun)")
+    launch.add_argument("--nproc", type=_positive(int), metavar="N", help="ranks a machine")
+    launch.add_argument("--max-restarts", type=int, metavar="N", help="how often a failed run is started again")
+    launch.add_argument("--scheduler", metavar="ADDRESS", help="of Dask, such as tcp://10.0.0.1:8786")
+    launch.add_argument("--dry-run", action="store_true", help="print what would be started, and do nothing")
+    launch.set_defaults(run=_launch)
 
     predict = verbs.add_parser("predict", help="write what a trained model guesses for the rows of a CSV")
     _run_arguments(predict)
@@ -205,6 +217,18 @@ def _export(arguments: argparse.Namespace) -> int:
     console.to_terminal(0)
     print(export.export(arguments.folder, arguments.format, arguments.out, arguments.overrides))
     return EXIT_DONE
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from harness import launch
+
+    words = {"engine": arguments.engine, "nproc": arguments.nproc, "max_restarts": arguments.max_restarts,
+             "dask.scheduler": arguments.scheduler}  # fmt: skip
+    if arguments.nnodes is not None:
+        least, _, most = arguments.nnodes.rpartition(":")
+        words |= {"nnodes": most, "min_nodes": least or None}
+    options = [f"launch.{key}={value}" for key, value in words.items() if value is not None]
+    return launch.main(arguments.config, [*arguments.overrides, *options], arguments.dry_run)
 
 
 def _predict(arguments: argparse.Namespace) -> int:

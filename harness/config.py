@@ -9,18 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-# Merging keeps what a base file has; null is how an override says "none of them".
-Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
-
-
-class Section(BaseModel):
-    """A frozen part of the configuration: unknown keys are errors, and types are not converted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+from harness.engines.settings import LaunchSection
+from harness.section import Arguments, Positive, Section
 
 
 class TaskSection(Section):
@@ -200,6 +192,7 @@ class Config(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(default=(), strict=False)
     """Tools that mirror the record, metrics.jsonl, which is always written."""
     runtime: RuntimeSection = RuntimeSection()
+    launch: LaunchSection = LaunchSection()
 
     @property
     def best_metric(self) -> str:
@@ -215,7 +208,7 @@ class Config(Section):
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
      "data.num_workers", "data.cache_dir", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.resume", "runtime",
-     "batch.eval_per_rank", "trackers"]
+     "batch.eval_per_rank", "trackers", "launch"]
 )  # fmt: skip
 
 

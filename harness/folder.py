@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 import yaml
 
-from harness import configfile
+from harness import configfile, ends
 from harness.config import Config, recipe_difference
 from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
 from harness.files import finite, write_atomically
@@ -62,6 +62,7 @@ class RunFolder:
             self.logs.mkdir(exist_ok=True)
             write_atomically(self.path / "config.yaml", configfile.to_text(config))
             (self.path / "failure.json").unlink(missing_ok=True)
+            ends.forget(self.logs)
         except OSError as error:
             raise cannot_write(self.path, error) from None
         return told

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from harness import assemble, console, optim, precision, predictions, saved
 from harness.config import Config
 from harness.data.loader import Loader
+from harness.engines.attend import attend
+from harness.engines.gang import Gang
 from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -31,14 +31,13 @@ from harness.errors import (
     LaunchError,
 )
 from harness.predictions import Predictor
-from harness.runtime import Launch, Runtime, detect, environment, open_runtime
+from harness.runtime import Launch, Runtime, detect, gang_environment, open_runtime
 from harness.stop import Stop, on_signals
 
 log = logging.getLogger("harness")
 
 FORMATS = (".csv", ".parquet")
-_END_S = 20.0  # for ranks to end by themselves after one has failed
-_POLL_S = 0.05
+_END_S = 20.0  # for ranks to end by themselves when they are asked to
 
 
 @dataclass(frozen=True)
@@ -173,36 +172,11 @@ def _gang(world_size: int, environ: Mapping[str, str], again: Sequence[str]) -> 
     """``world_size`` processes of this machine, which find each other through a store held here; their exit code."""
     # The system picks the port: what is chosen beforehand may be taken by the time the ranks want it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    command = [sys.executable, "-m", "harness.cli", *again]
-    stop = Stop(Runtime())
-    ranks: list[subprocess.Popen[bytes]] = []
-    with on_signals(stop):
-        try:
-            for rank in range(world_size):
-                ranks.append(subprocess.Popen(command, env={**environ, **environment(rank, world_size, store.port)}))
-            return _wait(ranks, stop)
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]], stop: Stop) -> int:
-    """Until all have ended: 0, or what the first that did not end well said. Signals are handed on, once."""
-    told, first, deadline = False, EXIT_DONE, float("inf")
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-        if stop.reason and not told:
-            told = True
-            for process in ranks:
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
-        failed = next((process.returncode for process in ranks if process.returncode), EXIT_DONE)
-        if failed and not first:
-            first, deadline = failed, time.monotonic() + _END_S
-        time.sleep(_POLL_S)
-    codes = [process.poll() for process in ranks]
-    said = [code for code in (first, *codes) if code is not None and code > 0]
-    if any(code is None or code < 0 for code in codes) and not said:
-        return EXIT_FAILURE
-    return next((code for code in said if code != EXIT_FAILURE), said[0] if said else EXIT_DONE)
+    places = {rank: gang_environment(rank, world_size, store.port, "harness predict") for rank in range(world_size)}
+    gang = Gang(
+        [sys.executable, "-m", "harness", *again],
+        {rank: {**environ, **place} for rank, place in places.items()},
+        _END_S,
+    )
+    codes = [code for code in attend(gang).exits.values() if code]
+    return next((code for code in codes if code > 0 and code != EXIT_FAILURE), EXIT_FAILURE if codes else EXIT_DONE)

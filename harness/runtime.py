@@ -27,6 +27,7 @@ from harness.network import interface_towards
 
 Value = TypeVar("Value")
 
+_BY = "HARNESS_LAUNCHED_BY"
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N driver.py …, or unset the variables"
 
@@ -42,7 +43,8 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     by: str = "one process"
-    elastic: bool = False
+    elastic: bool = False  # torch's launcher, which ends all ranks of a node at the first that leaves
+    supervised: bool = False  # started by a process that answers for this one, and that it does not outlive
     restart: int = 0
 
 
@@ -70,18 +72,28 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
     return launch
 
 
-def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What ``detect`` reads as ``rank`` of a gang on this machine; ``port`` is that of the store its parent holds."""
+def environment(launch: Launch, store_is_held: bool = False) -> dict[str, str]:
+    """What ``detect`` reads as ``launch``, for whoever starts a rank; ``by`` is set where an engine of ours does.
+
+    ``store_is_held``: somebody else listens at the master's port, so rank 0 is not to open a store there.
+    """
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "RANK": str(launch.rank),
+        "LOCAL_RANK": str(launch.local_rank),
+        "WORLD_SIZE": str(launch.world_size),
+        "LOCAL_WORLD_SIZE": str(launch.local_world_size),
+        "MASTER_ADDR": launch.master_addr,
+        "MASTER_PORT": str(launch.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(store_is_held),
+        "TORCHELASTIC_RESTART_COUNT": str(launch.restart),
+        **({_BY: launch.by} if launch.supervised else {}),
     }
+
+
+def gang_environment(rank: int, world_size: int, port: int, by: str) -> dict[str, str]:
+    """That of ``rank`` of a gang on this machine, whose parent holds the store at ``port``."""
+    launch = Launch(rank, rank, world_size, world_size, "127.0.0.1", port, by, supervised=True)
+    return environment(launch, store_is_held=True)
 
 
 def _from_torch(environ: Mapping[str, str]) -> Launch:
@@ -91,6 +103,7 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         raise LaunchError(
             f"the launch environment is incomplete: found {found}; missing {', '.join(missing)}", hint=_HINT
         )
+    elastic = "TORCHELASTIC_RUN_ID" in environ
     world_size = _number(environ, "WORLD_SIZE", 1)
     local_world_size = (
         _number(environ, "LOCAL_WORLD_SIZE", 1, world_size) if "LOCAL_WORLD_SIZE" in environ else world_size
@@ -102,8 +115,9 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         local_world_size=local_world_size,
         master_addr=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT", 0, 65535),
-        by="torch.distributed.launch or torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK and WORLD_SIZE",
-        elastic="TORCHELASTIC_RUN_ID" in environ,
+        by=environ.get(_BY) or ("torch.distributed.launch or torchrun" if elastic else "RANK and WORLD_SIZE"),
+        elastic=elastic,
+        supervised=elastic or _BY in environ,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
     )
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from harness import assemble, configfile, console, loop, predictions
+from harness import assemble, configfile, console, ends, loop, predictions
 from harness.config import Config
-from harness.errors import EXIT_DONE, EXIT_STOPPED, HarnessError, TrainingError
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
 from harness.folder import RunFolder, cannot_write, failure_report
 from harness.run import Run
 from harness.runtime import Launch, Runtime, detect, open_runtime
@@ -57,8 +57,15 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     """One rank's part of a run. A failure is reported before it is raised, so that the peers hear of it."""
     folder = RunFolder(Path(config.output) / config.name)
     stop = Stop(runtime)
-    with on_signals(stop), Watch(runtime, stop, parent=parent) as watch:
-        run: Run | None = None
+    run: Run | None = None
+
+    def last_words(exit_code: int, how: str, doing: str = "", reason: str = "") -> None:
+        ends.leave(folder.logs, runtime.rank, run.state.step if run else 0, exit_code, how, doing, reason)
+
+    def blocked(doing: str, reason: str) -> None:
+        last_words(EXIT_FAILURE, "blocked", doing, reason)
+
+    with on_signals(stop), Watch(runtime, stop, parent=parent, last_words=blocked) as watch:
         try:
             prepare_folder(config, runtime, folder)
             run = assemble.build(config, runtime, folder, stop)
@@ -66,12 +73,15 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             done = loop.train(run) and predictions.of_run(run)
             finish(run, done)
             runtime.barrier()
-            return EXIT_DONE if done else EXIT_STOPPED
+            code = EXIT_DONE if done else EXIT_STOPPED
+            last_words(code, "done" if done else "stopped", reason=stop.reason)
         except Exception as error:
-            return fail(folder, runtime, watch, run, error)
+            code = fail(folder, runtime, watch, run, error)
+            last_words(code, "failed", watch.doing or ends.raised_at(error), str(error).strip().partition("\n")[0])
         finally:
             if run is not None:
                 run.close()
+    return code
 
 
 def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:

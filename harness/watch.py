@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from harness import ends
 from harness.errors import EXIT_FAILURE
 from harness.runtime import Runtime
 from harness.stop import Stop
@@ -32,12 +33,19 @@ class Watch:
     """Watches peers (through ``runtime.store``) and, under torch's launcher, the parent process."""
 
     def __init__(
-        self, runtime: Runtime, stop: Stop, leave: Callable[[int], None] = os._exit, parent: int | None = None
+        self,
+        runtime: Runtime,
+        stop: Stop,
+        leave: Callable[[int], None] = os._exit,
+        parent: int | None = None,
+        last_words: Callable[[str, str], None] = lambda doing, reason: None,
     ) -> None:
-        """``parent``: the process that started this one, as it was at the start; it may have died since."""
-        self._runtime, self._stop, self._leave = runtime, stop, leave
+        """``parent``: the process that started this one, as it was at the start; it may have died since.
+        ``last_words(doing, reason)`` is called before a blocked rank is ended."""
+        self._runtime, self._stop, self._leave, self._last_words = runtime, stop, leave, last_words
         # A plain shell may end before its job does (nohup); only a launcher's death means that nobody supervises us.
-        self._parent = (parent or os.getppid()) if runtime.launch.elastic else None
+        self._parent = (parent or os.getppid()) if runtime.launch.supervised else None
+        self.doing = ""  # where the main thread was when this rank heard of another's failure
         self._first: dict[str, Any] | None = None  # the launch's first failure, once this rank has heard of it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="harness-watch", daemon=True)
@@ -90,7 +98,9 @@ class Watch:
                 return ""
             self._first = json.loads(store.get(_KEY))
         except Exception:
+            self.doing = ends.main_thread_at()
             return "rank 0, or the launcher, is gone"
+        self.doing = ends.main_thread_at()
         self.acknowledge()
         return f"rank {self._first['rank']} failed"
 
@@ -99,6 +109,7 @@ class Watch:
         self._stop.request(reason)
         if not self._ended.wait(GRACE_S):
             log.error("%s, and this rank is blocked waiting for it: ending", reason)
+            self._last_words(self.doing or ends.main_thread_at(), reason)
             logging.shutdown()
             time.sleep(0.1)
             self._leave(EXIT_FAILURE)

@@ -55,6 +55,7 @@ LAYERS = [
     {"train", "predict", "export", "bench_case", "launch"},
     {"bench"},
     {"cli"},
+    {"__main__"},
 ]
 
 # Rooms of several modules that stand in a layer as one. Inside they are free, but for circles.
@@ -93,7 +94,8 @@ ONLY = {
     "data.workers": set(),
     "data.images": {"errors", "rng", "data.table"},
     "data.loader": {"errors", "data.images", "data.shards", "data.workers"},
-    "tasks": {"errors", "section", "config", "metrics", "models", "data.images", "data.table", "data.arrays", "data.names"},
+    "tasks": {"errors", "section"}
+    | {"config", "metrics", "models", "data.images", "data.table", "data.arrays", "data.names"},
     "precision": {"errors", "config", "apex"},
     "trackers": {"errors", "files", "config"},
     "metrics": {"runtime"},
@@ -103,7 +105,7 @@ ONLY = {
 ONLY_BY = {
     "loop": {"train", "bench_case"},
     "train": {"cli"},
-    "cli": set(),
+    "cli": {"__main__"},
     "assemble": {"train", "check", "predict", "export", "bench_case"},
     "apex": {"precision"},
 }

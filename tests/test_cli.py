@@ -18,6 +18,17 @@ VERBS = {
     "doctor": ["--json"],
     "export": ["--format", "--out", "folder", "overrides"],
     "generate": ["--keep-existing", "--seed", "--start", "--temperature", "-n", "folder"],
+    "launch": [
+        "--config",
+        "--dry-run",
+        "--engine",
+        "--max-restarts",
+        "--nnodes",
+        "--nproc",
+        "--scheduler",
+        "-c",
+        "overrides",
+    ],
     "predict": ["--csv", "--out", "--world", "folder", "overrides"],
     "schema": ["--out"],
 }

@@ -363,6 +363,12 @@ train.on_nan train.evaluate_every
 checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.best_metric
 trackers
 runtime runtime.device runtime.timeout_s
+launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.threads launch.max_restarts launch.interface
+launch.rendezvous launch.node_rank launch.grace_s launch.python launch.env
+launch.slurm launch.slurm.partition launch.slurm.account launch.slurm.time
+launch.dask launch.dask.scheduler
+launch.flyte launch.flyte.image
+launch.kubernetes launch.kubernetes.image
 """
 
 # Keys whose name says all there is to say.

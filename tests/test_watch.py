@@ -116,7 +116,7 @@ def test_alone_there_is_nothing_to_watch(quick):
 
 
 def test_a_launcher_that_lives_is_no_reason(quick):
-    mine, stop, left = watching(None, elastic=True)
+    mine, stop, left = watching(None, elastic=True, supervised=True)
     with mine:
         time.sleep(0.2)
     assert not stop.reason
@@ -128,7 +128,7 @@ def _orphan(path: str, elastic: bool):
     ready, tell = os.pipe()
     if os.fork() == 0:
         module.PERIOD_S, module.GRACE_S = 0.02, 0.1
-        runtime = Runtime(Launch(elastic=elastic))
+        runtime = Runtime(Launch(elastic=elastic, supervised=elastic))
         stop = Stop(runtime)
 
         def leave(code: int) -> None:

@@ -18,10 +18,11 @@ from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
 from harness import metrics, models
-from harness.config import Fraction, ModelSection, Section, TaskSection
+from harness.config import ModelSection, TaskSection
 from harness.data.images import ImageTable
 from harness.data.table import Table, open_table
 from harness.errors import DataError
+from harness.section import Fraction, Section
 
 _CHANNELS = {"rgb": 3, "gray": 1}
 

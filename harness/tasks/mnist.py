@@ -14,8 +14,9 @@ from torch.nn import functional
 from torchvision import datasets
 
 from harness import metrics, models
-from harness.config import ModelSection, Positive, TaskSection
+from harness.config import ModelSection, TaskSection
 from harness.data.arrays import Arrays, map_idx
+from harness.section import Positive
 
 
 class Task(TaskSection):

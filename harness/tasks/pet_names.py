@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness import metrics, models
-from harness.config import ModelSection, Positive, TaskSection
+from harness.config import ModelSection, TaskSection
 from harness.data.images import Batch
 from harness.data.names import ALPHABET, BLANK_CODE, Rows, read, split, whole, windows
 from harness.errors import ConfigError, DataError
+from harness.section import Positive
 
 
 class Task(TaskSection):

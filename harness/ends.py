@@ -1,0 +1,86 @@
+"""How each rank ended: a small file of its own beside its log, which whoever started the ranks makes one report of.
+
+``logs/rank-N.end.json``; a rank that was killed from outside leaves none, and that is told too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from harness.files import write_atomically
+
+_NAME = "rank-{}.end.json"
+_PACKAGE = f"{os.sep}harness{os.sep}"
+
+
+@dataclass(frozen=True)
+class End:
+    """The last words of a rank."""
+
+    rank: int
+    host: str
+    step: int
+    exit_code: int
+    how: str  # done, stopped, failed, or blocked: waiting for a peer that was gone
+    doing: str = ""  # where it was when it failed, or when it heard of another's failure
+    reason: str = ""
+    time: float = 0.0  # seconds since the epoch
+
+
+def leave(logs: Path, rank: int, step: int, exit_code: int, how: str, doing: str = "", reason: str = "") -> None:
+    """Write the end of ``rank``. Never raises: what it ended with matters more."""
+    end = End(rank, socket.gethostname(), step, exit_code, how, doing, reason, time.time())
+    with contextlib.suppress(OSError):
+        write_atomically(logs / _NAME.format(rank), json.dumps(asdict(end)) + "\n")
+
+
+def read(logs: Path) -> dict[int, End]:
+    """The ends found in ``logs``, by rank."""
+    found = {}
+    for path in logs.glob(_NAME.format("*")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            end = End(**json.loads(path.read_text(encoding="utf-8")))
+            found[end.rank] = end
+    return dict(sorted(found.items()))
+
+
+def forget(logs: Path) -> None:
+    """Remove the ends of an earlier start."""
+    for path in logs.glob(_NAME.format("*")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def main_thread_at() -> str:
+    """Where the main thread is: the innermost function of the harness, and of all, as "step (harness/loop.py:97)"."""
+    return whereabouts(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def raised_at(error: BaseException) -> str:
+    """Where ``error`` came up, in the same words."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return whereabouts(trace.tb_frame) if trace else ""
+
+
+def whereabouts(frame: FrameType | None) -> str:
+    """The innermost function of the harness on the stack of ``frame``, with what it waits in."""
+    innermost = frame.f_code.co_name if frame else ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _PACKAGE in file and frame.f_code.co_name not in ("wait", "main_thread_at"):
+            name = f"harness/{file.rpartition(_PACKAGE)[2]}"
+            called = f", in {innermost}" if innermost != frame.f_code.co_name else ""
+            return f"{frame.f_code.co_name} ({name}:{frame.f_lineno}){called}"
+        frame = frame.f_back
+    return innermost

@@ -1,0 +1,153 @@
+"""How a run ended, over all its ranks: one report and one exit code, from what the ranks left and the engine saw."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import ends
+from harness.ends import End
+from harness.engines.job import Outcome
+from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
+from harness.files import write_atomically
+
+# What harness.train says of a rank whose peer is gone: the peer's end is the cause, and this one a consequence.
+LOST_CONTACT = "lost contact with the other ranks"
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    exit_code: int
+    text: str
+
+
+class Aftermath:
+    """The small files of a run folder, before a start and after it."""
+
+    def __init__(self, folder: Path) -> None:
+        """To be made before the run is started: what lies there then is of an earlier one."""
+        self._folder = folder
+        self._failure = folder / "failure.json"
+        self._before = _identity(self._failure)
+        ends.forget(folder / "logs")
+
+    def conclude(self, outcome: Outcome) -> Conclusion:
+        """The report on the run that ``outcome`` was seen of; a failure is also left as ``failure.json``, with what is
+        known of each rank under ``ranks``."""
+        left = ends.read(self._folder / "logs")
+        told = _read(self._failure) if _identity(self._failure) != self._before else None
+        failure = _first_failure(told, left, outcome)
+        if failure is None:
+            code = _quiet_code(left, outcome)
+            return Conclusion(code, self._quiet_text(code, outcome))
+        failure["ranks"] = _each(left, outcome)
+        if self._folder.is_dir():
+            with contextlib.suppress(OSError):
+                write_atomically(self._failure, json.dumps(failure, indent=1) + "\n")
+        return Conclusion(int(failure["exit_code"]), self._report(failure))
+
+    def _quiet_text(self, code: int, outcome: Outcome) -> str:
+        if code == EXIT_DONE:
+            summary = _read(self._folder / "summary.json") or {}
+            best = summary.get("best") or {}
+            shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
+                            if name != "step" and isinstance(value, float))  # fmt: skip
+            return f"done: {self._folder}, {summary.get('step', '?')} steps{shown}"
+        if code == EXIT_STOPPED:
+            return f"stopped early with a checkpoint: {self._folder}; the same command goes on from it"
+        if outcome.stopped:
+            return f"ended as asked, before there was a new checkpoint: {self._folder}"
+        return f"ended with exit code {code} before the run began; what is wrong is said above"
+
+    def _report(self, failure: dict[str, Any]) -> str:
+        where = f" on {failure['host']}" if failure.get("host") else ""
+        lines = [f"failed: rank {failure['rank']}{where} at step {failure['step']}: "
+                 f"{failure['error']}: {failure['message']}"]  # fmt: skip
+        lines += "".join(failure.get("traceback", ())).rstrip().splitlines()
+        lines += [f"  rank {rank}: {said}" for rank, said in failure["ranks"].items() if int(rank) != failure["rank"]]
+        return "\n".join([*lines, f"logs: {self._folder / 'logs'}; the report: {self._failure}"])
+
+
+def _first_failure(told: dict[str, Any] | None, left: dict[int, End], outcome: Outcome) -> dict[str, Any] | None:
+    """The first failure: what the rank itself told, unless it only told of a peer that is gone."""
+    consequence = told is not None and str(told.get("message", "")).startswith(LOST_CONTACT)
+    if told is not None and not consequence:
+        return told
+    killed = {rank: -code for rank, code in outcome.exits.items() if code < 0 and rank not in left}
+    if killed and not (outcome.stopped and told is None):
+        rank, number = next(iter(killed.items()))
+        why = "out of memory, a person or a scheduler" if number == signal.SIGKILL else "see its log"
+        return _made_up(rank, left, told, "Killed", f"it died of {_signal_name(number)} ({why})")
+    if outcome.lost:
+        silent = sorted(set(range(max([*left, *outcome.exits], default=0) + 1)) - set(left))
+        return _made_up(silent[0] if silent else 0, left, told, "Lost", outcome.lost)
+    return told
+
+
+def _made_up(rank: int, left: dict[int, End], told: dict[str, Any] | None, error: str, message: str) -> dict[str, Any]:
+    """A report in the name of a rank that could not write one; its step is as far as its peers came."""
+    steps = [end.step for end in left.values()] + ([int(told["step"])] if told else [])
+    host = left[rank].host if rank in left else ""
+    return {
+        "rank": rank,
+        "host": host,
+        "step": max(steps, default=0),
+        "error": error,
+        "message": message,
+        "exit_code": EXIT_FAILURE,
+        "traceback": [],
+    }
+
+
+def _each(left: dict[int, End], outcome: Outcome) -> dict[str, str]:
+    """A line on every rank that is known of, by rank."""
+    told = {}
+    for rank in sorted({*left, *outcome.exits}):
+        code = outcome.exits.get(rank)
+        if rank in left:
+            end = left[rank]
+            doing = f" at {end.doing}" if end.doing else ""
+            reason = f" ({end.reason})" if end.reason else ""
+            told[str(rank)] = f"{end.how} on {end.host} at step {end.step}{doing}; exit code {end.exit_code}{reason}"
+        elif code is not None and code < 0:
+            told[str(rank)] = f"died of {_signal_name(-code)}, without a word"
+        else:
+            told[str(rank)] = f"ended with exit code {code}, without a word"
+    return told
+
+
+def _quiet_code(left: dict[int, End], outcome: Outcome) -> int:
+    """The exit code where no rank reported a failure."""
+    codes = {**{rank: end.exit_code for rank, end in left.items()}, **outcome.exits}.values()
+    for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
+        if code in codes:
+            return code
+    if any(code not in (EXIT_DONE, EXIT_STOPPED) for code in codes) or not codes:
+        return EXIT_FAILURE
+    return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else None
+    return None

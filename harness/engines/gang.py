@@ -1,0 +1,82 @@
+"""Processes of one machine that stand or fall together: started, watched, asked to stop, and none left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from harness.engines.job import Outcome
+
+PEERS_S = 20.0  # for the others to end by themselves once one has failed; harness.watch gives a blocked rank 12 to 13
+KILL_S = 5.0  # from SIGTERM to SIGKILL, for those that did not
+_POLL_S = 0.05
+
+
+class Gang:
+    """``environs[i]`` is the whole environment of process i. Each is a session of its own: the terminal's Ctrl-C comes
+    through ``stop`` alone, once."""
+
+    def __init__(
+        self, command: Sequence[str], environs: Mapping[int, Mapping[str, str]], grace_s: float, cwd: str | None = None
+    ) -> None:
+        self._grace_s, self._lock = grace_s, threading.Lock()
+        self._asked = 0
+        self._swept: set[int] = set()
+        self._deadline = float("inf")  # when what is left is killed
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for rank, environ in environs.items():
+                self.processes[rank] = subprocess.Popen(command, env=dict(environ), cwd=cwd, start_new_session=True)
+        except BaseException:
+            self._signal(signal.SIGKILL)
+            raise
+
+    def stop(self) -> None:
+        """SIGTERM to all, and SIGKILL after the grace period; called again, SIGKILL at once."""
+        with self._lock:
+            self._asked += 1
+            if self._asked == 1:
+                self._deadline = min(self._deadline, time.monotonic() + self._grace_s)
+                self._signal(signal.SIGTERM)
+            else:
+                self._deadline = 0.0
+
+    def follow(self) -> Outcome:
+        """Wait until all have ended. Once one has failed the others get a moment to end by themselves."""
+        failed_at: float | None = None
+        told = False
+        while any(process.poll() is None for process in self.processes.values()):
+            now = time.monotonic()
+            self._sweep()
+            if failed_at is None and any(process.poll() for process in self.processes.values()):
+                failed_at = now
+            if failed_at is not None and not told and now > failed_at + PEERS_S:
+                told = True
+                with self._lock:
+                    self._deadline = min(self._deadline, now + KILL_S)
+                    self._signal(signal.SIGTERM)
+            if now > self._deadline:
+                self._signal(signal.SIGKILL)
+            time.sleep(_POLL_S)
+        exits = {rank: process.returncode for rank, process in self.processes.items()}
+        self._sweep()
+        return Outcome(exits, stopped=bool(self._asked))
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def _sweep(self) -> None:
+        """Kill what a rank that died of a signal left behind in its session, such as loader processes."""
+        for rank in self.processes.keys() - self._swept:
+            if (self.processes[rank].poll() or 0) < 0:
+                self._swept.add(rank)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.processes[rank].pid, signal.SIGKILL)

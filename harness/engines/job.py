@@ -1,0 +1,123 @@
+"""A run that is to be started somewhere: its configuration, the command of a rank and the variables all ranks get.
+
+And what an engine is: a module of this folder with ``render`` and ``start``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from harness.config import Config
+from harness.engines.settings import LaunchSection
+from harness.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Job:
+    """An experiment, as the command line named it and as it was resolved."""
+
+    config: Config
+    path: str
+    """The YAML, as typed."""
+    overrides: tuple[str, ...] = ()
+    """``key=value`` words, as typed; what options such as --nproc say is among them."""
+
+    @property
+    def settings(self) -> LaunchSection:
+        return self.config.launch
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, as seen from the working folder."""
+        return Path(self.config.output) / self.config.name
+
+    @property
+    def world_size(self) -> int:
+        """Ranks when every machine takes part."""
+        return self.settings.nnodes * self.settings.nproc
+
+    def command(self) -> list[str]:
+        """What runs once a rank, on the machine that harness launch runs on and on those that share its disk."""
+        return [self.settings.python or sys.executable, str(driver()), "-c", self.path, *self.overrides]
+
+    def environ(self) -> dict[str, str]:
+        """What every rank gets beside its place among its peers."""
+        settings = self.settings
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if settings.interface else ()
+        return {
+            "OMP_NUM_THREADS": str(settings.threads),
+            **{name: str(settings.interface) for name in names},
+            **settings.env,
+        }
+
+
+def driver() -> Path:
+    """``driver.py`` of the working folder, else the one beside the package."""
+    for folder in (Path(), Path(__file__).resolve().parents[2]):
+        if (folder / "driver.py").is_file():
+            return folder / "driver.py"
+    raise LaunchError(
+        "driver.py is neither in the working folder nor beside the harness package",
+        where=os.getcwd(),
+        hint="run it in a clone of the project, or copy the project's driver.py here",
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an engine saw of a run that is over."""
+
+    exits: dict[int, int] = field(default_factory=dict)
+    """Exit code by rank, or minus the signal it died of; ranks that the engine knows nothing of are absent."""
+    lost: str = ""
+    """What went away under the ranks, if that is how it ended: "worker tcp://10.0.0.2:4000 died"."""
+    stopped: bool = False
+    """Somebody asked for the end."""
+
+
+class Started(Protocol):
+    """A run that an engine has started. ``follow`` and ``stop`` are called from two threads."""
+
+    def follow(self) -> Outcome:
+        """Show rank 0's progress until nothing of the run is left anywhere; every wait in it is bounded."""
+        ...
+
+    def stop(self) -> None:
+        """Ask all ranks to write a checkpoint and end; called again: end them at once. Returns soon, never raises."""
+        ...
+
+
+class Engine(Protocol):
+    """A module of this folder."""
+
+    @staticmethod
+    def render(job: Job) -> str:
+        """Exactly what ``start`` would run or submit, as text; nothing happens. Raises LaunchError for settings that
+        this engine has no use for or cannot do without."""
+        ...
+
+    @staticmethod
+    def start(job: Job) -> Started:
+        """Start the run, or raise LaunchError with nothing left behind."""
+        ...
+
+
+def refuse(job: Job, engine: str, **reasons: str) -> None:
+    """Raise LaunchError where a setting of ``launch``, named by keyword with a hint, is set and means nothing here."""
+    default = LaunchSection()
+    for name, hint in reasons.items():
+        value = getattr(job.settings, name)
+        if value != getattr(default, name):
+            raise LaunchError(f"launch.{name}={value} means nothing to engine {engine}", where=job.path, hint=hint)
+
+
+def shell(command: Sequence[str], environ: dict[str, str]) -> str:
+    """``command`` as one would type it, a continuation line for each group of words."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
+    return " ".join([*words, shlex.join(command)])

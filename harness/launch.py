@@ -1,0 +1,38 @@
+"""``harness launch``: one configuration on the engine it names, from its start to one report and one exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from harness import configfile
+from harness.engines.attend import attend
+from harness.engines.conclusion import Aftermath
+from harness.engines.job import Engine, Job
+
+_STOPPING = "stopping: every rank writes a checkpoint; once more ends them at once"
+
+
+def main(path: str, overrides: Sequence[str], dry_run: bool) -> int:
+    """Start the experiment of ``path`` on the engine of its ``launch`` section and follow it to its end, or print what
+    would be started. Returns the run's exit code."""
+    job = plan(path, overrides)
+    engine = engine_of(job)
+    if dry_run:
+        print(engine.render(job), end="")
+        return 0
+    aftermath = Aftermath(job.folder)
+    conclusion = aftermath.conclude(attend(engine.start(job), _STOPPING))
+    print(conclusion.text, file=sys.stderr)
+    return conclusion.exit_code
+
+
+def plan(path: str, overrides: Sequence[str]) -> Job:
+    """The job of ``path``; raises ConfigError with all that is wrong in it."""
+    return Job(configfile.load(path, overrides), path, tuple(overrides))
+
+
+def engine_of(job: Job) -> Engine:
+    engine: Engine = importlib.import_module(f"harness.engines.{job.settings.engine}")  # type: ignore[assignment]
+    return engine
