@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from harness.data.loader import MicroBatch
 from harness.evaluate import evaluate, prepare
+from harness.phases import end_with_local_work
 from harness.run import Run
 
 log = logging.getLogger("harness")
@@ -67,16 +68,21 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     Gradients cross ranks once, in the last backward. The overflow verdict is read after that, from gradients that are
     the same everywhere, so it needs no message of its own.
     """
-    train, precision = run.config.train, run.precision
+    train, precision, clock = run.config.train, run.precision, run.meter.clock
     losses = []
+    clock.start()
     for index, micro in enumerate(group):
         last = index == len(group) - 1
         with run.parallel.reduce_when(last, counts=micro.num_rows > 0):
             outputs = run.parallel.model(prepare(run, micro.batch.inputs))
             loss = run.task.loss(outputs, micro.batch.targets)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight
+            clock.end("forward")
             with precision.scale_loss(weighted, run.optimizer, delay_unscale=not last) as scaled:
+                if exchange := last and run.parallel.exchanges:
+                    end_with_local_work(clock, scaled)
                 scaled.backward()
+                clock.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
     skip = precision.skips(run.optimizer)
     if train.clip_norm is not None or train.on_nan == "skip":
@@ -88,6 +94,7 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     run.optimizer.zero_grad(set_to_none=True)
     if run.ema and not skip:
         run.ema.update(precision.master_params(run.optimizer))
+    clock.end("optimizer")
     count(run, losses, skip)
 
 

@@ -54,6 +54,11 @@ class Parallel:
                 norm.idle = False
 
     @property
+    def exchanges(self) -> bool:
+        """Whether gradients cross ranks at all."""
+        return self.reduces is not None
+
+    @property
     def evaluated(self) -> nn.Module:
         """The model to call in evaluation: no replica waits for another's batch, but dp's devices share one."""
         return self.model if isinstance(self.model, nn.DataParallel) else self.module

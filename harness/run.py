@@ -92,7 +92,7 @@ class Run:
         meter.wait_s, self.train_data.loader.wait_s = meter.wait_s + self.train_data.loader.wait_s, 0.0
         meter.tick()
         time_s = meter.time_s
-        loss, rows, bad, wait = meter.reduce(self.runtime)
+        loss, rows, bad, waited, shares = meter.reduce(self.runtime)
         state.rows, state.bad_rows, state.train_s = state.rows + rows, state.bad_rows + bad, state.train_s + time_s
         self.guard(loss if rows else 0.0, steps)
         scale = self.precision.loss_scale()
@@ -100,7 +100,8 @@ class Run:
             "train",
             {"step": state.step, "epoch": state.epoch, "loss": loss, "lr": lr, "loss_scale": scale,
              "skipped": state.skipped, "samples": state.rows, "samples_per_s": rows / time_s if time_s else None,
-             "data_wait": wait, "wall_s": self.wall_s()},
+             "data_wait": waited, **{f"time_{phase}": round(share, 6) for phase, share in shares.items()},
+             "wall_s": self.wall_s()},
         )  # fmt: skip
         self.progress.show(loss, lr, rows / time_s if time_s else 0.0)
 

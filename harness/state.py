@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from harness import phases
 from harness.data.shards import Segment
 from harness.runtime import Runtime
 
@@ -102,8 +103,18 @@ class Coverage:
             self._pending.clear()
 
 
+class Window(NamedTuple):
+    """What was measured since the last log line, over all ranks."""
+
+    loss: float  # the mean over its rows; NaN without any
+    rows: int
+    bad: int
+    waited: float  # share of the time that hosts stood still for want of data
+    shares: dict[str, float]  # of the time, by phase: with data and host, so that they add up to 1
+
+
 class Meter:
-    """Loss and time since the last log line. The loss is summed on the device; only ``reduce`` waits for it."""
+    """Loss and time since the last log line. The loss is summed on the device; only ``tick`` and ``reduce`` wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # sum over this rank's rows
@@ -112,6 +123,7 @@ class Meter:
         self.steps = 0
         self.wait_s = 0.0
         self.time_s = 0.0
+        self.clock = phases.clock(device)
         self._mark = time.perf_counter()
 
     def resume_clock(self) -> None:
@@ -119,6 +131,8 @@ class Meter:
         self._mark = time.perf_counter()
 
     def tick(self) -> None:
+        """Bring the times up to now, when the device has done all that it was told."""
+        self.clock.settle()
         now = time.perf_counter()
         self.time_s, self._mark = self.time_s + now - self._mark, now
 
@@ -126,27 +140,41 @@ class Meter:
         self.loss.add_(mean.detach(), alpha=rows)
         self.rows += rows
 
-    def reduce(self, runtime: Runtime) -> tuple[float, int, int, float]:
-        """(mean loss, rows, bad rows, share of time spent waiting for data) over all ranks; starts a new window.
-        Collective, and the one place where the host waits for the device."""
-        sums: list[float] = [self.rows, self.bad, self.wait_s, self.time_s]
+    def spent_s(self) -> dict[str, float]:
+        """Seconds of this rank by phase. What lies between steps is ``data``, as far as the host waited for that, and
+        else ``host``: the loop itself, log lines, checkpoints. On a CUDA device the steps are those of its stream."""
+        steps = self.clock.spent_s
+        between = max(0.0, self.time_s - sum(steps.values()))
+        data = min(self.wait_s, between)
+        return {"data": data, **steps, "host": between - data}
+
+    def reduce(self, runtime: Runtime) -> Window:
+        """The window over all ranks; starts a new one. Collective. The host waits for the device."""
+        spent = self.spent_s()
+        sums: list[float] = [self.rows, self.bad, self.wait_s, *spent.values()]
         if runtime.world_size == 1:
-            total, rows, bad, wait_s, time_s = self.loss.item(), *sums
+            total, rows, bad, wait_s, *times = self.loss.item(), *sums
         else:
             host = torch.tensor(sums, dtype=torch.float64).to(self.loss.device)
-            total, rows, bad, wait_s, time_s = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
+            total, rows, bad, wait_s, *times = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
         self.loss.zero_()
         self.rows = self.bad = self.steps = 0
         self.wait_s = self.time_s = 0.0
-        return total / rows if rows else math.nan, int(rows), int(bad), wait_s / time_s if time_s else 0.0
+        self.clock.spent_s = dict.fromkeys(phases.PHASES, 0.0)
+        time_s = sum(times) or math.inf  # no time, no shares
+        shares = {phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)}
+        return Window(total / rows if rows else math.nan, int(rows), int(bad), wait_s / time_s, shares)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part; plain data."""
+        """This rank's part; plain numbers, which add up over ranks."""
         self.tick()
         return {"loss": self.loss.item(), "rows": self.rows, "bad": self.bad, "steps": self.steps,
-                "wait_s": self.wait_s, "time_s": self.time_s}  # fmt: skip
+                "wait_s": self.wait_s, "time_s": self.time_s,
+                **{f"{phase}_s": seconds for phase, seconds in self.clock.spent_s.items()}}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss.fill_(state["loss"])
         self.rows, self.bad, self.steps = state["rows"], state["bad"], state["steps"]
         self.wait_s, self.time_s = state["wait_s"], state["time_s"]
+        # A checkpoint may be older than the phases.
+        self.clock.spent_s = {phase: state.get(f"{phase}_s", 0.0) for phase in phases.PHASES}

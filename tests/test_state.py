@@ -56,8 +56,8 @@ def test_meter_is_the_mean_over_rows():
     meter = filled([(1.0, 4), (3.0, 1)])
     meter.bad, meter.wait_s = 2, 0.25
     meter.time_s = 1.0
-    loss, rows, bad, wait = meter.reduce(Runtime())
-    assert (loss, rows, bad, wait) == (pytest.approx(7 / 5), 5, 2, 0.25)
+    loss, rows, bad, waited, _ = meter.reduce(Runtime())
+    assert (loss, rows, bad, waited) == (pytest.approx(7 / 5), 5, 2, 0.25)
     assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s, meter.loss.item()) == (0, 0, 0, 0, 0, 0)
     loss, rows, *_ = meter.reduce(Runtime())
     assert math.isnan(loss)

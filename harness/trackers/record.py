@@ -12,7 +12,11 @@ from harness.errors import CheckpointError
 from harness.files import finite
 from harness.trackers.mirror import Sample
 
-TIMES = ("wall_s", "samples_per_s", "data_wait")  # fields that differ between two runs that are otherwise equal
+# Fields that differ between two runs that are otherwise equal.
+TIMES = (
+    "wall_s", "samples_per_s", "data_wait",
+    "time_data", "time_forward", "time_backward", "time_reduce", "time_optimizer", "time_host",
+)  # fmt: skip
 
 
 class Tracker(Protocol):
