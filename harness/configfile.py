@@ -12,9 +12,9 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args
+from typing import Any, TypeVar, Union, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -23,19 +23,47 @@ from pydantic import BaseModel, ValidationError, create_model
 
 import harness.tasks
 from harness.config import Config, TaskSection, flatten
-from harness.conflicts import conflicts
+from harness.conflicts import Conflict, conflicts
 from harness.errors import ConfigError
 
 COMMAND_LINE = "command line"
 Problem = tuple[str, str]  # where it is written, what is wrong
+Content = TypeVar("Content", bound=BaseModel)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), said: Mapping[str, str] | None = None) -> Config:
     """The validated configuration of ``path`` with ``overrides`` ("a.b=c") on top.
 
-    Raises ConfigError listing all problems at once. Relative data paths stay relative to the working folder.
+    Raises ConfigError listing all problems at once. Relative data paths stay relative to the working folder. ``said``
+    tells where overrides are written, {dotted key: "file:line"}, if not on the command line.
     """
-    tree, origins = _read(Path(path), ())
+    raw, origins = _resolved(Path(path), overrides, said or {})
+    return _validate(raw, origins, str(path))
+
+
+def load_as(
+    cls: type[Content],
+    path: str | Path,
+    overrides: Sequence[str],
+    conflicts_of: Callable[[Content], Iterable[Conflict]],
+) -> tuple[Content, dict[str, str]]:
+    """A file of another kind than an experiment, such as a sweep, read and refused in the same manner; and where each
+    of its dotted keys is written."""
+    raw, origins = _resolved(Path(path), overrides, {})
+    try:
+        content = cls.model_validate(raw)
+    except ValidationError as errors:
+        problems = list(_described(errors, cls, raw).items())
+    else:
+        problems = [_as_problem(conflict) for conflict in conflicts_of(content)]
+        if not problems:
+            return content, origins
+    raise _refusal(problems, origins, str(path))
+
+
+def _resolved(path: Path, overrides: Sequence[str], said: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+    """The tree of ``path`` with ``overrides``, interpolated, and where each dotted key was written last."""
+    tree, origins = _read(path, ())
     for override in overrides:
         key, separator, _ = override.partition("=")
         if not separator or not key or key.startswith("-"):
@@ -50,17 +78,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{override!r}: {_first_line(error)}",
-                where=COMMAND_LINE,
+                where=said.get(key, COMMAND_LINE),
                 hint="write key=value, for example train.epochs=3",
             ) from None
         leaves = flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
-        origins |= dict.fromkeys((key, *leaves), COMMAND_LINE)
+        origins |= dict.fromkeys((key, *leaves), said.get(key, COMMAND_LINE))
     try:
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
         raise ConfigError(f"{key}: {_first_line(error)}", where=_origin(key, origins, str(path))) from None
-    return _validate(raw, origins, str(path))
+    return raw, origins
 
 
 def to_text(config: Config) -> str:
@@ -195,10 +223,7 @@ def _validate(raw: Any, origins: dict[str, str], path: str) -> Config:
             config = cls.model_validate(raw)
         except ValidationError as errors:
             # Report, take the bad keys out, and look again: what is left may hold conflicts worth telling at once.
-            found: dict[str, str] = {}
-            for error in errors.errors(include_url=False):
-                key, message = _describe(error, cls, raw)
-                found[key] = f"{found[key]}; or {message}" if key in found else message  # branches of a union
+            found = _described(errors, cls, raw)
             problems += [(key, message) for key, message in found.items() if key not in wrong]
             removed = [_remove(raw, error["loc"]) for error in errors.errors()]
             wrong |= found.keys()
@@ -210,16 +235,24 @@ def _validate(raw: Any, origins: dict[str, str], path: str) -> Config:
         else:
             sections = {near for key in wrong for near in _sections_near(key.split(".")[0])}
             problems += [
-                (conflict.keys[0], f"{conflict.message}\n     -> {conflict.hint}")
+                _as_problem(conflict)
                 for conflict in conflicts(config)
                 if not {key.split(".")[0] for key in conflict.keys} & sections
             ]
             break
     if not problems:
         return config
+    raise _refusal(problems, origins, path)
+
+
+def _refusal(problems: Sequence[Problem], origins: dict[str, str], path: str) -> ConfigError:
     lines = [f"  {_origin(key, origins, path)}: {key}: {message}" for key, message in problems]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    raise ConfigError(f"{count} in the configuration\n" + "\n".join(lines), where=path)
+    return ConfigError(f"{count} in the configuration\n" + "\n".join(lines), where=path)
+
+
+def _as_problem(conflict: Conflict) -> Problem:
+    return conflict.keys[0], f"{conflict.message}\n     -> {conflict.hint}"
 
 
 def _sections_near(name: str) -> list[str]:
@@ -246,6 +279,15 @@ def _config_class(raw: dict[str, Any]) -> tuple[type[Config], list[Problem]]:
         problem = f"{seen}; {hint}"
     raw["task"] = {"name": "unknown"}
     return Config, [("task.name", problem)]
+
+
+def _described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> dict[str, str]:
+    """{dotted key: sentence}, one for all branches of a union."""
+    found: dict[str, str] = {}
+    for error in errors.errors(include_url=False):
+        key, message = _describe(error, cls, raw)
+        found[key] = f"{found[key]}; or {message}" if key in found else message
+    return found
 
 
 def _describe(error: Any, cls: type[BaseModel], raw: Any) -> Problem:
