@@ -52,6 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks to plan for (default 1)")
     check.set_defaults(run=_check)
 
+    compare = verbs.add_parser(
+        "compare", help="say what differs between two runs, and whether they are bitwise the same"
+    )
+    compare.add_argument("one", type=Path, metavar="RUN_A", help="a run folder, or one of runs that differ by seed")
+    compare.add_argument("other", type=Path, metavar="RUN_B", help="another")
+    compare.add_argument("--json", action="store_true", help="for machines")
+    compare.set_defaults(run=_compare)
+
     data = verbs.add_parser("data", help="bring a data set into a folder")
     data.add_argument("dataset", choices=["digits", "mnist", "fashion_mnist", "pet_names"])
     data.add_argument("folder", type=Path)
@@ -101,9 +109,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     predict.add_argument("--world", type=_positive(int), metavar="N", help="processes on this machine (default 1)")
     predict.set_defaults(run=_predict, again=argv)
 
+    report = verbs.add_parser("report", help="one page on runs or a sweep: curves, speed-up, where the time went")
+    report.add_argument("paths", type=Path, nargs="+", metavar="RUN_OR_SWEEP", help="run folders, or a sweep's")
+    report.add_argument("--format", choices=["html", "md", "csv", "png"], default="html", help="default: html")
+    report.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: report.… in the first folder")
+    report.add_argument("--target", type=float, metavar="VALUE", help="time to reach this value of the metric")
+    report.set_defaults(run=_report)
+
     schema = verbs.add_parser("schema", help="write the JSON Schema that the YAML files name, for editors")
     schema.add_argument("--out", type=Path, metavar="FILE", help="default: print it")
     schema.set_defaults(run=_schema)
+
+    sweep = verbs.add_parser("sweep", help="train over a space of settings, and go on where it was")
+    _config_arguments(sweep)
+    sweep.add_argument("--engine", choices=_ENGINES, help="of the trials; default: the sweep file's")
+    sweep.add_argument("--parallel", type=_positive(int), metavar="K", help="trials at once, as far as there is room")
+    sweep.add_argument("--dry-run", action="store_true", help="print the trials, and do nothing")
+    sweep.set_defaults(run=_sweep)
 
     arguments, more = parser.parse_known_args(argv)
     # Overrides may stand anywhere among the options, which argparse's sub-commands do not see by themselves.
@@ -182,6 +204,12 @@ def _check(arguments: argparse.Namespace) -> int:
     return max((problem.exit_code for problem in problems), default=EXIT_DONE) if problems else EXIT_DONE
 
 
+def _compare(arguments: argparse.Namespace) -> int:
+    from harness import compare
+
+    return compare.main(arguments.one, arguments.other, arguments.json)
+
+
 def _data(arguments: argparse.Namespace) -> int:
     from harness.data import digits, published
     from harness.errors import ConfigError
@@ -237,6 +265,18 @@ def _predict(arguments: argparse.Namespace) -> int:
     wish = predict.Request(arguments.folder, arguments.csv, arguments.out, arguments.overrides)
     words = sys.argv[1:] if arguments.again is None else arguments.again
     return predict.main(wish, arguments.world, os.environ, words)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from harness.report import command
+
+    return command.main(arguments.paths, arguments.out, arguments.format, arguments.target)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from harness.sweep import command
+
+    return command.main(arguments.config, arguments.overrides, arguments.engine, arguments.parallel, arguments.dry_run)
 
 
 def _schema(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from tests.fixtures import settings, write_rows, write_yaml
 VERBS = {
     "bench": ["--config", "--out", "--rounds", "--steps", "--threads", "--world", "-c", "overrides", "{strategies}"],
     "check": ["--config", "--world", "-c", "overrides"],
+    "compare": ["--json", "one", "other"],
     "data": ["--from", "dataset", "folder"],
     "doctor": ["--json"],
     "export": ["--format", "--out", "folder", "overrides"],
@@ -30,7 +31,9 @@ VERBS = {
         "overrides",
     ],
     "predict": ["--csv", "--out", "--world", "folder", "overrides"],
+    "report": ["--format", "--out", "--target", "-o", "paths"],
     "schema": ["--out"],
+    "sweep": ["--config", "--dry-run", "--engine", "--parallel", "-c", "overrides"],
 }
 DRIVER = ["--config", "--local-rank", "--local_rank", "-c", "overrides"]
 
@@ -53,9 +56,14 @@ def words_of(capsys, call, *argv) -> list[str]:
     return sorted(
         options
         | {
-            {"{digits,mnist,fashion_mnist,pet_names}": "dataset", "key=value": "overrides", "RUN": "folder"}.get(
-                name, name
-            )
+            {
+                "{digits,mnist,fashion_mnist,pet_names}": "dataset",
+                "key=value": "overrides",
+                "RUN": "folder",
+                "RUN_OR_SWEEP": "paths",
+                "RUN_A": "one",
+                "RUN_B": "other",
+            }.get(name, name)
             for name in names
         }
     )
