@@ -22,7 +22,7 @@ def main(path: str, overrides: Sequence[str], dry_run: bool) -> int:
     if dry_run:
         print(engine.render(job), end="")
         return 0
-    aftermath = Aftermath(job.folder)
+    aftermath = Aftermath(job.folder, job.world_size)
     conclusion = aftermath.conclude(attend(engine.start(job), _STOPPING))
     print(conclusion.text, file=sys.stderr)
     return conclusion.exit_code

@@ -28,9 +28,10 @@ class Conclusion:
 class Aftermath:
     """The small files of a run folder, before a start and after it."""
 
-    def __init__(self, folder: Path) -> None:
-        """To be made before the run is started: what lies there then is of an earlier one."""
-        self._folder = folder
+    def __init__(self, folder: Path, world_size: int = 1) -> None:
+        """To be made before the run is started: what lies there then is of an earlier one. ``world_size`` is that of
+        the start, as far as it is known."""
+        self._folder, self._world_size = folder, world_size
         self._failure = folder / "failure.json"
         self._before = _identity(self._failure)
         ends.forget(folder / "logs")
@@ -40,7 +41,7 @@ class Aftermath:
         known of each rank under ``ranks``."""
         left = ends.read(self._folder / "logs")
         told = _read(self._failure) if _identity(self._failure) != self._before else None
-        failure = _first_failure(told, left, outcome)
+        failure = _first_failure(told, left, outcome, self._world_size)
         if failure is None:
             code = _quiet_code(left, outcome)
             return Conclusion(code, self._quiet_text(code, outcome))
@@ -64,15 +65,17 @@ class Aftermath:
         return f"ended with exit code {code} before the run began; what is wrong is said above"
 
     def _report(self, failure: dict[str, Any]) -> str:
+        # No traceback: the rank showed it on its terminal, and failure.json has it.
         where = f" on {failure['host']}" if failure.get("host") else ""
         lines = [f"failed: rank {failure['rank']}{where} at step {failure['step']}: "
                  f"{failure['error']}: {failure['message']}"]  # fmt: skip
-        lines += "".join(failure.get("traceback", ())).rstrip().splitlines()
         lines += [f"  rank {rank}: {said}" for rank, said in failure["ranks"].items() if int(rank) != failure["rank"]]
         return "\n".join([*lines, f"logs: {self._folder / 'logs'}; the report: {self._failure}"])
 
 
-def _first_failure(told: dict[str, Any] | None, left: dict[int, End], outcome: Outcome) -> dict[str, Any] | None:
+def _first_failure(
+    told: dict[str, Any] | None, left: dict[int, End], outcome: Outcome, world_size: int
+) -> dict[str, Any] | None:
     """The first failure: what the rank itself told, unless it only told of a peer that is gone."""
     consequence = told is not None and str(told.get("message", "")).startswith(LOST_CONTACT)
     if told is not None and not consequence:
@@ -83,8 +86,8 @@ def _first_failure(told: dict[str, Any] | None, left: dict[int, End], outcome: O
         why = "out of memory, a person or a scheduler" if number == signal.SIGKILL else "see its log"
         return _made_up(rank, left, told, "Killed", f"it died of {_signal_name(number)} ({why})")
     if outcome.lost:
-        silent = sorted(set(range(max([*left, *outcome.exits], default=0) + 1)) - set(left))
-        return _made_up(silent[0] if silent else 0, left, told, "Lost", outcome.lost)
+        silent = next((rank for rank in range(world_size) if rank not in left), 0)
+        return _made_up(silent, left, told, "Lost", outcome.lost)
     return told
 
 

@@ -85,7 +85,8 @@ class Started(Protocol):
     """A run that an engine has started. ``follow`` and ``stop`` are called from two threads."""
 
     def follow(self) -> Outcome:
-        """Show rank 0's progress until nothing of the run is left anywhere; every wait in it is bounded."""
+        """Show what rank 0 shows on its terminal, and the errors that others show, until nothing of the run is left
+        anywhere. No wait in it is unbounded, but that for training itself."""
         ...
 
     def stop(self) -> None:

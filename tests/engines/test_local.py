@@ -1,0 +1,152 @@
+"""``harness launch`` on this machine: the same weights as ever, one report, nobody left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from harness import launch
+from harness.engines import local
+from harness.errors import LaunchError
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
+
+MODELS = "tests.end_to_end.models"
+SLOW = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("stripes"))
+
+
+def command(config, *words):
+    return [sys.executable, "-m", "harness", "launch", "-c", config, "--nproc", "2", *words]
+
+
+def test_render(tmp_path, stripes):
+    config = str(write_config(tmp_path, stripes))
+    environ = "OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo A='b c'"
+    words = ["launch.interface=lo", "launch.env={A: b c}"]
+    text = local.render(launch.plan(config, words))
+    assert text == f"{environ} {sys.executable} driver.py -c {config} launch.interface=lo 'launch.env={{A: b c}}'\n"
+    note, line = local.render(launch.plan(config, [*words, "launch.nproc=3"])).splitlines()
+    assert "RANK and LOCAL_RANK from 0 to 2" in note
+    assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=3" in line
+
+
+@pytest.mark.parametrize("word", ["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
+def test_what_means_nothing_here(tmp_path, stripes, word):
+    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
+    for call in (local.render, local.start):
+        with pytest.raises(LaunchError, match="means nothing to engine local"):
+            call(job)
+
+
+def test_dry_run_does_nothing(tmp_path, stripes, capsys):
+    config = write_config(tmp_path, stripes)
+    assert launch.main(str(config), ["launch.nproc=2"], dry_run=True) == 0
+    assert "driver.py" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_same_weights_as_under_any_launcher(tmp_path, stripes):
+    plain, launched = write_config(tmp_path / "plain", stripes), write_config(tmp_path / "launched", stripes)
+    assert run(plain, 2) == [0, 0]
+    with started(command(launched), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(60) == 0
+        assert not run_.alive()
+    assert_same_run(tmp_path / "plain" / "runs" / "run", tmp_path / "launched" / "runs" / "run")
+    last = run_.text().splitlines()[-1]
+    assert re.fullmatch(r"done: .*/runs/run, 24 steps; best top1 \d\.\d+ at step \d+", last)
+
+
+@pytest.mark.slow
+def test_exception_on_rank_1(tmp_path, stripes):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
+    with started(command(write_config(tmp_path, stripes, model=model)), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(60) == 70
+        assert not run_.alive()
+    text = run_.text()
+    assert text.count("Traceback") == 1
+    assert "failed: rank 1 on" in text
+    assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
+    assert re.search(r"  rank 0: \w+ on .* at step \d+ at \w+ \(harness/", text), text
+    assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_killed_rank_and_an_exact_restart(tmp_path, stripes):
+    """kill -9 of rank 1: one report in time, nobody left; the same command then gives the unbroken run."""
+    whole = write_config(tmp_path / "whole", stripes, model=SLOW)
+    assert run(whole, 2) == [0, 0]
+    config = write_config(tmp_path / "killed", stripes, model=SLOW)
+    folder = tmp_path / "killed" / "runs" / "run"
+    with started(command(config), tmp_path / "terminal.txt") as run_:
+        wait_for_steps(folder, 4)
+        killed = time.monotonic()
+        run_.signal(signal.SIGKILL, run_.ranks()[1])
+        assert run_.wait(END_S) == 70
+        assert time.monotonic() - killed < END_S
+        assert not run_.alive()
+    assert "failed: rank 1 at step" in run_.text()
+    assert "Killed: it died of SIGKILL" in run_.text()
+    with started(command(config), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(60) == 0
+    assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_everywhere_with_a_checkpoint(tmp_path, stripes, number):
+    config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000}, checkpoint={"every_steps": 1000})
+    folder = tmp_path / "runs" / "run"
+    with started(command(config), tmp_path / "terminal.txt") as run_:
+        wait_for_steps(folder, 1)
+        run_.signal(number)
+        assert run_.wait(END_S) == 75
+        assert not run_.alive()
+    assert int((folder / "checkpoints" / "latest").read_text().removeprefix("step-")) < 50
+    assert "stopped early with a checkpoint" in run_.text().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(tmp_path, stripes):
+    """Also ranks that do not answer, as those that are stopped."""
+    config = write_config(tmp_path, stripes, model=SLOW)
+    with started(command(config), tmp_path / "terminal.txt") as run_:
+        wait_for_steps(tmp_path / "runs" / "run", 2)
+        for pid in run_.ranks():
+            os.kill(pid, signal.SIGSTOP)
+        run_.signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in run_.text(), 10, "the launcher says that it stops")
+        run_.signal(signal.SIGTERM)
+        assert run_.wait(10) == 70
+        assert not run_.alive()
+    assert "ended as asked" in run_.text()
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path, stripes):
+    config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
+    with started(command(config), tmp_path / "terminal.txt") as run_:
+        wait_for_steps(tmp_path / "runs" / "run", 2)
+        run_.signal(signal.SIGKILL)
+        run_.process.wait()
+        wait_until(lambda: not run_.alive(), END_S, "all ranks gone")
+
+
+def test_mistakes_are_told_before_anything_starts(tmp_path, stripes):
+    config = write_config(tmp_path, stripes)
+    with started(command(config, "train.epoch=3"), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(60) == 2
+    assert run_.text().count("did you mean train.epochs?") == 1
+    assert ROOT.joinpath("driver.py").exists()
