@@ -37,3 +37,26 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real data sets are not beside the project ({SHARED_DATA.name}/ is absent)")
     return SHARED_DATA
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A line on every engine: how many of its tests ran, and why others did not. Skipped engines must not go unseen."""
+    counts: dict[str, dict[str, int]] = {}
+    reasons: dict[str, set[str]] = {}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            file = Path(report.nodeid.partition("::")[0])
+            if file.parent.name != "engines" or (outcome == "passed" and report.when != "call"):
+                continue
+            engine = file.stem.removeprefix("test_")
+            counts.setdefault(engine, {}).setdefault(outcome, 0)
+            counts[engine][outcome] += 1
+            if outcome == "skipped":
+                reasons.setdefault(engine, set()).add(str(report.longrepr[2]).removeprefix("Skipped: "))
+    if counts:
+        terminalreporter.section("engines")
+    for engine, found in sorted(counts.items()):
+        line = f"{engine}: " + ", ".join(f"{number} {outcome}" for outcome, number in found.items())
+        terminalreporter.write_line(line, red="skipped" in found or "failed" in found)
+        for reason in sorted(reasons.get(engine, ())):
+            terminalreporter.write_line(f"    skipped: {reason}")
