@@ -175,12 +175,13 @@ def restore(run: Run) -> None:
     """Go on from where the configuration says; a new run starts its record anew. Collective."""
     with run.runtime.together("looking for a checkpoint"):
         path = find_checkpoint(run) if run.runtime.rank == 0 else None
-    path = run.runtime.from_first(path)
+    path, ours = run.runtime.from_first((path, path is not None and path.parent == run.folder.checkpoints))
+    if path is not None:  # ranks without a disk in common have it at places of their own
+        path = run.folder.checkpoints / path.name if ours else Path(run.config.checkpoint.resume)
     with run.runtime.together("restoring"):
         if path is not None:
             run.restore(path)
         # A checkpoint of this run knows how much of the record was written before it; all after that comes again.
-        ours = path is not None and path.parent == run.folder.checkpoints
         run.tracker.rewind(run.log_offset if ours else 0)
     if path is not None and not ours:
         run.state.forget_best()  # those weights are in the other run's folder
