@@ -367,8 +367,9 @@ launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.threads 
 launch.rendezvous launch.node_rank launch.grace_s launch.python launch.env
 launch.slurm launch.slurm.partition launch.slurm.account launch.slurm.time
 launch.dask launch.dask.scheduler
-launch.flyte launch.flyte.image
-launch.kubernetes launch.kubernetes.image
+launch.flyte launch.flyte.image launch.flyte.cpu launch.flyte.memory launch.flyte.gpu
+launch.kubernetes launch.kubernetes.image launch.kubernetes.name launch.kubernetes.namespace launch.kubernetes.cpu
+launch.kubernetes.memory launch.kubernetes.gpu launch.kubernetes.claims launch.kubernetes.workdir
 """
 
 # Keys whose name says all there is to say.

@@ -13,17 +13,46 @@ from harness.section import Positive, Section
 
 # Merging keeps what a base file has; null is how an override says "none of them".
 Variables = Annotated[dict[str, str], BeforeValidator(lambda value: {} if value is None else value)]
+# Neither may break the line of a batch script or of a command that it is written into.
+Word = Annotated[str, Field(pattern=r"^\S+$")]
+Line = Annotated[str, Field(pattern=r"^[^\n]+$")]
+# As Kubernetes writes amounts: 2, 500m, 0.5, 16Gi.
+Quantity = Annotated[
+    str,
+    Field(pattern=r"^\d+(\.\d+)?(m|[kMGTPE]i?)?$"),
+    BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value),
+]
 
 
 class SlurmSection(Section):
     """For engine slurm."""
 
-    partition: str | None = None
+    partition: Word | None = None
     """Partition to submit to; null: the cluster's default."""
-    account: str | None = None
+    account: Word | None = None
     """Account that is charged; null: the user's default."""
-    time: str | None = None
-    """Time limit, such as 1-12:00:00; null: the partition's."""
+    qos: Word | None = None
+    """Quality of service; null: the account's default."""
+    constraint: Word | None = None
+    """Features that the nodes must have, such as a100|h100; null: any."""
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None
+    """Time limit, such as 1-12:00:00, or a number of minutes; null: the partition's."""
+    gpus_per_node: Positive | None = None
+    """GPUs of each node, all of them seen by each of its ranks; null: none is asked for."""
+    cpus_per_task: Positive | None = None
+    """CPU cores a rank; null: launch.threads, and one for each of data.num_workers."""
+    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    """Memory of each node, such as 64G; 0: all of it; null: the cluster's default."""
+    requeue: bool = True
+    """Let the job begin again, from its newest checkpoint, after its time limit, a preemption or the loss of a node."""
+    signal_s: Positive = 120
+    """How long before the time limit the ranks are told to write a checkpoint and end, in seconds."""
+    output: Word = "slurm-%j.out"
+    """File for what the job prints, from the working folder; %j is its number. Its folder must exist."""
+    setup: tuple[Line, ...] = Field(default=(), strict=False)
+    """Lines of shell to run first, on the first node, such as [module load cuda]."""
+    extra: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\n]*$")], ...] = Field(default=(), strict=False)
+    """Further options of sbatch, such as [--exclusive]."""
 
 
 class DaskSection(Section):
@@ -37,14 +66,35 @@ class FlyteSection(Section):
     """For engine flyte."""
 
     image: str | None = None
-    """Container image with the project in it; null: this machine's own environment (local execution)."""
+    """Container image with the project in it, for a cluster; null: Flyte's own. A run of this machine uses none."""
+    cpu: Quantity | None = None
+    """CPU cores of each machine, such as 4 or 500m; null: the cluster's default."""
+    memory: Quantity | None = None
+    """Memory of each machine, such as 16Gi; null: the cluster's default."""
+    gpu: Annotated[int, Field(ge=0)] = 0
+    """GPUs of each machine."""
 
 
 class KubernetesSection(Section):
     """For engine kubernetes."""
 
     image: str | None = None
-    """Container image with the project in it."""
+    """Container image with the project in it; needed."""
+    name: Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,44}[a-z0-9])?$")] | None = None
+    """Name of the job; null: the experiment's, in small letters, with - for . and _."""
+    namespace: str = "default"
+    """Namespace of the job."""
+    cpu: Quantity | None = None
+    """CPU cores of each pod, such as 4 or 500m; null: as many as it gets."""
+    memory: Quantity | None = None
+    """Memory of each pod, such as 16Gi; null: as much as it gets."""
+    gpu: Annotated[int, Field(ge=0)] = 0
+    """GPUs of each pod (nvidia.com/gpu)."""
+    claims: Variables = {}
+    """Volume claims and where they appear, such as {datasets: /data, runs: /runs}; all pods must be able to write where
+    `output` lies. null: none, and what a run leaves is lost with its pods."""
+    workdir: str | None = None
+    """Working folder in the pod, where relative paths of the configuration begin; null: the image's."""
 
 
 class LaunchSection(Section):
