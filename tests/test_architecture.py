@@ -52,7 +52,7 @@ LAYERS = [
     {"run"},
     {"assemble", "evaluate"},
     {"loop", "check", "predictions", "doctor"},
-    {"train", "predict", "export", "bench_case", "launch"},
+    {"train", "predict", "export", "bench_case", "launch", "sweep"},
     {"bench"},
     {"cli"},
     {"__main__"},
@@ -65,6 +65,7 @@ ROOMS = {
     "trackers": "*",
     "apex": "*",
     "doctor": "*",
+    "sweep": "*",
     "engines.settings": "settings",  # a part of the configuration, which the engines stand above
     "engines": "*",
 }
@@ -77,6 +78,8 @@ ONLY = {
     "engines.settings": {"section"},
     "engines": {"errors", "files", "ends", "engines.settings", "config", "configfile", "network", "runtime"},
     "launch": {"configfile", "engines"},
+    "sweep": {"section", "errors", "files", "console", "config", "conflicts", "optim", "configfile", "folder", "check"}
+    | {"doctor"},
     "config": {"section", "engines.settings"},
     "conflicts": {"config"},
     "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
@@ -255,11 +258,13 @@ def test_who_touches_the_environment():
     }
     assert touching <= {
         "cli",  # hands it to train
+        "sweep.command",  # hands it to trials
         "runtime",  # GLOO_SOCKET_IFNAME
         "apex.local_rank",  # what a launcher tells the script that harness.apex runs
         "rng",  # CUBLAS_WORKSPACE_CONFIG
         "data.cache",  # where the user's cache is
         "engines.local",  # which the ranks inherit
+        "engines.slurm",  # to leave out what an outer job put there
         "trackers.wandb",  # the tool's own settings
         "trackers.mlflow",  # the tool's own settings
     }

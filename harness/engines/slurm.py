@@ -1,0 +1,146 @@
+"""Engine slurm: a batch job, submitted, followed through its restarts, and stopped.
+
+The script is harness.engines.sbatch's; what Slurm says of a job is harness.engines.scontrol's. The disk is taken to be
+shared between this machine and the nodes, as Slurm's users have it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from harness import ends
+from harness.engines.job import Job, Outcome
+from harness.engines.joboutput import JobOutput
+from harness.engines.sbatch import array_script, script
+from harness.engines.scontrol import JobState, NoAnswer, ask, down, job_state
+from harness.errors import LaunchError
+
+_POLL_S = 0.5  # for news in the job's output
+_SOON_S, _SELDOM_S = 1.0, 10.0  # between two questions to slurmctld, which serves a whole site
+_DEAF_S = 600.0  # without an answer, until the job is given up on
+
+
+def render(job: Job) -> str:
+    return script(job)
+
+
+def start(job: Job) -> Slurm:
+    return Slurm(job, submit(job))
+
+
+def submit(job: Job) -> str:
+    """Hand the run to Slurm and return the number of its job; nobody follows it."""
+    text = script(job)
+    if running := _same_run(job):
+        raise LaunchError(
+            f"job {running} trains {job.config.name} from this folder already, and two cannot write one run folder",
+            where=str(job.folder),
+            hint=f"scancel {running}, wait for it, or name this one with name=NAME",
+        )
+    return _sbatch(text)
+
+
+def submit_array(jobs: Sequence[Job], name: str, at_once: int | None = None) -> list[str]:
+    """Hand all ``jobs`` to Slurm as one job array, and return a number for each, which ``Slurm(job, number)`` follows.
+    Raises LaunchError as ``array_script`` does."""
+    number = _sbatch(array_script(jobs, name, at_once))
+    return [f"{number}_{task}" for task in range(len(jobs))]
+
+
+class Slurm:
+    """A job that Slurm has been given."""
+
+    def __init__(self, job: Job, number: str) -> None:
+        self._job, self._number = job, number
+        self._asked = 0
+        self._deadline = float("inf")  # when a job that was asked to stop is ended
+        self._told = ""  # the last that was shown of its state
+        self._output = JobOutput()
+
+    def stop(self) -> None:
+        self._asked += 1
+        if self._asked == 1:
+            self._deadline = time.monotonic() + self._job.settings.grace_s
+            _quietly("scontrol", "update", f"JobId={self._number}", "Requeue=0")  # its script would start it again
+            _quietly("scancel", "--state=PENDING", self._number)
+            _quietly("scancel", "--signal=TERM", self._number)
+        else:
+            _quietly("scancel", "--signal=KILL", self._number)
+            _quietly("scancel", self._number)
+
+    def follow(self) -> Outcome:
+        state: JobState | None = JobState("PENDING")
+        heard = asked_at = time.monotonic()
+        pause, nodes = 0.0, ""
+        while state is not None and not state.over:
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if self._output.show() or self._asked:
+                pause = min(pause, _SOON_S)
+            if now > self._deadline:
+                self._deadline = now + self._job.settings.grace_s
+                _quietly("scancel", self._number)
+            if now < asked_at + pause:
+                continue
+            asked_at, before = now, state.name
+            try:
+                state, heard = job_state(self._number), now
+            except NoAnswer as error:
+                if now > heard + _DEAF_S:
+                    return Outcome(self._output.exits, f"{error}; job {self._number} may still run", bool(self._asked))
+                continue
+            if state is not None:
+                nodes = state.nodes or nodes
+                self._output.path = state.output
+                self._tell(state)
+                pause = _SOON_S if state.name != before else min(2 * max(pause, _SOON_S), _SELDOM_S)
+        return self._outcome(state, nodes)
+
+    def _tell(self, state: JobState) -> None:
+        """What there is to know while nothing trains."""
+        again = f", to go on at {state.begins}" if state.restarts else ""
+        why = f" ({state.reason})" if state.reason else ""
+        said = f"job {self._number} waits{why}{again}" if state.name == "PENDING" else ""
+        if said and said != self._told:
+            print(said, file=sys.stderr)
+        self._told = said
+
+    def _outcome(self, state: JobState | None, nodes: str) -> Outcome:
+        self._output.show(last=True)
+        silent = self._job.world_size - len(ends.read(self._job.folder / "logs"))
+        lost = self._output.lost
+        if state is not None and state.name not in ("COMPLETED", "FAILED"):
+            lost = lost or f"Slurm ended job {self._number}: {state.name}"
+        if (state is None or state.name != "COMPLETED") and (gone := down(nodes)):
+            lost = f"{lost}; " * bool(lost) + f"nodes that Slurm has lost: {gone}"
+        return Outcome(self._output.exits, lost if silent and not self._asked else "", bool(self._asked))
+
+
+def _sbatch(text: str) -> str:
+    """Submit a script; the number of its job."""
+    # Within a job, such as an interactive one, the new job would take over the other's shape.
+    outer = [name for name in os.environ if name.startswith("SLURM_") and not name.endswith("_CONF")]
+    clean = [word for name in outer for word in ("-u", name)]
+    try:
+        return ask("env", *clean, "sbatch", "--parsable", stdin=text).strip().partition(";")[0]
+    except NoAnswer as error:
+        raise LaunchError(f"sbatch refused the job: {error}", hint="--dry-run prints what it was given") from None
+
+
+def _same_run(job: Job) -> str:
+    """The number of a job of this user, of this name and from this folder; empty if there is none."""
+    with suppress(NoAnswer):
+        lines = ask("squeue", "--me", "--noheader", f"--name={job.config.name}", "--format=%i %Z").splitlines()
+        return next((number for number, _, folder in (line.partition(" ") for line in lines)
+                     if Path(folder) == Path.cwd()), "")  # fmt: skip
+    return ""
+
+
+def _quietly(*command: str) -> None:
+    with suppress(NoAnswer, LaunchError):
+        ask(*command)
