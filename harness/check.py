@@ -40,6 +40,9 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
     look(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     if model is not None:
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            rows = "the global batch" if config.parallel.sync_batchnorm else "its rank's rows"
+            facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
         facts |= assemble.describe(config, task, size, world_size, device, chosen.backend)
     look(parallel.check_world, config.parallel, world_size)

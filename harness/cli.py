@@ -117,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.set_defaults(run=_report)
 
     schema = verbs.add_parser("schema", help="write the JSON Schema that the YAML files name, for editors")
+    schema.add_argument("--of", choices=["experiment", "sweep"], default="experiment", help="kind of file (experiment)")
     schema.add_argument("--out", type=Path, metavar="FILE", help="default: print it")
     schema.set_defaults(run=_schema)
 
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sweep.add_argument("--engine", choices=_ENGINES, help="of the trials; default: the sweep file's")
     sweep.add_argument("--parallel", type=_positive(int), metavar="K", help="trials at once, as far as there is room")
     sweep.add_argument("--dry-run", action="store_true", help="print the trials, and do nothing")
+    sweep.add_argument("--retry-failed", action="store_true", help="also those that failed, from their checkpoints")
     sweep.set_defaults(run=_sweep)
 
     arguments, more = parser.parse_known_args(argv)
@@ -276,13 +278,17 @@ def _report(arguments: argparse.Namespace) -> int:
 def _sweep(arguments: argparse.Namespace) -> int:
     from harness.sweep import command
 
-    return command.main(arguments.config, arguments.overrides, arguments.engine, arguments.parallel, arguments.dry_run)
+    return command.main(
+        arguments.config, arguments.overrides, arguments.engine, arguments.parallel, arguments.dry_run,
+        arguments.retry_failed,
+    )  # fmt: skip
 
 
 def _schema(arguments: argparse.Namespace) -> int:
     from harness import configfile
+    from harness.sweep import spec
 
-    text = configfile.json_schema()
+    text = spec.json_schema() if arguments.of == "sweep" else configfile.json_schema()
     if arguments.out is None:
         print(text, end="")
         return EXIT_DONE

@@ -32,8 +32,8 @@ VERBS = {
     ],
     "predict": ["--csv", "--out", "--world", "folder", "overrides"],
     "report": ["--format", "--out", "--target", "-o", "paths"],
-    "schema": ["--out"],
-    "sweep": ["--config", "--dry-run", "--engine", "--parallel", "-c", "overrides"],
+    "schema": ["--of", "--out"],
+    "sweep": ["--config", "--dry-run", "--engine", "--parallel", "--retry-failed", "-c", "overrides"],
 }
 DRIVER = ["--config", "--local-rank", "--local_rank", "-c", "overrides"]
 

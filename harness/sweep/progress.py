@@ -1,0 +1,87 @@
+"""How far a trial is: its run folder, read while it is being written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """What is known of a run so far. ``epoch``: whole epochs done."""
+
+    step: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    wall_s: float = 0.0
+
+
+class Reader:
+    """Follows the record of a run, ``metrics.jsonl``, reading only what is new.
+
+    A run that goes on from a checkpoint rewrites the end of its record: where the last line that was read is not there
+    any more, everything is read again.
+    """
+
+    def __init__(self, run: Path, metric: str) -> None:
+        self._path, self._metric = run / "metrics.jsonl", metric
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset, self._last = 0, b""
+        self.progress = Progress()
+        self.evaluations: dict[int, float] = {}  # epoch -> value of the metric, the first of an epoch
+
+    def read(self) -> None:
+        """Take in what was written since."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(max(0, self._offset - len(self._last)))
+                if file.read(len(self._last)) != self._last:
+                    self._forget()
+                    file.seek(0)
+                fresh = file.read()
+        except OSError:
+            return  # not there yet
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines(keepends=True):
+            self._last = line
+            with contextlib.suppress(ValueError):
+                self._take(json.loads(line))
+
+    def _take(self, line: dict[str, Any]) -> None:
+        seen = self.progress
+        seen.step, seen.wall_s = line.get("step", seen.step), line.get("wall_s") or seen.wall_s
+        if line.get("split") == "train":
+            seen.loss = line.get("loss")
+            seen.epoch = line.get("epoch", seen.epoch)
+        elif line.get("split") == "eval":
+            seen.epoch = line.get("epoch", seen.epoch)
+            value = line.get(self._metric)
+            if isinstance(value, int | float) and math.isfinite(value):
+                self.evaluations.setdefault(seen.epoch, float(value))
+
+
+def final_value(run: Path, metric: str, direction: str) -> float | None:
+    """The best that the finished run ``run`` reached; None where its summary has none, or it is not finished."""
+    summary = summary_of(run)
+    values = [
+        evaluation[metric]
+        for evaluation in [*summary.get("history", ()), summary.get("evaluation") or {}]
+        if isinstance(evaluation.get(metric), int | float)
+    ]
+    if not summary.get("finished") or not values:
+        return None
+    return float(max(values) if direction == "maximize" else min(values))
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}

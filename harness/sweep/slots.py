@@ -1,0 +1,96 @@
+"""What of this machine trials may take: cores and GPUs, handed out and given back, never more than there are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.config import Config
+from harness.doctor.machine import cpu_quota
+
+HERE = ("local", "torchrun")  # engines whose ranks run on this machine; others have schedulers of their own
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is. ``gpus``: as CUDA_VISIBLE_DEVICES names them."""
+
+    cores: int
+    gpus: tuple[str, ...] = ()
+
+    @classmethod
+    def this(cls, visible: str | None) -> Machine:
+        """This machine as this process may use it; ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set."""
+        import torch
+
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        quota = cpu_quota(Path("/"))
+        cores = allowed if quota is None else max(1, min(allowed, int(quota)))
+        names = [name.strip() for name in (visible or "").split(",") if name.strip()]
+        count = torch.cuda.device_count()
+        return cls(cores, tuple(names[:count]) if names else tuple(map(str, range(count))))
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a trial takes while it runs."""
+
+    cores: int = 0
+    gpus: int = 0
+
+    def lacks(self, machine: Machine) -> str:
+        """Why ``machine`` can never run it; empty if it can."""
+        if self.gpus > len(machine.gpus):
+            return f"it needs {self.gpus} GPUs, and there are {len(machine.gpus)}"
+        if self.cores > machine.cores:
+            return f"it needs {self.cores} cores (launch.nproc x launch.threads), and there are {machine.cores}"
+        return ""
+
+
+def need(config: Config, machine: Machine) -> Need:
+    """A GPU for each rank where it trains on GPUs, else a core for each thread; nothing of this machine elsewhere."""
+    launch = config.launch
+    if launch.engine not in HERE:
+        return Need()
+    device = config.runtime.device
+    if device == "cuda" or (device == "auto" and machine.gpus):
+        return Need(gpus=launch.nproc)
+    return Need(cores=launch.nproc * launch.threads)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a trial was given. ``gpus`` are its own until it is given back."""
+
+    cores: int
+    gpus: tuple[str, ...]
+
+
+class Slots:
+    """A machine, and what of it is free."""
+
+    def __init__(self, machine: Machine, most: int) -> None:
+        """``most``: grants at once, whatever they take."""
+        self._machine = machine
+        self._free_cores, self._free_gpus, self._free_places = machine.cores, list(machine.gpus), most
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing could be taken, however little."""
+        no_gpu = bool(self._machine.gpus) and not self._free_gpus
+        return self._free_places < 1 or self._free_cores < 1 or no_gpu
+
+    def take(self, wanted: Need) -> Grant | None:
+        """``wanted``, or None while it is not free."""
+        if self._free_places < 1 or wanted.cores > self._free_cores or wanted.gpus > len(self._free_gpus):
+            return None
+        gpus, self._free_gpus = self._free_gpus[: wanted.gpus], self._free_gpus[wanted.gpus :]
+        self._free_places -= 1
+        self._free_cores -= wanted.cores
+        return Grant(wanted.cores, tuple(gpus))
+
+    def give_back(self, grant: Grant) -> None:
+        self._free_places += 1
+        self._free_cores += grant.cores
+        self._free_gpus += grant.gpus
