@@ -107,9 +107,7 @@ class Checkpoints:
             return None
 
     def _steps(self) -> list[Path]:
-        return [
-            path for path in self.folder.glob(f"{_PREFIX}*") if path.is_dir() and path.name[len(_PREFIX) :].isdigit()
-        ]
+        return list(steps(self.folder).values())
 
     def _sweep(self) -> None:
         """Remove all but the newest ``keep`` and the best, and what a crash left half written."""
@@ -121,6 +119,12 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_PREFIX}*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints in ``folder`` by step, whole or not."""
+    found = [path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and path.name[len(_PREFIX) :].isdigit()]
+    return {_step_of(path): path for path in found}
 
 
 def damage(path: Path) -> str:

@@ -49,8 +49,8 @@ LAYERS = [
     {"configfile"},
     {"folder", "generate", "saved"},
     {"checkpoint", "engines"},
-    {"run"},
-    {"assemble", "evaluate"},
+    {"run", "comparison"},
+    {"assemble", "evaluate", "compare"},
     {"loop", "check", "predictions", "doctor"},
     {"train", "predict", "export", "bench_case", "launch", "sweep"},
     {"bench"},
@@ -66,6 +66,7 @@ ROOMS = {
     "apex": "*",
     "doctor": "*",
     "sweep": "*",
+    "comparison": "*",
     "engines.settings": "settings",  # a part of the configuration, which the engines stand above
     "engines": "*",
 }
@@ -85,6 +86,8 @@ ONLY = {
     "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
     "sharded": set(),
     "records": {"errors"},
+    "comparison": {"errors", "config", "records", "trackers", "checkpoint"},
+    "compare": {"errors", "files", "comparison"},
     "bench_report": {"files"},
     "models": {"errors"},
     "data.table": {"errors"},
