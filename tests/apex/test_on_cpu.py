@@ -317,7 +317,7 @@ def file_from_cuda():
         lambda storage, location: None,
         "cpu",
     ],
-    ids=str,
+    ids=lambda place: "function" if callable(place) else str(place),
 )
 def test_checkpoints_from_a_gpu(map_location):
     for file in (file_from_cuda(), io.BytesIO()):
