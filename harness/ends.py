@@ -43,6 +43,14 @@ def leave(logs: Path, rank: int, step: int, exit_code: int, how: str, doing: str
         write_atomically(logs / _NAME.format(rank), json.dumps(asdict(end)) + "\n")
 
 
+def tell_launcher(file: str, when: float, text: str, **facts: int) -> None:
+    """The same for torch's launcher, in its own format: its summary shows ``text`` instead of "error_file: <N/A>", and
+    the rank with the earliest ``when`` (seconds since the epoch) as the cause. ``facts`` are for our own engine."""
+    words = {"message": text.partition("\n")[0], "extraInfo": {"py_callstack": text, "timestamp": str(int(when))}}
+    with contextlib.suppress(OSError):
+        write_atomically(Path(file), json.dumps({"message": words, **facts}))
+
+
 def read(logs: Path) -> dict[int, End]:
     """The ends found in ``logs``, by rank."""
     found = {}

@@ -28,6 +28,7 @@ from harness.network import interface_towards
 Value = TypeVar("Value")
 
 _BY = "HARNESS_LAUNCHED_BY"
+_STORE_IS_HELD = "TORCHELASTIC_USE_AGENT_STORE"
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N driver.py …, or unset the variables"
 
@@ -46,6 +47,8 @@ class Launch:
     elastic: bool = False  # torch's launcher, which ends all ranks of a node at the first that leaves
     supervised: bool = False  # started by a process that answers for this one, and that it does not outlive
     restart: int = 0
+    store_is_held: bool = False  # somebody else listens at the master's port, so rank 0 is not to open a store there
+    error_file: str = ""  # where torch's launcher looks for a rank's last words
 
 
 def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
@@ -72,11 +75,8 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
     return launch
 
 
-def environment(launch: Launch, store_is_held: bool = False) -> dict[str, str]:
-    """What ``detect`` reads as ``launch``, for whoever starts a rank; ``by`` is set where an engine of ours does.
-
-    ``store_is_held``: somebody else listens at the master's port, so rank 0 is not to open a store there.
-    """
+def environment(launch: Launch) -> dict[str, str]:
+    """What ``detect`` reads as ``launch``, for whoever starts a rank; ``by`` is set where an engine of ours does."""
     return {
         "RANK": str(launch.rank),
         "LOCAL_RANK": str(launch.local_rank),
@@ -84,7 +84,7 @@ def environment(launch: Launch, store_is_held: bool = False) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(launch.local_world_size),
         "MASTER_ADDR": launch.master_addr,
         "MASTER_PORT": str(launch.master_port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(store_is_held),
+        _STORE_IS_HELD: str(launch.store_is_held),
         "TORCHELASTIC_RESTART_COUNT": str(launch.restart),
         **({_BY: launch.by} if launch.supervised else {}),
     }
@@ -92,8 +92,8 @@ def environment(launch: Launch, store_is_held: bool = False) -> dict[str, str]:
 
 def gang_environment(rank: int, world_size: int, port: int, by: str) -> dict[str, str]:
     """That of ``rank`` of a gang on this machine, whose parent holds the store at ``port``."""
-    launch = Launch(rank, rank, world_size, world_size, "127.0.0.1", port, by, supervised=True)
-    return environment(launch, store_is_held=True)
+    launch = Launch(rank, rank, world_size, world_size, "127.0.0.1", port, by, supervised=True, store_is_held=True)
+    return environment(launch)
 
 
 def _from_torch(environ: Mapping[str, str]) -> Launch:
@@ -119,6 +119,8 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         elastic=elastic,
         supervised=elastic or _BY in environ,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
+        store_is_held=environ.get(_STORE_IS_HELD) == "True",
+        error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
 
 
@@ -296,8 +298,9 @@ def _meet(launch: Launch, timeout_s: float) -> Any:
     url = f"tcp://{launch.master_addr}:{launch.master_port}"
     store, _, _ = next(rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    # A restarted gang must not read the keys of the one before it in a store that the launcher kept.
-    return PrefixStore(f"harness/{launch.restart}", store)
+    # A restarted gang must not read the keys of the one before it in a store that the launcher kept. One that rank 0
+    # opens is new each time; and there launchers of several nodes may meet who count their restarts differently.
+    return PrefixStore(f"harness/{launch.restart if launch.store_is_held else 0}", store)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import logging
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,11 +19,12 @@ from harness.folder import RunFolder, cannot_write, failure_report
 from harness.run import Run
 from harness.runtime import Launch, Runtime, detect, open_runtime
 from harness.stop import Stop, on_signals
-from harness.watch import Watch
+from harness.watch import Watch, unless_orphaned
 
 log = logging.getLogger("harness")
 
 _TELL_S = 20.0  # for the first rank of a node to say what is wrong; torch's launcher cuts it short when it has
+_LET_GO_S = 3.0  # for torch's launcher to notice by itself that a machine wants to join; it asks once a second
 
 
 def main(
@@ -41,10 +43,13 @@ def main(
     try:
         launch = detect(environ, local_rank)
         console.to_terminal(launch.rank)
-        config = configfile.load(path, overrides)
-        with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
+        with ExitStack() as stack:
+            with unless_orphaned(launch, parent):
+                config = configfile.load(path, overrides)
+                runtime = stack.enter_context(open_runtime(launch, config.runtime.device, config.runtime.timeout_s))
             return run_rank(config, runtime, parent)
     except HarnessError as error:
+        tell_launcher(launch, error.exit_code, str(error))
         # What is wrong before the ranks meet, all ranks of a node find: its first one tells.
         if launch.local_rank == 0:
             log.error("error: %s", error)
@@ -59,8 +64,11 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     stop = Stop(runtime)
     run: Run | None = None
 
-    def last_words(exit_code: int, how: str, doing: str = "", reason: str = "") -> None:
+    def last_words(
+        exit_code: int, how: str, doing: str = "", reason: str = "", at: float = 0.0, everything: str = ""
+    ) -> None:
         ends.leave(folder.logs, runtime.rank, run.state.step if run else 0, exit_code, how, doing, reason)
+        tell_launcher(runtime.launch, exit_code, everything or f"{how}: {reason}", at)
 
     def blocked(doing: str, reason: str) -> None:
         last_words(EXIT_FAILURE, "blocked", doing, reason)
@@ -75,13 +83,34 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             runtime.barrier()
             code = EXIT_DONE if done else EXIT_STOPPED
             last_words(code, "done" if done else "stopped", reason=stop.reason)
+            if not done:
+                let_go(runtime.launch, stop)
         except Exception as error:
+            at, doing = time.time(), ends.raised_at(error)  # the first to fail is the last to leave
             code = fail(folder, runtime, watch, run, error)
-            last_words(code, "failed", watch.doing or ends.raised_at(error), str(error).strip().partition("\n")[0])
+            reason, everything = str(error).strip().partition("\n")[0], "".join(traceback.format_exception(error))
+            last_words(code, "failed", watch.doing or doing, reason, at, everything)
         finally:
             if run is not None:
                 run.close()
     return code
+
+
+def tell_launcher(launch: Launch, exit_code: int, text: str, when: float = 0.0) -> None:
+    """Leave the last words of this rank where torch's launcher looks for them."""
+    if launch.error_file:
+        facts = {"rank": launch.rank, "world_size": launch.world_size, "exit_code": exit_code}
+        ends.tell_launcher(launch.error_file, when or time.time(), text, **facts)
+
+
+def let_go(launch: Launch, stop: Stop) -> None:
+    """Wait a moment for the signal that made a rank of another machine stop, for this machine's launcher may be about
+    to send it too: a machine that joins makes every launcher start its ranks anew, one after the other, and one whose
+    ranks are gone before that takes them for failed."""
+    if launch.elastic and launch.world_size > launch.local_world_size:
+        until = time.monotonic() + _LET_GO_S
+        while not stop.reason and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:

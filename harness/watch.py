@@ -11,14 +11,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 from harness import ends
 from harness.errors import EXIT_FAILURE
-from harness.runtime import Runtime
+from harness.runtime import Launch, Runtime
 from harness.stop import Stop
 
 log = logging.getLogger("harness")
@@ -27,6 +27,31 @@ _KEY = "failed"
 PERIOD_S = 1.0
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
 NEWS_S = 3.0  # for the news of a failure to reach all ranks, before the one that failed takes its connections along
+
+
+@contextmanager
+def unless_orphaned(
+    launch: Launch, parent: int | None = None, leave: Callable[[int], None] = os._exit
+) -> Iterator[None]:
+    """Until the ranks have met, which may take long: end this process at once when its launcher dies. There is nothing
+    to save yet, and nobody to tell."""
+    met = threading.Event()
+    launcher = parent or os.getppid()
+
+    def run() -> None:
+        while not met.is_set():
+            if os.getppid() != launcher:
+                log.error("the launcher is gone before all ranks had met: ending")
+                leave(EXIT_FAILURE)
+                return
+            met.wait(PERIOD_S)
+
+    if launch.supervised:
+        threading.Thread(target=run, name="harness-orphan", daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 class Watch:
