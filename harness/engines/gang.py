@@ -7,8 +7,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 from harness.engines.job import Outcome
 
@@ -19,10 +20,15 @@ _POLL_S = 0.05
 
 class Gang:
     """``environs[i]`` is the whole environment of process i. Each is a session of its own: the terminal's Ctrl-C comes
-    through ``stop`` alone, once."""
+    through ``stop`` alone, once. ``terminal``: a file for what they print, instead of this process's terminal."""
 
     def __init__(
-        self, command: Sequence[str], environs: Mapping[int, Mapping[str, str]], grace_s: float, cwd: str | None = None
+        self,
+        command: Sequence[str],
+        environs: Mapping[int, Mapping[str, str]],
+        grace_s: float,
+        cwd: str | None = None,
+        terminal: Path | None = None,
     ) -> None:
         self._grace_s, self._lock = grace_s, threading.Lock()
         self._asked = 0
@@ -30,8 +36,11 @@ class Gang:
         self._deadline = float("inf")  # when what is left is killed
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            for rank, environ in environs.items():
-                self.processes[rank] = subprocess.Popen(command, env=dict(environ), cwd=cwd, start_new_session=True)
+            with open(terminal, "ab") if terminal else nullcontext() as file:
+                for rank, environ in environs.items():
+                    self.processes[rank] = subprocess.Popen(
+                        command, env=dict(environ), cwd=cwd, start_new_session=True, stdout=file, stderr=file
+                    )
         except BaseException:
             self._signal(signal.SIGKILL)
             raise
@@ -46,8 +55,9 @@ class Gang:
             else:
                 self._deadline = 0.0
 
-    def follow(self) -> Outcome:
-        """Wait until all have ended. Once one has failed the others get a moment to end by themselves."""
+    def follow(self, meanwhile: Callable[[], None] = lambda: None) -> Outcome:
+        """Wait until all have ended. Once one has failed the others get a moment to end by themselves. ``meanwhile``
+        is called again and again."""
         failed_at: float | None = None
         told = False
         while any(process.poll() is None for process in self.processes.values()):
@@ -62,6 +72,7 @@ class Gang:
                     self._signal(signal.SIGTERM)
             if now > self._deadline:
                 self._signal(signal.SIGKILL)
+            meanwhile()
             time.sleep(_POLL_S)
         exits = {rank: process.returncode for rank, process in self.processes.items()}
         self._sweep()

@@ -5,7 +5,6 @@ And what an engine is: a module of this folder with ``render`` and ``start``.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -57,14 +56,14 @@ class Job:
         }
 
 
-def driver() -> Path:
-    """``driver.py`` of the working folder, else the one beside the package."""
-    for folder in (Path(), Path(__file__).resolve().parents[2]):
+def driver(working: str = "") -> Path:
+    """``driver.py`` of the folder ``working``, which is this process's by default, else the one beside the package."""
+    for folder in (Path(working), Path(__file__).resolve().parents[2]):
         if (folder / "driver.py").is_file():
             return folder / "driver.py"
     raise LaunchError(
         "driver.py is neither in the working folder nor beside the harness package",
-        where=os.getcwd(),
+        where=str(Path(working).absolute()),
         hint="run it in a clone of the project, or copy the project's driver.py here",
     )
 
