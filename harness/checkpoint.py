@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Checkpoints:
                 where=str(self.folder),
                 hint="free some space and start the same command again: it goes on from the checkpoint before",
             ) from None
-        self._sweep()
+        self.sweep()
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
         """``step`` is the best so far: keep it, and leave its ``weights`` at ``path``."""
@@ -86,7 +87,7 @@ class Checkpoints:
                 where=str(path),
                 hint="free some space and start the same command again",
             ) from None
-        self._sweep()
+        self.sweep()
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole; a damaged one is named in the log and passed over."""
@@ -109,14 +110,15 @@ class Checkpoints:
     def _steps(self) -> list[Path]:
         return list(steps(self.folder).values())
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove all but the newest ``keep`` and the best, and what a crash left half written."""
-        latest, best, steps = self._named("latest"), self._named("best"), sorted(self._steps(), key=_step_of)
-        # Steps beyond the latest were abandoned by a resume from an earlier one: they must not take its place.
-        current = [path for path in steps if latest not in steps or _step_of(path) <= _step_of(latest)]
-        for path in steps:
-            if path not in (*current[-self.keep :], latest, best):
-                shutil.rmtree(path, ignore_errors=True)
+        there = steps(self.folder)
+        latest, best = (
+            next((step for step, path in there.items() if path == self._named(pointer)), None)
+            for pointer in ("latest", "best")
+        )
+        for step in outdated(there, latest, best, self.keep):
+            shutil.rmtree(there[step], ignore_errors=True)
         for path in self.folder.glob(f"{_PREFIX}*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -125,6 +127,14 @@ def steps(folder: Path) -> dict[int, Path]:
     """The checkpoints in ``folder`` by step, whole or not."""
     found = [path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and path.name[len(_PREFIX) :].isdigit()]
     return {_step_of(path): path for path in found}
+
+
+def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: int) -> list[int]:
+    """Those of the checkpoints ``steps`` that go: all but the newest ``keep``, the ``latest`` and the ``best``."""
+    # Steps beyond the latest were abandoned by a resume from an earlier one: they must not take its place.
+    there = sorted(steps)
+    current = [step for step in there if latest not in there or step <= (latest or 0)]
+    return [step for step in there if step not in (*current[-keep:], latest, best)]
 
 
 def damage(path: Path) -> str:
