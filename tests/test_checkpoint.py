@@ -278,5 +278,5 @@ def test_latest_that_names_nothing(tmp_path, text):
     checkpoints = made(tmp_path, 10, 20, keep=1)
     (checkpoints.folder / "latest").write_text(text)
     assert checkpoints.newest().name == "step-20"
-    checkpoints._sweep()
+    checkpoints.sweep()
     assert checkpoints.newest().name == "step-20"
