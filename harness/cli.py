@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ _ENGINES = ("local", "torchrun", "slurm", "dask", "flyte", "kubernetes")
 def drive(argv: Sequence[str]) -> int:
     """``driver.py -c CONFIG [key=value …]``: train, on as many ranks as the launch environment says."""
     parent = os.getppid()  # before the imports, which take seconds
+    # A scheduler's word ahead of its limit comes once, and by default a process dies of it; harness.stop lets it in.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     parser = argparse.ArgumentParser(prog="driver.py", description="Train the experiment of a YAML file.")
     _config_arguments(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by torch.distributed.launch")
@@ -98,8 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX lets them come and go (torchrun)")
     launch.add_argument("--nproc", type=_positive(int), metavar="N", help="ranks a machine")
     launch.add_argument("--max-restarts", type=int, metavar="N", help="how often a failed run is started again")
+    launch.add_argument("--rendezvous", metavar="HOST:PORT", help="of the first machine, where all meet (torchrun)")
+    launch.add_argument("--node-rank", type=int, metavar="R", help="number of this machine; default: as they come")
     launch.add_argument("--scheduler", metavar="ADDRESS", help="of Dask, such as tcp://10.0.0.1:8786")
     launch.add_argument("--dry-run", action="store_true", help="print what would be started, and do nothing")
+    launch.add_argument("--detach", action="store_true", help="hand it to the engine (slurm, …) and do not follow it")
     launch.set_defaults(run=_launch)
 
     predict = verbs.add_parser("predict", help="write what a trained model guesses for the rows of a CSV")
@@ -253,12 +259,13 @@ def _launch(arguments: argparse.Namespace) -> int:
     from harness import launch
 
     words = {"engine": arguments.engine, "nproc": arguments.nproc, "max_restarts": arguments.max_restarts,
+             "rendezvous": arguments.rendezvous, "node_rank": arguments.node_rank,
              "dask.scheduler": arguments.scheduler}  # fmt: skip
     if arguments.nnodes is not None:
         least, _, most = arguments.nnodes.rpartition(":")
         words |= {"nnodes": most, "min_nodes": least or None}
     options = [f"launch.{key}={value}" for key, value in words.items() if value is not None]
-    return launch.main(arguments.config, [*arguments.overrides, *options], arguments.dry_run)
+    return launch.main(arguments.config, [*arguments.overrides, *options], arguments.dry_run, arguments.detach)
 
 
 def _predict(arguments: argparse.Namespace) -> int:

@@ -19,10 +19,34 @@ def interface_towards(host: str, outward: bool = False) -> str | None:
     the interface of the default route, or the first that is not loopback.
     """
     name = _interface_of(_own_address_towards(host))
-    if outward and name and _is_loopback(name):
-        others = [other for _, other in socket.if_nameindex() if address_of(other) and not _is_loopback(other)]
+    if outward and name and is_loopback(address_of(name)):
+        others = [other for other, address in interfaces().items() if not is_loopback(address)]
         return _interface_of(_own_address_towards(_ANYWHERE)) or next(iter(others), name)
     return name
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each interface that has one, by name."""
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return {}
+    return {name: address for name in names if (address := address_of(name))}
+
+
+def is_here(host: str) -> bool:
+    """Whether ``host`` is this machine: whether one of its addresses can be listened at."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether ``host`` is written as an address, or the name, that means the machine itself on every machine."""
+    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
 
 
 def _own_address_towards(host: str) -> str | None:
@@ -37,14 +61,7 @@ def _own_address_towards(host: str) -> str | None:
 
 
 def _interface_of(address: str | None) -> str | None:
-    try:
-        return next((name for _, name in socket.if_nameindex() if address and address_of(name) == address), None)
-    except OSError:
-        return None
-
-
-def _is_loopback(interface: str) -> bool:
-    return (address_of(interface) or "").startswith("127.")
+    return next((name for name, has in interfaces().items() if has == address), None)
 
 
 def address_of(interface: str) -> str | None:

@@ -364,11 +364,12 @@ checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.b
 trackers
 runtime runtime.device runtime.timeout_s
 launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.threads launch.max_restarts launch.interface
-launch.rendezvous launch.node_rank launch.grace_s launch.python launch.env
+launch.rendezvous launch.join_s launch.node_rank launch.grace_s launch.python launch.env
 launch.slurm launch.slurm.partition launch.slurm.account launch.slurm.qos launch.slurm.constraint launch.slurm.time
 launch.slurm.gpus_per_node launch.slurm.cpus_per_task launch.slurm.mem launch.slurm.requeue launch.slurm.signal_s
 launch.slurm.output launch.slurm.setup launch.slurm.extra
-launch.dask launch.dask.scheduler
+launch.dask launch.dask.scheduler launch.dask.resources launch.dask.timeout_s launch.dask.shared
+launch.dask.working_folder
 launch.flyte launch.flyte.image launch.flyte.cpu launch.flyte.memory launch.flyte.gpu
 launch.kubernetes launch.kubernetes.image launch.kubernetes.name launch.kubernetes.namespace launch.kubernetes.cpu
 launch.kubernetes.memory launch.kubernetes.gpu launch.kubernetes.claims launch.kubernetes.workdir

@@ -41,7 +41,7 @@ class Aftermath:
         known of each rank under ``ranks``."""
         left = ends.read(self._folder / "logs")
         told = _read(self._failure) if _identity(self._failure) != self._before else None
-        failure = _first_failure(told, left, outcome, self._world_size)
+        failure = _first_failure(told, left, outcome, outcome.world_size or self._world_size)
         if failure is None:
             code = _quiet_code(left, outcome)
             return Conclusion(code, self._quiet_text(code, outcome))

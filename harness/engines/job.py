@@ -78,6 +78,8 @@ class Outcome:
     """What went away under the ranks, if that is how it ended: "worker tcp://10.0.0.2:4000 died"."""
     stopped: bool = False
     """Somebody asked for the end."""
+    world_size: int | None = None
+    """How many ranks the last start had; null: as many as were asked for."""
 
 
 class Started(Protocol):
@@ -94,7 +96,8 @@ class Started(Protocol):
 
 
 class Engine(Protocol):
-    """A module of this folder."""
+    """A module of this folder. One whose runs go on without us also has ``submit(job) -> str``, for --detach: it starts
+    the run and returns its name there."""
 
     @staticmethod
     def render(job: Job) -> str:

@@ -12,6 +12,9 @@ from pydantic import BeforeValidator, Field
 from harness.section import Positive, Section
 
 # Merging keeps what a base file has; null is how an override says "none of them".
+Amounts = Annotated[
+    dict[str, Annotated[float, Field(gt=0)]], BeforeValidator(lambda value: {} if value is None else value)
+]
 Variables = Annotated[dict[str, str], BeforeValidator(lambda value: {} if value is None else value)]
 # Neither may break the line of a batch script or of a command that it is written into.
 Word = Annotated[str, Field(pattern=r"^\S+$")]
@@ -60,6 +63,15 @@ class DaskSection(Section):
 
     scheduler: str | None = None
     """Address of the scheduler, such as tcp://10.0.0.1:8786; null: a cluster of this machine, for this run alone."""
+    resources: Amounts = {}
+    """What each rank takes of its worker's resources, such as {GPU: 1}; of workers that announce GPUs always one."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """How long to wait for the scheduler, and for enough workers with room, in seconds."""
+    shared: bool | None = None
+    """Whether the workers see this machine's run folder; null: found out. If not, its files are sent and fetched."""
+    working_folder: str | None = None
+    """Folder of the ranks on their machines, where relative paths of the data begin; null: this one where the disk is
+    shared, else the one that a worker was started in."""
 
 
 class FlyteSection(Section):
@@ -112,8 +124,10 @@ class LaunchSection(Section):
     """How often a failed run is started again, from its newest checkpoint."""
     interface: str | None = None
     """Network interface between the ranks, such as eth0; null: the one that leads to rank 0's machine."""
-    rendezvous: str | None = None
+    rendezvous: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}$")] | None = None
     """torchrun: HOST:PORT of the first machine, where all meet; null: one machine."""
+    join_s: Annotated[float, Field(gt=0)] = 600.0
+    """torchrun: how long to wait for the other machines, at the start and when one was lost, in seconds."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """torchrun: number of this machine, from 0; null: as they come."""
     grace_s: Annotated[float, Field(gt=0)] = 60.0
