@@ -43,7 +43,7 @@ LAYERS = [
         "data.fetch",
         "data.names",
     },
-    {"bench_report", "stop", "metrics", "state", "parallel", "data.images", "data.published"},
+    {"bench_report", "report", "stop", "metrics", "state", "parallel", "data.images", "data.published"},
     {"data.arrays"},
     {"watch", "data.loader", "tasks"},
     {"configfile"},
@@ -67,6 +67,7 @@ ROOMS = {
     "doctor": "*",
     "sweep": "*",
     "comparison": "*",
+    "report": "*",
     "engines.settings": "settings",  # a part of the configuration, which the engines stand above
     "engines": "*",
 }
@@ -78,7 +79,7 @@ ONLY = {
     "ends": {"files"},
     "engines.settings": {"section"},
     "engines": {"errors", "files", "ends", "engines.settings", "config", "configfile", "network", "runtime"},
-    "launch": {"configfile", "engines"},
+    "launch": {"errors", "configfile", "engines"},
     "sweep": {"section", "errors", "files", "console", "config", "conflicts", "optim", "configfile", "folder", "check"}
     | {"doctor"},
     "config": {"section", "engines.settings"},
@@ -86,6 +87,7 @@ ONLY = {
     "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
     "sharded": set(),
     "records": {"errors"},
+    "report": {"errors", "version", "files", "config", "records"},
     "comparison": {"errors", "config", "records", "trackers", "checkpoint"},
     "compare": {"errors", "files", "comparison"},
     "bench_report": {"files"},
@@ -267,6 +269,8 @@ def test_who_touches_the_environment():
         "rng",  # CUBLAS_WORKSPACE_CONFIG
         "data.cache",  # where the user's cache is
         "engines.local",  # which the ranks inherit
+        "engines.flyte",  # which the runner and its ranks inherit
+        "engines.flyte_task",  # which the ranks inherit
         "engines.slurm",  # to leave out what an outer job put there
         "trackers.wandb",  # the tool's own settings
         "trackers.mlflow",  # the tool's own settings
@@ -292,6 +296,7 @@ def test_a_step_does_not_wait_for_the_device(name):
 ASKS_WHETHER_FIRST = {
     "assemble.restore": "looks for a checkpoint, which all then go on from",
     "bench_case.__init__": "keeps the store that all meet in",
+    "engines.flyte_task.train_rank": "returns the files of the run folder",
     "console.to_terminal": "other ranks speak of errors alone",
     "console.start": "one progress bar",
     "console.show": "one progress bar",

@@ -1,0 +1,171 @@
+"""What a classifier gets wrong: its confusion matrix, and the held-out rows it is most sure of and wrong about.
+
+Images are looked for where the run's configuration says, from the working folder and from the folders above the run;
+one that cannot be found or read is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from harness.report.study import Run
+
+MAX_CLASSES = 60  # of a matrix that is drawn; of more, the pairs confused most
+MAX_SHOWN = 24  # mistakes
+MAX_PAIRS = 10
+_PIXELS = 96  # the longer side of an image on the page
+_PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """``counts[truth][guess]``, of the newest evaluation."""
+
+    classes: list[str]
+    counts: list[list[int]]
+
+    @property
+    def pairs(self) -> list[tuple[str, str, int]]:
+        """(truth, guess, rows) of the pairs that were confused, the most frequent first."""
+        wrong = [
+            (self.classes[row], self.classes[column], count)
+            for row, line in enumerate(self.counts)
+            for column, count in enumerate(line)
+            if count and row != column
+        ]
+        return sorted(wrong, key=lambda pair: -pair[2])[:MAX_PAIRS]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A held-out row. ``score``: the probability given to the wrong guess; ``image``: a data URI, or empty."""
+
+    row: str
+    truth: str
+    guess: str
+    score: float
+    image: str
+
+
+def confusion(run: Run) -> Confusion | None:
+    """``confusion.csv``; None where there is none, or no square of counts."""
+    try:
+        with open(run.record.path / "confusion.csv", newline="", encoding="utf-8") as file:
+            header, *lines = csv.reader(file)
+        counts = [[int(cell) for cell in line[1:]] for line in lines]
+    except (OSError, ValueError):
+        return None
+    classes = header[1:]
+    square = len(counts) == len(classes) and all(len(line) == len(classes) for line in counts)
+    return Confusion(classes, counts) if square and classes else None
+
+
+def worst(run: Run) -> tuple[list[Mistake], int, int]:
+    """(the worst mistakes, how many there are, rows) of ``predictions.csv``; nothing where it has no truth."""
+    table = _predictions(run.record.path / "predictions.csv")
+    if table is None:
+        return [], 0, 0
+    wrong = table.filter(pc.and_kleene(pc.is_valid(table["guess"]), pc.not_equal(table["guess"], table["truth"])))
+    scores = _scores(wrong)
+    order = np.argsort(-scores, kind="stable")[:MAX_SHOWN]
+    find = _images(run)
+    found = []
+    for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
+        name = str(row.get("id", ""))
+        found.append(Mistake(name, str(row["truth"]), str(row["guess"]), score, find(name)))
+    return found, len(wrong), len(table)
+
+
+def _predictions(path: Path) -> pa.Table | None:
+    """The table; ids, guesses and truths as text. None where there is none, or it is not of that kind."""
+    text = {"id": pa.string(), "guess": pa.string(), "truth": pa.string()}
+    options = pyarrow.csv.ConvertOptions(column_types=text, strings_can_be_null=True)
+    try:
+        table = pyarrow.csv.read_csv(path, convert_options=options)
+    except (OSError, pa.ArrowInvalid):
+        return None
+    return table if {"guess", "truth"} <= set(table.column_names) else None
+
+
+def _scores(wrong: pa.Table) -> np.ndarray:
+    """The probability that was given to each guess; 0 where the table does not have it."""
+    if "score" in wrong.column_names:  # of many classes there are the best five guesses
+        columns = ["score"]
+    else:
+        columns = [name for name in wrong.column_names if name.startswith("score_")]
+    numbers = [name for name in columns if pa.types.is_floating(wrong.schema.field(name).type)]
+    if not numbers or not len(wrong):
+        return np.zeros(len(wrong))
+    scores = np.nan_to_num(np.stack([wrong[name].to_numpy().astype(float) for name in numbers]))
+    best: np.ndarray = scores.max(axis=0)
+    return best
+
+
+# Images
+
+
+def _images(run: Run) -> Callable[[str], str]:
+    """From a row's id to its image as a data URI, empty where there is none."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return lambda name: ""
+    task = str(run.settings.get("task.name", ""))
+    root = str(run.settings.get("task.root") or "")
+    if task in _PUBLISHED:
+        rows = _published(run, Path(root) / _PUBLISHED[task] / "raw" / "t10k-images-idx3-ubyte")
+        return lambda name: _uri(Image.fromarray(rows[int(name)])) if rows is not None and name.isdigit() else ""
+
+    def find(name: str) -> str:
+        if Path(name).suffix.lower() not in Image.registered_extensions():
+            return ""
+        for place in _places(run):
+            try:
+                with Image.open(place / root / name) as image:
+                    image.draft("RGB", (_PIXELS, _PIXELS))
+                    return _uri(image)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+                continue
+        return ""
+
+    return find
+
+
+def _places(run: Run) -> Iterator[Path]:
+    """Where relative paths of the run may start: the working folder, and the folders above the run."""
+    yield Path()
+    yield from run.record.path.resolve().parents[:4]
+
+
+def _published(run: Run, path: Path) -> np.ndarray | None:
+    """Images of an IDX file, (rows, height, width), mapped; None where it is not there or not whole."""
+    for place in _places(run):
+        try:
+            header = np.fromfile(place / path, dtype=">u4", count=4)
+            shape = tuple(int(number) for number in header[1:])
+            if len(header) == 4 and (place / path).stat().st_size == 16 + math.prod(shape):
+                return np.memmap(place / path, dtype=np.uint8, mode="r", offset=16, shape=shape)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _uri(image: Any) -> str:
+    """A small PNG as a data URI."""
+    small = image.convert("L" if image.mode in ("1", "L", "I;16", "I") else "RGB")
+    small.thumbnail((_PIXELS, _PIXELS))
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,189 @@
+// The report's charts and switches. Everything it shows is in the page; it asks nobody for anything.
+"use strict";
+(() => {
+  const report = JSON.parse(document.getElementById("report-data").textContent);
+  const root = document.documentElement;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const narrow = matchMedia("(max-width: 560px)");
+  const touch = matchMedia("(pointer: coarse)");
+  const AXES = { epoch: "epochs", samples: "training samples", seconds: "seconds by the clock" };
+  const hidden = new Set();
+  const chosen = (name, otherwise) => document.querySelector(`input[name="${name}"]:checked`)?.value ?? otherwise;
+  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+
+  // "@c0" in a figure is the palette's color of that name.
+  const painted = (part) => {
+    if (typeof part === "string") return part.startsWith("@") ? color(part.slice(1)) : part;
+    if (Array.isArray(part)) return part.map(painted);
+    if (part === null || typeof part !== "object") return part;
+    return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, painted(value)]));
+  };
+  const faint = (hex) => {
+    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+    return `rgba(${red}, ${green}, ${blue}, 0.16)`;
+  };
+
+  const look = () => {
+    const axis = {
+      gridcolor: color("grid"), zerolinecolor: color("grid"), linecolor: color("edge"), tickcolor: color("edge"),
+      automargin: true, title: { standoff: 10, font: { size: 12, color: color("quiet") } },
+    };
+    return {
+      layout: {
+        font: { family: color("sans"), size: 12, color: color("ink") },
+        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+        margin: { l: 54, r: 12, t: 12, b: 44 }, xaxis: axis, yaxis: axis,
+        hoverlabel: { bgcolor: color("surface"), bordercolor: color("edge"), font: { color: color("ink") }, align: "left" },
+        legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 11.5 } },
+        dragmode: touch.matches ? false : "zoom", separators: ".,",
+      },
+    };
+  };
+
+  // A curve of each line that is shown: of part "train" or "held_out".
+  const curve = (chart) => {
+    const axis = chosen("axis", "epoch");
+    const name = chart.choice ? chosen(chart.choice, chart.value) : chart.value;
+    const data = [];
+    report.lines.forEach((line, place) => {
+      const part = line[chart.part];
+      const y = part.values[name];
+      if (!y || hidden.has(String(place))) return;
+      const x = part.at[axis];
+      const ink = color("c" + line.color);
+      if (part.low?.[name]) {
+        data.push({
+          type: "scatter", mode: "lines", x: [...x, ...[...x].reverse()],
+          y: [...part.high[name], ...[...part.low[name]].reverse()],
+          fill: "toself", fillcolor: faint(ink), line: { width: 0 }, hoverinfo: "skip", showlegend: false,
+        });
+      }
+      const marked = chart.part === "held_out" && y.length <= 60;
+      data.push({
+        type: "scatter", mode: marked ? "lines+markers" : "lines", x, y, name: line.label,
+        line: { color: ink, dash: line.dash, width: report.lines.length > 8 ? 1.6 : 2.2, shape: chart.shape ?? "linear" },
+        marker: { symbol: line.symbol, size: 5.5 },
+        hovertemplate: `${line.shown}<br>%{x:,.4~g} ${AXES[axis]}: <b>%{y:.5~g}</b><extra></extra>`,
+      });
+    });
+    const powers = chart.powers ? { type: "log", tickvals: chart.powers, ticktext: chart.powers.map((n) => n.toLocaleString("en")) } : {};
+    return {
+      data,
+      layout: {
+        xaxis: { title: { text: AXES[axis] }, rangemode: "tozero" },
+        yaxis: { title: { text: report.names[name] ?? name }, ...powers },
+        showlegend: false, hovermode: "closest", uirevision: axis + name,
+      },
+    };
+  };
+
+  // Labels of several settings, one a line where there is little room for them.
+  const broken = (trace) => trace.orientation === "h" && narrow.matches
+    ? { ...trace, y: trace.y.map((label) => label.replaceAll(" · ", "<br>")) } : trace;
+
+  let drawn = 0;
+  const draw = async (div) => {
+    const chart = report.charts[div.dataset.chart];
+    const figure = chart.part ? curve(chart) : { data: painted(chart.data).map(broken), layout: painted(chart.layout) };
+    const tall = narrow.matches && figure.data[0]?.orientation === "h" ? 52 * figure.data[0].y.length + 130 : 0;
+    div.dataset.height ??= parseInt(div.style.height, 10);
+    div.style.height = `${Math.max(tall, Number(div.dataset.height))}px`;
+    const layout = { ...figure.layout, template: look(), height: div.clientHeight, autosize: true };
+    await Plotly.react(div, figure.data, layout, {
+      displaylogo: false, responsive: true, displayModeBar: touch.matches ? false : "hover",
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+      toImageButtonOptions: { filename: div.dataset.chart, scale: 2 },
+    });
+    if (!div.dataset.drawn) drawn += 1;
+    div.dataset.drawn = "true";
+  };
+  const charts = [...document.querySelectorAll("[data-chart]")];
+  const redraw = (which) => Promise.all(charts.filter(which).map(draw));
+  const isCurve = (div) => Boolean(report.charts[div.dataset.chart].part);
+
+  // Switches.
+  for (const input of document.querySelectorAll(".controls input")) {
+    input.addEventListener("change", () => redraw(isCurve));
+  }
+  const boxes = [...document.querySelectorAll('input[name="line"]')];
+  const show = () => {
+    hidden.clear();
+    for (const box of boxes) if (!box.checked) hidden.add(box.value);
+    redraw(isCurve);
+  };
+  for (const box of boxes) box.addEventListener("change", show);
+  for (const button of document.querySelectorAll("[data-lines]")) {
+    button.addEventListener("click", () => {
+      for (const box of boxes) box.checked = button.dataset.lines === "all";
+      show();
+    });
+  }
+
+  // The table: sorted by a click or a key on a header, and searched.
+  const table = document.getElementById("all-runs");
+  const body = table.tBodies[0];
+  const rows = [...body.rows];
+  const order = (row, column) => row.cells[column].dataset.order ?? row.cells[column].textContent;
+  [...table.tHead.rows[0].cells].forEach((head, column, heads) => {
+    head.querySelector("button").addEventListener("click", () => {
+      const up = head.getAttribute("aria-sort") !== "ascending";
+      for (const other of heads) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const compare = (one, two) => {
+        const [a, b] = [order(one, column), order(two, column)];
+        if (a === "" || b === "") return (a === "") - (b === "");  // what is unknown comes last, either way
+        const by = isNaN(a) || isNaN(b) ? a.localeCompare(b, undefined, { numeric: true }) : a - b;
+        return up ? by : -by;
+      };
+      body.append(...rows.sort(compare));
+    });
+  });
+  document.getElementById("filter")?.addEventListener("input", (event) => {
+    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of rows) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+    }
+    document.getElementById("found").textContent = words.length ? `${rows.filter((row) => !row.hidden).length} found` : "";
+  });
+
+  for (const button of document.querySelectorAll("[data-copies]")) {
+    button.addEventListener("click", async () => {
+      const source = document.getElementById(button.dataset.copies);
+      try {
+        await navigator.clipboard.writeText(source.textContent);
+        button.textContent = "Copied";
+        document.getElementById("told").textContent = "The commands are copied.";
+        setTimeout(() => { button.textContent = "Copy"; }, 2000);
+      } catch {
+        getSelection().selectAllChildren(source);  // a page from a file may not write to the clipboard
+      }
+    });
+  }
+
+  // The section that is being read, in the bar.
+  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      for (const link of links.values()) link.removeAttribute("aria-current");
+      links.get(entry.target.id)?.setAttribute("aria-current", "true");
+    }
+  }, { rootMargin: "-20% 0px -70% 0px" });
+  for (const section of document.querySelectorAll("main section")) seen.observe(section);
+
+  // Other light, other width, paper.
+  dark.addEventListener("change", () => redraw(() => true));
+  narrow.addEventListener("change", () => redraw(() => true));
+  addEventListener("beforeprint", () => { root.classList.add("paper"); redraw(() => true); });
+  addEventListener("afterprint", () => { root.classList.remove("paper"); redraw(() => true); });
+
+  // One chart at a time, so that the page can be read and scrolled meanwhile.
+  (async () => {
+    for (const div of charts) {
+      await draw(div);
+      await new Promise((resolve) => setTimeout(resolve));
+    }
+    root.dataset.ready = String(drawn);
+  })();
+})();
