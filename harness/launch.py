@@ -10,17 +10,22 @@ from harness import configfile
 from harness.engines.attend import attend
 from harness.engines.conclusion import Aftermath
 from harness.engines.job import Engine, Job
+from harness.errors import LaunchError
 
 _STOPPING = "stopping: every rank writes a checkpoint; once more ends them at once"
 
 
-def main(path: str, overrides: Sequence[str], dry_run: bool) -> int:
-    """Start the experiment of ``path`` on the engine of its ``launch`` section and follow it to its end, or print what
-    would be started. Returns the run's exit code."""
+def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = False) -> int:
+    """Start the experiment of ``path`` on the engine of its ``launch`` section and follow it to its end; or print what
+    would be started; or hand it over and print its name there. Returns the run's exit code, 0 for one that is not
+    followed."""
     job = plan(path, overrides)
     engine = engine_of(job)
     if dry_run:
         print(engine.render(job), end="")
+        return 0
+    if detach:
+        print(_hand_over(job, engine))
         return 0
     aftermath = Aftermath(job.folder, job.world_size)
     conclusion = aftermath.conclude(attend(engine.start(job), _STOPPING))
@@ -36,3 +41,16 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
 def engine_of(job: Job) -> Engine:
     engine: Engine = importlib.import_module(f"harness.engines.{job.settings.engine}")  # type: ignore[assignment]
     return engine
+
+
+def _hand_over(job: Job, engine: Engine) -> str:
+    """Start ``job`` where it goes on without this process; its name there."""
+    submit = getattr(engine, "submit", None)
+    if submit is None:
+        raise LaunchError(
+            f"engine {job.settings.engine} ends with harness launch, so --detach means nothing to it",
+            where=job.path,
+            hint="nohup harness launch … &, or another engine: slurm",
+        )
+    name: str = submit(job)
+    return name

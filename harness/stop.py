@@ -16,6 +16,8 @@ from types import FrameType
 from harness.runtime import Runtime
 
 PERIOD_S = 0.5  # between two questions whether anybody wants to stop
+_AHEAD = signal.SIGUSR1  # what a scheduler sends ahead of its limit, once; harness.cli holds it back until here
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, _AHEAD)
 
 
 class Stop:
@@ -71,7 +73,7 @@ class Stop:
 
 @contextmanager
 def on_signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM and SIGINT request a stop while the body runs; the handlers before are put back after it."""
+    """SIGTERM, SIGINT and SIGUSR1 request a stop while the body runs; what was before is put back after it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers; whoever runs us in another one stops us by other means
         return
@@ -79,9 +81,11 @@ def on_signals(stop: Stop) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         stop.request(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {_AHEAD})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -73,17 +73,35 @@ def test_settling_counts_every_request_so_far(asking):
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_signals_ask_for_a_stop_and_are_put_back(number):
     stop = Stop(Runtime())
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(one) for one in NUMBERS]
     with suppress(ZeroDivisionError), on_signals(stop):
         assert not stop.agreed()
         signal.raise_signal(number)
         assert stop.agreed()
         assert stop.reason == signal.Signals(number).name
         raise ZeroDivisionError
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [signal.getsignal(one) for one in NUMBERS] == before
+
+
+def test_a_schedulers_word_that_came_too_early_is_heard():
+    """It is held back while modules are imported, and what comes after the end does no harm."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        stop = Stop(Runtime())
+        with on_signals(stop):
+            assert stop.agreed()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.SIGUSR1 in signal.sigpending()
+        signal.sigwait({signal.SIGUSR1})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def test_in_another_thread_signals_are_left_alone():
@@ -118,6 +136,7 @@ def _end_a_loader_process(by_parent: bool) -> bool:
     """Whether a child that follows a loader process's rules ends, within two seconds, of SIGTERM."""
     child = _started_loader_process()
     os.kill(child.pid, signal.SIGINT)
+    os.kill(child.pid, signal.SIGUSR1)
     if by_parent:
         os.kill(child.pid, signal.SIGTERM)
     else:

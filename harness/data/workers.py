@@ -14,10 +14,12 @@ def in_loader_worker(_: int) -> None:
     """Signal rules of a loader process: only its parent ends it.
 
     Launchers and schedulers signal every process of a rank. A loader that died of it would fail the rank, which is
-    about to write its checkpoint; so Ctrl-C is ignored, and SIGTERM too unless it comes from the parent. A parent that
-    was killed takes it along within a second: until then it holds the parent's connections open, and no peer notices.
+    about to write its checkpoint; so Ctrl-C and SIGUSR1 are ignored, and SIGTERM too unless it comes from the parent.
+    A parent that was killed takes it along within a second: until then it holds the parent's connections open, and no
+    peer notices.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rank = multiprocessing.parent_process()
     if sys.platform == "linux" and rank is not None:  # elsewhere a signal's sender is not told
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
