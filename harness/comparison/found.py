@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.comparison import results, sameness, settings
+from harness.comparison.pace import Pace, pace
 from harness.comparison.results import Evaluations, Guesses, Metric, Spread
 from harness.comparison.sameness import Sameness
 from harness.comparison.settings import Settings
@@ -29,7 +30,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Found:
-    """``pair``, ``metrics`` and ``guesses``: of two single runs. ``by_seed`` and ``spreads``: of groups."""
+    """``pair``, ``metrics``, ``paces`` and ``guesses``: of two single runs. ``by_seed`` and ``spreads``: of groups."""
 
     one: Side
     other: Side
@@ -37,6 +38,7 @@ class Found:
     pair: Sameness | None
     metrics: list[Metric]
     evaluations: tuple[Evaluations, Evaluations]
+    paces: tuple[Pace, Pace]
     guesses: Guesses | None
     why_no_guesses: str
     by_seed: dict[Any, Sameness]
@@ -97,11 +99,12 @@ def compare(one: Side, other: Side) -> Found:
     """Compare two runs; or two groups: their runs of the same seed, and what they came to over all seeds."""
     mine, theirs = ([results.evaluations(run) for run in side.runs] for side in (one, other))
     told = settings.compare(one.runs[0], other.runs[0])
+    paces = pace(one.runs[0]), pace(other.runs[0])
     if len(one.runs) == len(other.runs) == 1:
         pair = sameness.compare(one.runs[0], other.runs[0])
         guesses, why = results.guesses(one.runs[0].path, other.runs[0].path)
         metrics = results.metrics(mine[0], theirs[0])
-        return Found(one, other, told, pair, metrics, (mine[0], theirs[0]), guesses, why, {}, {})
+        return Found(one, other, told, pair, metrics, (mine[0], theirs[0]), paces, guesses, why, {}, {})
     partners = dict(zip(other.seeds, other.runs, strict=True))
     by_seed = {
         name: sameness.compare(run, partners[name])
@@ -109,7 +112,7 @@ def compare(one: Side, other: Side) -> Found:
         if name in partners
     }
     spreads = {of: results.spreads(mine, theirs, best=of == "best") for of in ("best", "final")}
-    return Found(one, other, told, None, [], (mine[0], theirs[0]), None, "", by_seed, spreads)
+    return Found(one, other, told, None, [], (mine[0], theirs[0]), paces, None, "", by_seed, spreads)
 
 
 def as_plain(found: Found) -> dict[str, Any]:
@@ -135,6 +138,7 @@ def as_plain(found: Found) -> dict[str, Any]:
         "settings": asdict(found.settings),
         "sameness": asdict(found.pair) if found.pair else None,
         "evaluations": [asdict(evaluation) for evaluation in found.evaluations] if found.pair else None,
+        "paces": [asdict(pace) for pace in found.paces] if found.pair else None,
         "metrics": [asdict(metric) for metric in found.metrics],
         "guesses": asdict(found.guesses) if found.guesses else None,
         "why_no_guesses": found.why_no_guesses,

@@ -1,0 +1,66 @@
+"""docs/compare.md: its commands are typed, with three steps of training instead of ten epochs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+
+from harness.cli import main
+from harness.data import digits
+from tests.conftest import ROOT
+from tests.ranks import start, wait_for
+
+PAGE = (ROOT / "docs" / "compare.md").read_text()
+BLOCKS = [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
+SHORT = ["train.max_steps=3", "train.log_every=1", "data.num_workers=0"]
+
+
+def _drive(words: list[str]) -> None:
+    from harness.cli import drive
+
+    raise SystemExit(drive(words))
+
+
+def unrolled(line: str) -> list[str]:
+    """The commands of ``for NAME in WORDS; do COMMAND; done``, or the line itself."""
+    loop = re.fullmatch(r"for (\w+) in ([^;]+); do (.*); done", line)
+    return [loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()] if loop else [line]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder like the project's, with the digits in it."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    digits.write(tmp_path / "data" / "digits")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["two runs", "seeds"])
+def test_what_the_page_types(place, block, capsys):
+    compared = 0
+    for line in (command for written in block for command in unrolled(written)):
+        words = shlex.split(line)
+        if words[:2] == ["python", "driver.py"]:
+            assert wait_for([start(_drive, ([*words[2:], *SHORT],))], 60) == [0], line
+        else:
+            assert words[:2] == ["harness", "compare"]
+            assert main(words[1:]) == 1
+            out = capsys.readouterr().out
+            assert (
+                json.loads(out)["same"] is False if "--json" in words else re.search(r"optimizer\.lr +0\.1 +0\.05", out)
+            )
+            compared += 1
+    assert compared
+    if block is BLOCKS[1]:
+        assert "over 3 and 3 seeds" in out
+        assert re.search(r"top1 +[\d.]+ ± [\d.]+ +[\d.]+ ± [\d.]+", out)
+
+
+def test_every_block_is_known():
+    assert len(BLOCKS) == 2
+    assert all("harness compare" in "".join(block) for block in BLOCKS)
