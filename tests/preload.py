@@ -8,3 +8,7 @@ import harness.train  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import harness.sweep.command
+    import harness.sweep.runner  # noqa: F401

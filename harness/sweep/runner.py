@@ -74,11 +74,11 @@ class Runner:
                 self._obey()
                 if not self._stopping:
                     self._start_what_fits()
+                self._take_note()
+                if not self._running:  # and there was room for any trial
+                    return not self._stopping
                 for running in list(self._running.values()):
                     self._look_after(running)
-                self._take_note()
-                if not self._running and (self._stopping or not self._next):
-                    return not self._stopping
                 time.sleep(_POLL_S)
         finally:
             self._abandon()

@@ -1,0 +1,80 @@
+"""Sweeps in processes of their own, over a small experiment, with trials that are quick to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.sweep.slots import Machine
+from tests.fixtures import settings, write_rows, write_yaml
+from tests.ranks import start, wait_for
+
+FAKE = Path(__file__).with_name("fake_trial.py")
+
+
+def write_base(folder: Path, **sections: Any) -> Path:
+    """``base.yaml`` in ``folder``, over a few images of its own."""
+    if not (folder / "train.csv").exists():
+        write_rows(folder, "train", 12)
+        write_rows(folder, "eval", 6)
+    return write_yaml(folder / "base.yaml", settings(folder, **{"train": {"epochs": 4}, **sections}))
+
+
+def write_sweep(folder: Path, **content: Any) -> Path:
+    """``sweep.yaml`` over ``base.yaml``; ``set_`` stands for ``set``."""
+    tree = {"name": "tried", "output": str(folder), "base": "base.yaml"}
+    tree |= {key.rstrip("_"): value for key, value in content.items()}
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+def begin(folder: Path, *words: str, cores: int = 2, gpus: tuple[str, ...] = (), fake: bool = True) -> Any:
+    """Start ``harness sweep -c FOLDER/sweep.yaml WORDS`` on a machine of ``cores``; its terminal is terminal.txt."""
+    return start(_sweep, (str(folder), words, Machine(cores, gpus), fake))
+
+
+def sweep(folder: Path, *words: str, timeout_s: float = 60, **machine: Any) -> int:
+    """Run it to its end; return its exit code."""
+    return wait_for([begin(folder, *words, **machine)], timeout_s)[0]
+
+
+def _sweep(folder: str, words: tuple[str, ...], machine: Machine, fake: bool) -> None:
+    terminal = os.open(f"{folder}/terminal.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from harness import cli
+    from harness.sweep import process, runner
+
+    Machine.this = classmethod(lambda cls, visible: machine)  # type: ignore[method-assign,assignment]
+    if fake:
+        real = process.command
+        process.command = lambda *args: [sys.executable, "-S", str(FAKE), *real(*args)[4:]]
+        runner._POLL_S = 0.02
+    raise SystemExit(cli.main(["sweep", "-c", f"{folder}/sweep.yaml", *words]))
+
+
+def told(folder: Path) -> str:
+    """What the sweeps in ``folder`` have said so far."""
+    return (folder / "terminal.txt").read_text()
+
+
+def table(folder: Path, name: str = "tried") -> list[dict[str, Any]]:
+    """The trials of ``sweep.json``."""
+    trials: list[dict[str, Any]] = json.loads((folder / name / "sweep.json").read_text())["trials"]
+    return trials
+
+
+def states(folder: Path) -> list[str]:
+    return [trial["state"] for trial in table(folder)]
+
+
+def starts(folder: Path, number: int) -> int:
+    """How often a trial was started."""
+    return len((folder / "tried" / "trials" / f"{number:04d}" / "starts.txt").read_text())
