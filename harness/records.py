@@ -280,21 +280,20 @@ def _line(text: bytes) -> Any:
 
 def _parsed(text: bytes) -> tuple[pa.Table, str]:
     """The lines of ``text`` as a table, and what was wrong with them."""
-    whole, _, last = text.rpartition(b"\n")
-    if last:
-        whole, problem = (text, "") if isinstance(_line(last), dict) else (whole, _HALF)
-    else:
-        problem = ""
-    if not whole.strip():
+    end, problem = text.rfind(b"\n") + 1, ""
+    if end < len(text):
+        if isinstance(_line(text[end:]), dict):
+            text += b"\n"
+        else:
+            text, problem = text[:end], _HALF
+    if not text or text.isspace():
         return _KNOWN.empty_table(), problem
-    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(whole) + 1, 1 << 20))
+    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(text), 1 << 20))
     try:
-        table = pyarrow.json.read_json(
-            pa.BufferReader(whole + b"\n"), reading, pyarrow.json.ParseOptions(explicit_schema=_KNOWN)
-        )
-        return table, problem
+        parsing = pyarrow.json.ParseOptions(explicit_schema=_KNOWN)
+        return pyarrow.json.read_json(pa.BufferReader(text), reading, parsing), problem
     except pa.ArrowInvalid:
-        return _line_by_line(whole.split(b"\n"), problem)
+        return _line_by_line(text.split(b"\n"), problem)
 
 
 def _line_by_line(lines: Sequence[bytes], problem: str) -> tuple[pa.Table, str]:
