@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import assemble, configfile
+from harness import assemble, configfile, devices
 from harness.data.loader import MicroBatch
 from harness.evaluate import prepare
 from harness.folder import RunFolder
 from harness.loop import step
 from harness.run import Run
-from harness.runtime import Launch, Runtime, choose_device, open_runtime
+from harness.runtime import Launch, Runtime, open_runtime
 from harness.sharded import local
 from harness.stop import Stop
 
@@ -77,7 +77,7 @@ def _runtime(part: Part, device: str) -> Iterator[Runtime]:
         with open_runtime(launch, device, _TIMEOUT_S) as runtime:
             yield runtime
         return
-    target = choose_device(device, launch)
+    target = devices.choose(device, launch.local_rank, launch.local_world_size)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if part.messages == "none":

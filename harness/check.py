@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness import assemble, configfile, optim, parallel, precision
+from harness import assemble, configfile, devices, optim, parallel, precision
 from harness.errors import HarnessError
-from harness.runtime import Launch, Runtime, choose_device
+from harness.runtime import Runtime
 from harness.trackers import mirrors
 
 
@@ -31,7 +31,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
             problems.append(error)
             return None
 
-    device = look(choose_device, config.runtime.device, Launch())
+    device = look(devices.choose, config.runtime.device, 0, 1)
     chosen = look(precision.choose, config.precision, device, config.needs_our_amp) if device else None
     task = look(assemble.open_task, config, Runtime())
     size = look(assemble.sizes, config, len(task.train), world_size) if task else None

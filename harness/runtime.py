@@ -12,9 +12,11 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +24,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from harness import devices
 from harness.errors import HarnessError, LaunchError
 from harness.network import interface_towards
 
 Value = TypeVar("Value")
 
+_PATIENCE_S = 5.0  # between two signs of life while something takes long
 _BY = "HARNESS_LAUNCHED_BY"
 _STORE_IS_HELD = "TORCHELASTIC_USE_AGENT_STORE"
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -260,6 +264,28 @@ class Runtime:
         if mine is not None:
             raise mine
 
+    def patiently(self, doing: str, work: Callable[[], Value]) -> Value:
+        """This rank's ``work()``, which may take longer on some rank than a wait for a peer may: the ranks tell one
+        another every few seconds that they live. An error of any rank becomes that of every rank. Collective."""
+        if self.world_size == 1:
+            return work()
+        future: Future[Value] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        Thread(
+            target=run, name="harness-patience", daemon=True
+        ).start()  # if a peer dies meanwhile, nobody waits for it
+        pause_s = 0.05
+        while not all(self.gather(not wait([future], pause_s).not_done)):
+            pause_s = min(2 * pause_s, _PATIENCE_S)
+        with self.together(doing):
+            return future.result()
+
     def all_equal(self, value: Value, what: str, hint: str = "") -> Value:
         """``value``, after making sure that every rank holds the same; raises LaunchError naming the odd one out."""
         for rank, other in enumerate(self.gather(value)):
@@ -275,21 +301,6 @@ def _portable(error: Exception) -> HarnessError:
     if isinstance(error, HarnessError):
         return error
     return HarnessError(f"{type(error).__name__}: {error}")
-
-
-def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """The device of this rank: the CUDA device of its local rank where there is one, else the CPU."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if launch.local_world_size > count or launch.local_rank >= count:
-        raise LaunchError(
-            f"{launch.local_world_size} process(es) of this node want a CUDA device each; there are {count} here",
-            hint=f"start at most {count} processes on this node"
-            if count
-            else "use runtime.device=cpu, or install a CUDA build of torch and a driver",
-        )
-    return torch.device("cuda", launch.local_rank)
 
 
 def _meet(launch: Launch, timeout_s: float) -> Any:
@@ -309,7 +320,7 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
 
     gloo carries CPU tensors and nccl CUDA tensors, in one group. ``timeout_s`` bounds every wait for a peer.
     """
-    target = choose_device(device, launch)
+    target = devices.choose(device, launch.local_rank, launch.local_world_size, dealt=launch.by == "srun")
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if launch.world_size == 1:
@@ -330,6 +341,8 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
         ) from None
     runtime = Runtime(launch, target, store, _control=dist.new_group(backend="gloo", timeout=timeout))
     try:
+        if target.type == "cuda":
+            devices.check_own(runtime.gather((runtime.host, devices.card(target))))
         yield runtime
     finally:
         # After a failure peers may be gone, and nccl would wait for them. gloo does not, and aborts if it is left open.

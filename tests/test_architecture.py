@@ -16,11 +16,12 @@ from tests.conftest import ROOT
 
 # From the ground up. A module imports from layers below its own, never from its own or above.
 LAYERS = [
-    {"section", "errors", "files"},
-    {"engines.settings", "ends"},
+    {"section", "errors", "files", "outbox", "courier"},
+    {"engines.settings", "ends", "devices"},
     {
         "version",
         "network",
+        "url_folder",
         "rng",
         "console",
         "config",
@@ -49,7 +50,7 @@ LAYERS = [
     {"configfile"},
     {"folder", "generate", "saved"},
     {"checkpoint", "engines"},
-    {"run", "comparison"},
+    {"run", "comparison", "mirrored"},
     {"assemble", "evaluate", "compare"},
     {"loop", "check", "predictions", "doctor"},
     {"train", "predict", "export", "bench_case", "launch", "sweep"},
@@ -87,6 +88,9 @@ ONLY = {
     "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
     "sharded": set(),
     "records": {"errors"},
+    "outbox": set(),
+    "courier": set(),
+    "url_folder": {"errors"},
     "report": {"errors", "version", "files", "config", "records"},
     "comparison": {"errors", "config", "records", "trackers", "checkpoint"},
     "compare": {"errors", "files", "comparison"},
@@ -269,6 +273,7 @@ def test_who_touches_the_environment():
         "apex.local_rank",  # what a launcher tells the script that harness.apex runs
         "rng",  # CUBLAS_WORKSPACE_CONFIG
         "data.cache",  # where the user's cache is
+        "devices",  # slices of a GPU have no other name
         "engines.local",  # which the ranks inherit
         "engines.flyte",  # which the runner and its ranks inherit
         "engines.flyte_task",  # which the ranks inherit
@@ -313,6 +318,7 @@ ASKS_WHETHER_FIRST = {
     "trackers.mirrors.make": "writes",
     "train.main": "tells what is wrong before the ranks meet",
     "train.prepare_folder": "writes",
+    "train.deliver": "has written",
     "train.announce": "writes",
 }
 

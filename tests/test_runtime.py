@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.errors import DataError, LaunchError
-from harness.runtime import Launch, Runtime, choose_device, detect, first_host, open_runtime
+from harness.runtime import Launch, Runtime, detect, first_host, open_runtime
 from tests.ranks import free_port, run_ranks, start
 
 TORCH = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
@@ -160,22 +160,6 @@ def test_first_host(nodes, first):
 def test_node_list_that_cannot_be_read(nodes):
     with pytest.raises(LaunchError, match="cannot be read"):
         first_host(nodes)
-
-
-# Device
-
-
-def test_choose_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto", Launch()).type == "cpu"
-    with pytest.raises(LaunchError, match="there are 0 here"):
-        choose_device("cuda", Launch())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", Launch(local_rank=1)) == torch.device("cuda", 1)
-    assert choose_device("cpu", Launch(local_rank=1)).type == "cpu"
-    with pytest.raises(LaunchError, match="start at most 2 processes"):
-        choose_device("auto", Launch(local_rank=2))
 
 
 # Collectives
