@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness import configfile, optim, parallel, precision, rng
+from harness import configfile, mirrored, optim, parallel, precision, rng
 from harness.checkpoint import Checkpoints, damage
 from harness.config import Config
 from harness.console import Progress
@@ -177,7 +177,7 @@ def restore(run: Run) -> None:
         path = find_checkpoint(run) if run.runtime.rank == 0 else None
     path, ours = run.runtime.from_first((path, path is not None and path.parent == run.folder.checkpoints))
     if path is not None:  # ranks without a disk in common have it at places of their own
-        path = run.folder.checkpoints / path.name if ours else Path(run.config.checkpoint.resume)
+        path = run.folder.checkpoints / path.name if ours else mirrored.borrowed(run.config)
     with run.runtime.together("restoring"):
         if path is not None:
             run.restore(path)
@@ -198,7 +198,7 @@ def find_checkpoint(run: Run) -> Path | None:
         return newest
     if wanted == "auto":
         return None
-    path = Path(wanted)
+    path = mirrored.borrowed(run.config)
     if not path.is_dir():
         raise ConfigError(
             f"there is no checkpoint folder {wanted}",

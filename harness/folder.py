@@ -32,11 +32,25 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
     )
 
 
+def own_checkpoint(resume: str) -> ConfigError:
+    return ConfigError(
+        f"{resume} is a checkpoint of the very run that is to go on from it",
+        where="checkpoint.resume",
+        hint="auto goes on from the newest one; to go back to an earlier one, give the new run a name=NAME",
+    )
+
+
 class RunFolder:
-    """Paths of one run, and its small files."""
+    """Paths of one run, and its small files.
+
+    ``join``, ``changed``, ``deliver`` and ``leave`` are for a run that is kept somewhere else (``harness.mirrored``):
+    here all that is written has arrived.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.where = str(path)  # for people
+        self.begun: Any = None  # what ``claim`` has to tell the other ranks, for ``join``
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
@@ -50,27 +64,35 @@ class RunFolder:
         """
         told = ""
         if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
-            raise ConfigError(
-                f"{config.checkpoint.resume} is a checkpoint of the very run that is to go on from it",
-                where="checkpoint.resume",
-                hint="auto goes on from the newest one; to go back to an earlier one, give the new run a name=NAME",
-            )
+            raise own_checkpoint(config.checkpoint.resume)
         if (saved := self.path / "config.yaml").exists():
             told = self._continue_or_move(saved, config)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             write_atomically(self.path / "config.yaml", configfile.to_text(config))
-            (self.path / "failure.json").unlink(missing_ok=True)
-            ends.forget(self.logs)
+            self.forget()
         except OSError as error:
             raise cannot_write(self.path, error) from None
         return told
+
+    def forget(self) -> None:
+        """Remove what tells how an earlier start ended."""
+        (self.path / "failure.json").unlink(missing_ok=True)
+        ends.forget(self.logs)
 
     def _continue_or_move(self, saved: Path, config: Config) -> str:
         difference = recipe_difference(_saved_tree(saved), configfile.as_tree(config))
         if config.checkpoint.resume != "never" and not difference:
             return ""
+        aside = self._move_aside()
+        changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
+        changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
+        why = f"its recipe differs ({changes})" if difference else "checkpoint.resume=never"
+        return f"the earlier run was moved to {aside}: {why}"
+
+    def _move_aside(self) -> str:
+        """Give what is there the next free name, NAME.1 or another; return where it is now."""
         number = next(n for n in range(1, sys.maxsize) if not self.path.with_name(f"{self.path.name}.{n}").exists())
         aside = self.path.with_name(f"{self.path.name}.{number}")
         try:
@@ -81,10 +103,19 @@ class RunFolder:
                 where=str(self.path),
                 hint="name this one with name=NAME",
             ) from None
-        changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
-        changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
-        why = f"its recipe differs ({changes})" if difference else "checkpoint.resume=never"
-        return f"the earlier run was moved to {aside}: {why}"
+        return str(aside)
+
+    def join(self, rank: int, begun: Any) -> None:
+        """Have what ``rank`` needs of the run that rank 0 has claimed. Every rank calls it, after that."""
+
+    def changed(self) -> None:
+        """Something of weight was written: a checkpoint, or results. Only one rank calls it."""
+
+    def deliver(self) -> None:
+        """Wait until all that is written is where it is to be. Only one rank calls it."""
+
+    def leave(self, rank: int, done: bool) -> None:
+        """The last that ``rank`` does with the folder. ``done``: the run has come to its end."""
 
     def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> None:
         """Add this start to ``provenance.json``."""

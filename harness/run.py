@@ -111,7 +111,7 @@ class Run:
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss became {loss} within the last {steps} steps (step {state.step}, epoch {state.epoch})",
-                where=str(self.folder.path),
+                where=self.folder.where,
                 hint="lower optimizer.lr, set train.clip_norm or a warm-up, or train.on_nan=skip; "
                 "the same recipe goes on from the last checkpoint",
             )
@@ -119,7 +119,7 @@ class Run:
             raise TrainingError(
                 f"{state.skipped_in_a_row} steps in a row were skipped for gradients that are not finite "
                 f"(loss scale {self.precision.loss_scale():g})",
-                where=str(self.folder.path),
+                where=self.folder.where,
                 hint="try precision.opt_level=O4 (bfloat16) or O0; if that fails too, the data or the model yields NaN",
             )
 
@@ -171,6 +171,7 @@ class Run:
                         "data": self.task.fingerprint,
                     },
                 )
+                self.folder.changed()
         self.saved_step = self.state.step
 
     def _whole(self, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
@@ -295,6 +296,7 @@ class Run:
                      "samples": state.rows, "skipped": state.skipped, "bad_rows": state.bad_rows,
                      "wall_s": self.wall_s(), "world_size": self.runtime.world_size, "amp": self.precision.backend}
                 )  # fmt: skip
+                self.folder.changed()
 
     def close(self) -> None:
         self.progress.stop()

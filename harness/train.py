@@ -8,11 +8,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
-from harness import assemble, configfile, console, ends, loop, predictions
+from harness import assemble, configfile, console, ends, loop, mirrored, predictions
 from harness.config import Config
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
 from harness.folder import RunFolder, cannot_write, failure_report
@@ -60,9 +59,10 @@ def main(
 
 def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int:
     """One rank's part of a run. A failure is reported before it is raised, so that the peers hear of it."""
-    folder = RunFolder(Path(config.output) / config.name)
+    folder = mirrored.run_folder(config)
     stop = Stop(runtime)
     run: Run | None = None
+    code = EXIT_FAILURE
 
     def last_words(
         exit_code: int, how: str, doing: str = "", reason: str = "", at: float = 0.0, everything: str = ""
@@ -79,6 +79,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             run = assemble.build(config, runtime, folder, stop)
             announce(run)
             done = loop.train(run) and predictions.of_run(run)
+            deliver(folder, runtime, done)
             finish(run, done)
             runtime.barrier()
             code = EXIT_DONE if done else EXIT_STOPPED
@@ -93,6 +94,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
         finally:
             if run is not None:
                 run.close()
+            folder.leave(runtime.rank, code == EXIT_DONE)
     return code
 
 
@@ -114,17 +116,32 @@ def let_go(launch: Launch, stop: Stop) -> None:
 
 
 def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
-    told = ""
-    with runtime.together("preparing the run folder"):
-        if runtime.rank == 0:
-            told = folder.claim(config)
+    """The run folder as this start's, on every rank. Collective."""
+    told = runtime.patiently("preparing the run folder", lambda: folder.claim(config) if runtime.rank == 0 else "")
+    begun = runtime.from_first(folder.begun)
+    runtime.patiently("fetching the run", lambda: folder.join(runtime.rank, begun))
+    runtime.patiently("fetching the checkpoint to resume from", lambda: mirrored.borrow(config))
     with runtime.together("opening the logs"):
         try:
+            if runtime.launch.local_rank == 0 < runtime.rank:
+                folder.forget()  # another machine has a folder of its own where the disk is not shared
             console.to_file(folder.logs, runtime.rank)
         except OSError as error:
             raise cannot_write(folder.logs, error) from None
     if told:
         log.info(told)
+
+
+def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
+    """Wait until everything is where the run is kept. A run that was stopped before its end only tells that something
+    did not arrive: the same command goes on from what did. Collective."""
+    try:
+        runtime.patiently("bringing the results home", lambda: folder.deliver() if runtime.rank == 0 else None)
+    except HarnessError as error:
+        if done:
+            raise
+        if error.told_by in (None, runtime.rank):
+            log.error("error: %s", error)
 
 
 def announce(run: Run) -> None:
@@ -134,7 +151,7 @@ def announce(run: Run) -> None:
     topology = runtime.gather(f"{runtime.host}: {runtime.device} ({card})")
     size = assemble.sizes(config, run.train_data.num_rows, runtime.world_size)
     facts = assemble.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
-    facts |= {"parallel": run.parallel.strategy, "launched by": runtime.launch.by, "run folder": run.folder.path}
+    facts |= {"parallel": run.parallel.strategy, "launched by": runtime.launch.by, "run folder": run.folder.where}
     for name, value in facts.items():
         log.info("%14s: %s", name, value)
     with runtime.together("recording provenance"):
@@ -161,7 +178,7 @@ def finish(run: Run, done: bool) -> None:
     log.info(
         "throughput: %.0f rows/s in training, %d rows in %.1f s in all", run.throughput(), state.rows, run.wall_s()
     )
-    log.info("run folder: %s", run.folder.path)
+    log.info("run folder: %s", run.folder.where)
 
 
 def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, error: Exception) -> int:
@@ -176,7 +193,7 @@ def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, err
     written = folder.failure(known or report)
     first = known or written  # where the ranks cannot talk any more, the file decides
     if first["rank"] != runtime.rank:
-        log.info("ended, since rank %s failed; %s tells why", first["rank"], folder.path / "failure.json")
+        log.info("ended, since rank %s failed; %s tells why", first["rank"], f"{folder.where}/failure.json")
         return int(first["exit_code"])
     if isinstance(shown, HarnessError):
         log.error("error: %s", shown)

@@ -62,7 +62,7 @@ def _facts(folder: Path, config: Config, text: str) -> Facts:
         run_id, started = secrets.token_hex(8), time.time()
         write_atomically(path, json.dumps({"id": run_id, "started": started}) + "\n")
     settings = flatten(config.model_dump(mode="json", by_alias=True))
-    return Facts(config.name, run_id, started, folder, Path(config.output), settings, text)
+    return Facts(config.name, run_id, started, folder, folder.parent, settings, text)
 
 
 class Mirrored:

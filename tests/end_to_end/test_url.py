@@ -1,0 +1,255 @@
+"""A run folder at a URL: killed at any moment, on machines that share nothing, a run goes on from the URL alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config, write_images
+from tests.end_to_end.processes import drive_in_terminal
+from tests.ranks import free_port, launch_environment, start, wait_for
+
+SETTINGS: dict[str, Any] = {
+    "model": {"name": "small_cnn", "args": {"width": 4, "dropout": 0.2, "batch_norm": True}},
+    "train": {"epochs": 2, "log_every": 2},
+    "checkpoint": {"every_steps": 3, "keep": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_images(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, data) -> dict[int, Path]:
+    """The folders of runs that nobody interrupts, by world size."""
+    folders = {}
+    for world_size in (1, 2):
+        config = write_config(tmp_path_factory.mktemp("unbroken") / str(world_size), data, **SETTINGS)
+        assert run(config, world_size) == [0] * world_size
+        folders[world_size] = config.parent / "runs" / "run"
+    return folders
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The address of an S3 server on this machine, with a bucket called ``bucket``."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install s3fs")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line a request
+    server.start()
+    host, port = server.get_host_and_port()
+    address = f"http://{host}:{port}"
+    fsspec.filesystem("s3", **_keys(address)).mkdir("bucket")
+    yield address
+    server.stop()
+
+
+def _keys(address: str) -> dict[str, Any]:
+    return {"key": "key", "secret": "secret", "client_kwargs": {"endpoint_url": address}, "skip_instance_cache": True}
+
+
+def s3_environment(address: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+class Place:
+    """Where runs are kept in a test: a URL, a way to look there, and what ranks need in their environment."""
+
+    def __init__(self, url: str, environ: dict[str, str] | None = None, **options: Any) -> None:
+        self.url, self.environ = url, environ or {}
+        self.fs, self.path = fsspec.core.url_to_fs(url, **options)
+
+    def bring(self, name: str, target: Path) -> Path:
+        """The run ``name`` as a folder of this machine."""
+        shutil.rmtree(target, ignore_errors=True)
+        self.fs.invalidate_cache()
+        self.fs.get(f"{self.path}/{name}/", f"{target}/", recursive=True)
+        return target
+
+    def names(self) -> set[str]:
+        self.fs.invalidate_cache()
+        return {path.removeprefix(f"{self.path}/") for path in self.fs.find(self.path)}
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request, tmp_path) -> Place:
+    if request.param == "file":
+        return Place(f"file://{tmp_path}/store/runs")
+    address = request.getfixturevalue("s3")
+    return Place(f"s3://bucket/{tmp_path.name}/runs", s3_environment(address), **_keys(address))
+
+
+class Upload(Kill):
+    """Dies of SIGKILL in the middle of its ``number``-th upload of a file whose name ends in ``name``."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(0, 0)
+        self.name, self.left = name, number
+
+    def arm(self) -> None:
+        from harness.url_folder import UrlFolder
+
+        put = UrlFolder.put
+
+        def half(folder: UrlFolder, source: Path, name: str, *rest: Any) -> None:
+            self.left -= name.endswith(self.name)
+            if self.left:
+                put(folder, source, name, *rest)
+                return
+            cut = source.with_name("half")
+            cut.write_bytes(source.read_bytes()[:100])
+            if folder._has_folders:  # an object store keeps nothing of an upload that was cut short
+                put(folder, cut, name + ".part", *rest)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        UrlFolder.put = half  # type: ignore[method-assign]
+
+
+def train(
+    config: Path, caches: list[Path], environ: dict[str, str], *overrides: str, kill: Kill | None = None
+) -> list[int]:
+    """The exit codes of a rank for each of ``caches``: machines that have no disk in common."""
+    port, world = free_port(), len(caches)
+    processes = []
+    for rank, cache in enumerate(caches):
+        place = launch_environment(rank, world, port) if world > 1 else {}
+        if len(set(caches)) > 1:
+            place |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        arguments = ["-c", str(config), "data.cache_dir=null", *overrides]
+        terminal = str(config.parent / f"terminal-{rank}.txt")
+        armed = kill if kill and kill.rank == rank else None
+        processes.append(
+            start(_drive, (arguments, terminal, armed), {**environ, **place, "APEX_HARNESS_CACHE": str(cache)})
+        )
+    return wait_for(processes, 90)
+
+
+def _drive(arguments: list[str], terminal: str, kill: Kill | None) -> None:
+    if kill is not None:
+        kill.arm()
+    drive_in_terminal(arguments, terminal)
+
+
+def said(config: Path, rank: int = 0) -> str:
+    return (config.parent / f"terminal-{rank}.txt").read_text()
+
+
+def test_two_machines_without_a_shared_disk(tmp_path, data, unbroken, place):
+    """Each rank has a cache of its own, which is lost with every kill: what a resume needs comes from the URL."""
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    caches = [tmp_path / "one", tmp_path / "two"]
+    for kill in (Kill(1, 4), Kill(0, 8, "evaluation"), Kill(0, 11, "save")):
+        codes = train(config, caches, place.environ, kill=kill)
+        assert codes[kill.rank] == -signal.SIGKILL, said(config)
+        assert codes[1 - kill.rank] == 70, said(config)
+        for cache in caches:
+            shutil.rmtree(cache)
+    caches.reverse()
+    assert train(config, caches, place.environ) == [0, 0], said(config)
+    there = place.bring("run", tmp_path / "there")
+    assert_same_run(unbroken[2], there)
+    assert (there / "predictions.csv").read_bytes() == (unbroken[2] / "predictions.csv").read_bytes()
+    assert {path.name for path in (there / "logs").iterdir()} == {
+        "rank-0.log", "rank-1.log", "rank-0.end.json", "rank-1.end.json",
+    }  # fmt: skip
+    assert said(config).count("resumed from") >= 2
+    assert [path for cache in caches for path in cache.rglob("*.pt")] == []  # done and arrived: the caches are empty
+    steps = {name.split("/")[2] for name in place.names() if "/step-" in name}
+    assert len(steps) <= 3, steps
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("state.pt", 2),
+        ("manifest.json", 2),
+        ("metrics.jsonl", 3),
+        ("latest", 2),
+        ("weights.safetensors", 1),
+        ("best", 1),
+    ],
+)
+def test_killed_in_an_upload(tmp_path, data, unbroken, name, number):
+    """Whatever file is on its way, the URL holds a whole state; with the cache gone, the run goes on from there."""
+    place = Place(f"file://{tmp_path}/store/runs")
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    assert train(config, [tmp_path / "cache"], {}, kill=Upload(name, number)) == [-signal.SIGKILL]
+    shutil.rmtree(tmp_path / "cache")
+    assert train(config, [tmp_path / "cache"], {}) == [0], said(config)
+    assert_same_run(unbroken[1], place.bring("run", tmp_path / "there"))
+
+
+def test_what_a_kill_kept_from_arriving_is_brought_by_the_next_start(tmp_path, data, unbroken, place):
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    cache = tmp_path / "cache"
+    assert train(config, [cache], place.environ, kill=Upload("state.pt", 1)) == [-signal.SIGKILL]
+    assert not any(name.endswith("manifest.json") for name in place.names())
+    kept = sorted(path.parent.name for path in cache.rglob("state.pt") if path.with_name("manifest.json").exists())
+    assert kept, "the run was killed before there was a checkpoint"
+    assert train(config, [cache], place.environ) == [0]
+    assert f"checkpoints/{kept[-1]}" in said(config)
+    assert "resumed from" in said(config)
+    assert_same_run(unbroken[1], place.bring("run", tmp_path / "there"))
+
+
+def test_a_cache_that_is_behind_is_not_believed(tmp_path, data, unbroken):
+    """The run went on elsewhere meanwhile; what lies here is of an earlier start."""
+    place = Place(f"file://{tmp_path}/store/runs")
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    assert train(config, [here], {}, kill=Kill(0, 5)) == [-signal.SIGKILL]
+    assert train(config, [elsewhere], {}, kill=Kill(0, 13)) == [-signal.SIGKILL]
+    shutil.rmtree(elsewhere)
+    assert train(config, [here], {}) == [0]
+    assert said(config).count("resumed from") == 2
+    assert_same_run(unbroken[1], place.bring("run", tmp_path / "there"))
+
+
+def test_another_recipe_moves_the_run_aside(tmp_path, data, place):
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    cache = [tmp_path / "cache"]
+    assert train(config, cache, place.environ) == [0]
+    before = {
+        path.name: path.read_bytes() for path in place.bring("run", tmp_path / "before").iterdir() if path.is_file()
+    }
+    assert train(config, cache, place.environ, "optimizer.lr=0.01", "train.epochs=1") == [0]
+    assert f"the earlier run was moved to {place.url}/run.1: its recipe differs (optimizer.lr 0.05 -> 0.01)" in said(
+        config
+    )
+    aside = place.bring("run.1", tmp_path / "aside")
+    assert {path.name: path.read_bytes() for path in aside.iterdir() if path.is_file()} == before
+    assert json.loads((place.bring("run", tmp_path / "now") / "summary.json").read_text())["epoch"] == 1
+    other = f"checkpoint.resume={place.url}/run.1/checkpoints/{(aside / 'checkpoints' / 'latest').read_text().strip()}"
+    assert train(config, cache, place.environ, other, "name=next", "train.epochs=3") == [0], said(config)
+    assert json.loads((place.bring("next", tmp_path / "next") / "summary.json").read_text())["epoch"] == 3
+    own = f"checkpoint.resume={place.url}/next/checkpoints/step-3"
+    assert train(config, cache, place.environ, own, "name=next") == [2]
+    assert "is a checkpoint of the very run" in said(config)
+
+
+def test_no_bucket_is_said_before_training(tmp_path, data, s3):
+    config = write_config(tmp_path / "run", data, **SETTINGS, output="s3://nowhere/runs")
+    cache = tmp_path / "cache"
+    assert train(config, [cache, cache], s3_environment(s3)) == [2, 2]
+    text = said(config)
+    assert "s3://nowhere/runs/run" in text
+    assert "is there such a bucket" in text
+    assert "epoch" not in text
+    assert "nowhere" not in str(fsspec.filesystem("s3", **_keys(s3)).ls(""))  # nor was it made
