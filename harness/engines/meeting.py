@@ -58,8 +58,8 @@ class Meeting:
             return LaunchError("torchrun started no rank; what it says is above")
         least = f"{self.min_nodes} to {self.nnodes}" if self.elastic else str(self.nnodes)
         return LaunchError(
-            f"torchrun started no rank: {least} machines did not meet at {self.host}:{self.port} within {self.wait_s} s, "
-            f"or one of them gave up; this one is {self.address}",
+            f"torchrun started no rank on {self.address}: {least} machines did not meet at {self.host}:{self.port} "
+            f"within {self.wait_s} s, or one of them gave up",
             hint="start the same command on every machine; the port must be free on the first and open to the others, "
             "and launch.interface (a name such as eth0) must lead to them",
         )
@@ -125,7 +125,7 @@ def _check_batch(job: Job, least: int) -> None:
         if batch.global_ % (nodes * unit):
             common = math.lcm(*(count * unit for count in range(least, settings.nnodes + 1)))
             raise LaunchError(
-                f"batch.global={batch.global_} cannot be dealt to the {nodes * settings.nproc} ranks of {nodes} machines",
+                f"batch.global={batch.global_} cannot be dealt to {nodes} machines with {settings.nproc} ranks each",
                 where=job.path,
                 hint=f"for {least} to {settings.nnodes} machines, a multiple of {common}; or batch.per_rank",
             )

@@ -1,0 +1,201 @@
+"""Several machines under torchrun's launchers, as ``harness launch`` starts them: the same weights as on one, machines
+that are lost and that join, and cables that are cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from tests.end_to_end.experiment import assert_same_run, losses, record, run, write_config, write_images
+from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
+from tests.engines.nodes import ADDRESSES, cut, mend, two_nodes
+
+START_S = 90  # until two machines train, each with a process to follow it, a launcher and a rank: six times torch
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with two_nodes() as names:
+        yield names
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("stripes"))
+
+
+class Experiment:
+    """A run that is slow until ``hurry``, and the same run unbroken on one machine."""
+
+    def __init__(self, folder, data, timeout_s=30, **settings):
+        self.base, self.go = folder, folder / "go"
+        self.settings = {
+            "model": {"name": "tests.end_to_end.models.Slow", "args": {"step_s": 0.25, "until": str(self.go)}},
+            "data": {"shard": "global"},
+            "train": {"epochs": 12, "log_every": 1},
+            "checkpoint": {"every_steps": 2},
+            "runtime": {"device": "cpu", "timeout_s": timeout_s},
+            **settings,
+        }
+        self.data = data
+        self.config = write_config(folder / "nodes", data, **self.settings)
+        self.folder = self.config.parent / "runs" / "run"
+
+    def hurry(self):
+        self.go.write_text("")
+
+    def starts(self):
+        """World sizes of the starts so far."""
+        with suppress(OSError, ValueError):
+            return [start["world_size"] for start in json.loads((self.folder / "provenance.json").read_text())]
+        return []
+
+    def unbroken(self):
+        self.hurry()
+        config = write_config(self.base / "unbroken", self.data, **self.settings)
+        assert run(config, 2) == [0, 0]
+        return config.parent / "runs" / "run"
+
+
+class Machine:
+    """A namespace, and what is started on it."""
+
+    def __init__(self, stack: ExitStack, name: str, experiment: Experiment) -> None:
+        self.name, self._stack, self._experiment, self._starts = name, stack, experiment, 0
+        self.run: Started
+
+    def launch(self, *words: str) -> None:
+        self._starts += 1
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "harness", "launch",
+                   "-c", self._experiment.config, "--engine", "torchrun",
+                   "--rendezvous", f"{ADDRESSES[0]}:29400", *words]  # fmt: skip
+        self.run = self._stack.enter_context(
+            started(command, self._experiment.base / f"{self.name}-{self._starts}.txt")
+        )
+
+    def lose(self) -> None:
+        """The machine goes away: everything on it, at once."""
+        for pid in sorted(self.run.alive(), reverse=True):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.run.process.wait()
+
+    def wait(self, timeout_s: float) -> int:
+        code = self.run.wait(timeout_s)
+        assert not self.run.alive(), self.run.text()
+        return code
+
+
+@pytest.fixture
+def machines(nodes, request):
+    """Makes the two machines of an experiment; what is left on them ends with the test."""
+    with ExitStack() as stack:
+        yield lambda experiment: [Machine(stack, name, experiment) for name in nodes]
+
+
+def wait_for_more_steps(folder, count):
+    wait_for_steps(folder, len([line for line in record(folder) if line["split"] == "train"]) + count)
+
+
+def test_a_machine_is_lost_and_another_joins(tmp_path, stripes, machines):
+    """Two machines, one, two again. Each rank's loss of a machine takes a restart; a machine that joins takes none."""
+    experiment = Experiment(tmp_path, stripes)
+    here, there = machines(experiment)
+    words = ("--nnodes", "1:2", "--max-restarts", "1")
+    here.launch(*words)
+    there.launch(*words)
+    wait_for_steps(experiment.folder, 5, START_S)
+    there.lose()
+    wait_until(lambda: experiment.starts() == [2, 1], END_S + START_S, "the group forms anew")
+    wait_for_more_steps(experiment.folder, 2)
+    there.launch(*words)
+    wait_until(lambda: experiment.starts() == [2, 1, 2], START_S, "a machine joins")
+    wait_for_more_steps(experiment.folder, 2)
+    experiment.hurry()
+    assert [here.wait(START_S), there.wait(END_S)] == [0, 0], here.run.text() + there.run.text()
+    assert here.run.text().splitlines()[-1].startswith("done: ")
+
+    unbroken = experiment.unbroken()
+    assert losses(experiment.folder) == pytest.approx(losses(unbroken), abs=1e-5)
+    assert [line["step"] for line in record(experiment.folder)] == [line["step"] for line in record(unbroken)]
+    epochs = [line for line in record(experiment.folder) if "rows_used" in line and line["split"] == "epoch"]
+    assert [line["rows_used"] for line in epochs] == [61] * 12
+
+
+def test_a_short_cut_and_a_killed_rank_leave_no_trace(tmp_path, stripes, machines):
+    """Within runtime.timeout_s a cut cable is waited for, and a rank that is killed takes a restart on both machines,
+    who count it alike or not: in the end it is the run of one machine, bit for bit."""
+    experiment = Experiment(tmp_path, stripes)
+    here, there = machines(experiment)
+    for machine in (here, there):
+        machine.launch("--nnodes", "2", "--max-restarts", "2")
+    wait_for_steps(experiment.folder, 4, START_S)
+    cut(there.name)
+    time.sleep(10)
+    mend(there.name)
+    wait_for_more_steps(experiment.folder, 2)
+    assert experiment.starts() == [2]
+    there.run.signal(signal.SIGKILL, there.run.ranks()[0])
+    wait_until(lambda: experiment.starts() == [2, 2], START_S, "the group forms anew")
+    experiment.hurry()
+    assert [here.wait(START_S), there.wait(END_S)] == [0, 0], here.run.text() + there.run.text()
+    assert_same_run(experiment.unbroken(), experiment.folder)
+
+
+def test_a_long_cut_a_loss_and_a_signal_end_in_time(tmp_path, stripes, machines):
+    """Without restarts each of them ends both machines, with a report; the same command goes on every time."""
+    experiment = Experiment(tmp_path, stripes, timeout_s=4)
+    here, there = machines(experiment)
+
+    def launch():
+        here.launch("--nnodes", "2", "--node-rank", "0")
+        there.launch("--nnodes", "2", "--node-rank", "1")
+
+    launch()
+    wait_for_steps(experiment.folder, 3, START_S)
+    cut(there.name)
+    begun = time.monotonic()
+    time.sleep(10)
+    mend(there.name)
+    assert [here.wait(END_S), there.wait(END_S)] == [70, 70]
+    assert time.monotonic() - begun < END_S
+    for machine in (here, there):
+        assert "lost contact with the other ranks" in machine.run.text()
+    assert "failed: rank " in here.run.text()
+
+    launch()
+    wait_until(lambda: experiment.starts() == [2, 2], START_S, "the second start")
+    wait_for_more_steps(experiment.folder, 2)
+    there.lose()
+    begun = time.monotonic()
+    assert here.wait(END_S) == 70
+    assert "failed: rank 1 at step" in here.run.text()
+    assert "killed from outside, or its machine is gone" in here.run.text()
+    assert "rank 0: failed on " in here.run.text()
+
+    launch()
+    wait_until(lambda: experiment.starts() == [2, 2, 2], START_S, "the third start")
+    there.run.signal(signal.SIGTERM)
+    assert [here.wait(END_S), there.wait(END_S)] == [75, 75], here.run.text() + there.run.text()
+
+    experiment.hurry()
+    launch()
+    assert [here.wait(START_S), there.wait(END_S)] == [0, 0]
+    assert_same_run(experiment.unbroken(), experiment.folder)
+
+
+def test_a_wrong_interface_is_explained(tmp_path, stripes, machines):
+    here, there = machines(Experiment(tmp_path, stripes))
+    for machine, words in ((here, "launch.interface=lo"), (there, "launch.interface=eth7")):
+        machine.launch("--nnodes", "2", words)
+    assert [here.wait(START_S), there.wait(START_S)] == [2, 2]
+    assert "interface lo (127.0.0.1) leads to no other machine" in here.run.text()
+    assert "there is no network interface eth7 with an IPv4 address here" in there.run.text()
+    assert f"interfaces of this machine: lo (127.0.0.1), eth0 ({ADDRESSES[1]})" in there.run.text()
