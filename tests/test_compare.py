@@ -185,7 +185,7 @@ def test_nothing_but_a_configuration(runs, tmp_path, capsys):
     assert plain["sameness"]["verdict"] == "unknown"
     assert "cannot be said" in text
     assert "B has no provenance.json" in text
-    assert "cannot be compared: B left no evaluation" in text
+    assert "metrics cannot be compared: B left no evaluation" in text
     assert plain["settings"]["recipe"] == {}
 
 
@@ -276,3 +276,14 @@ def test_clocks_are_no_part_of_a_state():
     assert tensors.without_clocks("state", state, same_gang=False) == {"step": 3, "skipped": 0}
     meter = {"rows": 1, "wait_s": 0.5, "forward_s": 0.5}
     assert tensors.without_clocks("ranks", [{"rng": 1, "meter": meter}]) == [{"rng": 1, "meter": {"rows": 1}}]
+
+
+def test_a_checkpoint_of_something_else_is_named(tmp_path):
+    """Whole by its manifest, and still not what a run writes."""
+    from harness.checkpoint import Checkpoints
+
+    for name, content in (("a", {"state": {}, "ranks": [], "world_size": 1}), ("b", {"state": 3, "ranks": 4})):
+        Checkpoints(tmp_path / name / "checkpoints", 3).write(1, content)
+    result = tensors.checkpoints(tmp_path / "a", tmp_path / "b")
+    assert (result.same, result.equal) == (None, [])
+    assert result.refused == ("step 1: what is in it is not what this harness writes",)

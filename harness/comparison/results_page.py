@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from harness.comparison.columns import aligned, number
 from harness.comparison.found import Found
 from harness.comparison.pace import Pace
-from harness.comparison.results import Guesses, Metric, Spread
+from harness.comparison.results import Evaluations, Guesses, Metric, Spread
 from harness.comparison.significance import LEVEL
 
 
@@ -18,10 +18,17 @@ def lines(found: Found) -> Iterator[str]:
 def _pair(found: Found) -> Iterator[str]:
     yield "What they came to"
     one, other = found.evaluations
-    if not one.final or not other.final:
-        missing = [label for label, run in (("A", one), ("B", other)) if not run.final]
-        yield f"  cannot be compared: {' and '.join(missing)} left no evaluation"
-        return
+    missing = [label for label, run in (("A", one), ("B", other)) if not run.final]
+    if missing:
+        yield f"  metrics cannot be compared: {' and '.join(missing)} left no evaluation"
+    else:
+        yield from _tables(found, one, other)
+    yield from _guesses(found.guesses, found.why_no_guesses)
+    yield from _paces(*found.paces)
+    yield "  One run each: how far a seed alone moves these numbers is not known; folders of several seeds say it."
+
+
+def _tables(found: Found, one: Evaluations, other: Evaluations) -> Iterator[str]:
     steps = [f"newest evaluation (step {one.step} and step {other.step})", ""]
     if one.best_step is not None and other.best_step is not None:
         steps[1] = f"best evaluation (step {one.best_step} and step {other.best_step})"
@@ -29,9 +36,6 @@ def _pair(found: Found) -> Iterator[str]:
         if title:
             yield f"  {title}"
             yield from (f"    {line}" for line in aligned([("", "A", "B", "B - A"), *_metrics(found.metrics, of)]))
-    yield from _guesses(found.guesses, found.why_no_guesses)
-    yield from _paces(*found.paces)
-    yield "  One run each: how far a seed alone moves these numbers is not known; folders of several seeds say it."
 
 
 def _metrics(metrics: Sequence[Metric], of: str) -> Iterator[Sequence[str]]:

@@ -91,6 +91,8 @@ def checkpoints(one: Path, other: Path) -> Checkpoints:
             found = [] if problems else list(_parting(mine[step], theirs[step]))
         except CheckpointError as error:
             problems.append(f"step {step}: {error.message}")
+        except (AttributeError, KeyError, TypeError):
+            problems.append(f"step {step}: what is in it is not what this harness writes")
         if problems:
             refused += problems
         elif found:
@@ -103,7 +105,7 @@ def checkpoints(one: Path, other: Path) -> Checkpoints:
 def _parting(one: Path, other: Path) -> list[Parting]:
     """The first difference of two checkpoints, if there is one."""
     mine, theirs = (checkpoint.read(path, mapped=True) for path in (one, other))
-    same_gang = mine["world_size"] == theirs["world_size"]
+    same_gang = mine.get("world_size") == theirs.get("world_size")
     names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in _NOT_THE_STATE]
     for name in names:
         if same_gang or name not in _OF_THE_GANG:
@@ -116,14 +118,15 @@ def _parting(one: Path, other: Path) -> list[Parting]:
 def without_clocks(name: str, part: Any, same_gang: bool = True) -> Any:
     """A part of a checkpoint without seconds, and without who did which part of the epoch where gangs differ."""
     if name == "state":
-        left_out = () if same_gang else ("segments",)
-        return {key: value for key, value in part.items() if not key.endswith("_s") and key not in left_out}
+        timeless = _without_seconds(part)
+        return timeless if same_gang else {key: value for key, value in timeless.items() if key != "segments"}
     if name == "ranks":
-        return [
-            {**rank, "meter": {key: value for key, value in rank["meter"].items() if not key.endswith("_s")}}
-            for rank in part
-        ]
+        return [{**rank, "meter": _without_seconds(rank["meter"])} for rank in part]
     return part
+
+
+def _without_seconds(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if not key.endswith("_s")}
 
 
 def differing(name: str, one: Any, other: Any) -> Iterator[Parting]:
