@@ -58,6 +58,7 @@ class Sweep(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The sweep folder is OUTPUT/NAME."""
     output: str = "runs"
+    """Folder that the sweep folder is made in, from the working folder."""
     base: str
     """The experiment's YAML that trials start from, relative to this file."""
     set_: Annotated[dict[str, Any], Field(alias="set")] = {}

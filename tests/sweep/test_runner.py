@@ -1,4 +1,4 @@
-"""A sweep as a process: what is run, once each and never too much at once, and what is left when something is killed."""
+"""A sweep as a process: what is run, once each, never too much at once, and what is left when something is killed."""
 
 from __future__ import annotations
 

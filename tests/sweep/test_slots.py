@@ -1,0 +1,55 @@
+"""Cores and GPUs, handed out and given back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.sweep.slots import Grant, Machine, Need, Slots, need
+from tests.fixtures import make_config
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(0, 4),
+    st.integers(1, 4),
+    st.lists(st.one_of(st.builds(Need, cores=st.integers(1, 4)), st.builds(Need, gpus=st.integers(1, 3)), st.none())),
+)
+def test_what_is_out_is_never_more_than_there_is(cores, gpus, most, events):
+    machine = Machine(cores, tuple(map(str, range(gpus))))
+    slots, out = Slots(machine, most), list[Grant]()
+    for wanted in events:
+        if wanted is None:
+            if out:
+                slots.give_back(out.pop(0))
+        elif (grant := slots.take(wanted)) is not None:
+            assert (grant.cores, len(grant.gpus)) == (wanted.cores, wanted.gpus)
+            out.append(grant)
+        else:  # only where it does not fit
+            used = sum(grant.cores for grant in out), sum(len(grant.gpus) for grant in out)
+            assert len(out) == most or used[0] + wanted.cores > cores or used[1] + wanted.gpus > gpus
+        assert sum(grant.cores for grant in out) <= cores
+        taken = [gpu for grant in out for gpu in grant.gpus]
+        assert len(taken) == len(set(taken)) <= gpus
+        assert len(out) <= most
+        assert not slots.full or len(out) == most or sum(g.cores for g in out) == cores or len(taken) == gpus
+
+
+def test_what_a_trial_takes(tmp_path):
+    cpu, gpu = Machine(8), Machine(8, ("0", "1"))
+    config = make_config(tmp_path, ["launch.nproc=2", "launch.threads=3", "runtime.device=auto"])
+    assert need(config, cpu) == Need(cores=6)
+    assert need(config, gpu) == Need(gpus=2)
+    assert need(make_config(tmp_path, ["launch.nproc=2"]), gpu) == Need(cores=2)  # runtime.device=cpu
+    assert need(make_config(tmp_path, ["launch.nproc=64", "launch.engine=slurm"]), cpu) == Need()
+
+
+def test_what_a_machine_can_never_run():
+    assert Need(cores=2).lacks(Machine(2)) == ""
+    assert "needs 3 cores" in Need(cores=3).lacks(Machine(2))
+    assert "needs 1 GPUs, and there are 0" in Need(gpus=1).lacks(Machine(2))
+
+
+def test_this_machine():
+    machine = Machine.this(None)
+    assert machine.cores >= 1
