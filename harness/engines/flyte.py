@@ -115,7 +115,8 @@ class Flyte:
         python = job.settings.python or sys.executable
         runner = [python, "-m", "flytekit.clis.sdk_in_container.pyflyte", "run", str(page)]
         environ = {**os.environ, "TMPDIR": self._folder.name, OUTCOME: str(self._told)}
-        # All that comes of the runner inherits the reading end, so its last reader tells that nothing is left.
+        # All that comes of the runner inherits the reading end: with its last reader nothing is left of the run, and
+        # with the writing end this process is gone.
         reading, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -49,8 +51,10 @@ def train_node(path: str, overrides: Sequence[str]) -> Results:
     job = _job(path, overrides)
     _bring_back(job.folder)
     aftermath = Aftermath(job.folder)
-    outcome = attend(local.start(job), _STOPPING)
     asked = os.environ.get(OUTCOME)
+    if asked:
+        threading.Thread(target=_end_with_whoever_asked, daemon=True).start()
+    outcome = attend(local.start(job), _STOPPING)
     if asked:
         Path(asked).write_text(json.dumps({"exits": outcome.exits}), encoding="utf-8")
     conclusion = aftermath.conclude(outcome)
@@ -72,6 +76,12 @@ def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
     if code != EXIT_DONE:
         raise _error(code, f"a rank ended with exit code {code}; {job.folder / 'failure.json'} tells why, if it failed")
     return _results(job.folder) if detect(os.environ).rank == 0 else None  # the others may not see the run folder
+
+
+def _end_with_whoever_asked() -> None:
+    """Standard input is a pipe that the engine holds and never writes to: it ends with the engine's process."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _job(path: str, overrides: Sequence[str]) -> Job:

@@ -1,0 +1,272 @@
+"""Engine flyte on flytekit's own local runner: the same weights, one report, nobody left over, and what a cluster gets.
+
+No Flyte cluster was used: what is registered there is compared with a golden file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness import launch
+from harness.engines import flyte
+from harness.errors import LaunchError
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
+from tests.ranks import free_port
+
+MODELS = "tests.end_to_end.models"
+GOLDEN = Path(__file__).parent / "golden"
+PAGE = ROOT / "launch" / "flyte_workflow.py"
+PYFLYTE = [sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte"]
+MACHINE = ["launch.flyte.cpu=2", "launch.flyte.memory=4Gi", "launch.flyte.image=registry.example/apex-harness:1"]
+START_S = 90  # for flytekit, torch and the ranks to be imported one after the other
+
+needs_flytekit = pytest.mark.skipif(
+    importlib.util.find_spec("flytekit") is None or importlib.util.find_spec("flytekitplugins") is None,
+    reason="flytekit is not installed: pip install 'apex-harness[flyte]'",
+)
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("stripes"))
+
+
+SLOW = {"model": {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}, "train": {"log_every": 1, "epochs": 5},
+        "checkpoint": {"every_steps": 4}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, stripes):
+    """The run folders of two ranks that nobody disturbed, under no engine at all: a quick and a slow experiment."""
+    folders = []
+    for settings in ({}, SLOW):
+        folder = tmp_path_factory.mktemp("unbroken")
+        assert run(write_config(folder, stripes, **settings), 2) == [0, 0]
+        folders.append(folder / "runs" / "run")
+    return folders
+
+
+def command(config, *words):
+    return [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "flyte", "--nproc", "2", *words]
+
+
+def golden(name: str, text: str) -> None:
+    """``text`` is what the golden file says; HARNESS_GOLDEN=write in the environment writes it."""
+    path = GOLDEN / name
+    if os.environ.get("HARNESS_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("flyte_node.txt", ["launch.nproc=2"]),
+        ("flyte_nodes.txt", ["launch.nnodes=2", "launch.nproc=4", "launch.flyte.gpu=4", "launch.max_restarts=3"]),
+    ],
+)
+def test_render(name, words):
+    golden(name, flyte.render(launch.plan("configs/digits.yaml", [*MACHINE, *words])))
+
+
+def test_the_page_in_launch_is_what_the_engine_writes():
+    words = ["launch.nproc=2", "launch.flyte.cpu=2", "launch.flyte.memory=4Gi"]
+    assert PAGE.read_text() == flyte.render(launch.plan("configs/digits.yaml", words))
+
+
+@pytest.mark.parametrize("word", ["nnodes=2", "max_restarts=1", "rendezvous=a:1", "node_rank=0", "min_nodes=1"])
+def test_what_a_run_of_this_machine_cannot_do(tmp_path, stripes, word):
+    words = [f"launch.{word}", *(["launch.nnodes=2"] if word == "min_nodes=1" else [])]
+    job = launch.plan(str(write_config(tmp_path, stripes)), words)
+    with pytest.raises(LaunchError, match=rf"launch\.{word.partition('=')[0]}"):
+        flyte.start(job)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_flytekit(tmp_path, stripes, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="flytekit") as refused:
+        flyte.start(launch.plan(str(write_config(tmp_path, stripes)), []))
+    assert "pip install" in refused.value.hint
+
+
+@needs_flytekit
+@pytest.mark.slow
+def test_the_same_weights_as_under_any_launcher(tmp_path, stripes, unbroken):
+    with started(command(write_config(tmp_path, stripes)), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(START_S + END_S) == 0, run_.text()
+        assert not run_.alive()
+    folder = tmp_path / "runs" / "run"
+    assert_same_run(unbroken[0], folder)
+    assert "done: " in run_.text().splitlines()[-1]
+    epochs = [json.loads(line)["epoch"] for line in (folder / "epochs.jsonl").read_text().splitlines()]
+    assert epochs == [0, 1, 2]
+
+
+@needs_flytekit
+@pytest.mark.slow
+def test_exception_on_rank_1(tmp_path, stripes):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
+    with started(command(write_config(tmp_path, stripes, model=model)), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(START_S + END_S) == 70, run_.text()
+        assert not run_.alive()
+    text = run_.text()
+    assert text.count("Traceback") == 1
+    assert text.count("failed: rank 1 on") == 1
+    assert "ArithmeticError: a layer went wrong, only here" in text
+    assert re.search(r"rank 0: failed .* at step 10", text)
+
+
+def to_rank_1(run_):
+    os.kill(run_.ranks()[1], signal.SIGKILL)
+
+
+def to_the_runner(run_):
+    def is_runner(pid):
+        with suppress(OSError):
+            return b".pyflyte\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+    (pid,) = filter(is_runner, run_.alive())
+    os.kill(pid, signal.SIGKILL)
+
+
+def to_the_command(run_):
+    run_.signal(signal.SIGTERM)
+
+
+@needs_flytekit
+@pytest.mark.slow
+def test_stopped_and_killed_and_the_same_weights_in_the_end(tmp_path, stripes, unbroken):
+    """A stop, a killed rank, a killed runner, and at last the page of launch/ under flytekit's own command."""
+    config = write_config(tmp_path, stripes, **SLOW)
+    folder = tmp_path / "runs" / "run"
+    ends = [(to_the_command, 75, "stopped early with a checkpoint"), (to_rank_1, 70, "Killed: it died of SIGKILL"),
+            (to_the_runner, 70, "Lost: flytekit's local runner died of signal 9")]  # fmt: skip
+    for number, (kill, code, said) in enumerate(ends):
+        with started(command(config), tmp_path / f"{number}.txt", TMPDIR=str(tmp_path)) as run_:
+            wait_for_steps(folder, 5 + 8 * number, START_S)
+            kill(run_)
+            assert run_.wait(END_S) == code, run_.text()
+            assert not run_.alive(), run_.text()
+        assert said in run_.text()
+        assert "Traceback" not in run_.text()
+        assert not list(tmp_path.glob("harness-flyte-*")), "flytekit's files were left"
+    words = ["experiment", "--config", config, "--overrides", '["launch.nproc=2"]']
+    with started([*PYFLYTE, "run", PAGE, *words], tmp_path / "last.txt", TMPDIR=str(tmp_path)) as run_:
+        assert run_.wait(START_S + END_S) == 0, run_.text()
+        assert not run_.alive()
+    assert_same_run(unbroken[1], folder)
+    returned = dict(re.findall(r"(\w+)=([^,\s)]+)", run_.text().rpartition("Results(")[2]))
+    names = {"weights": "weights.safetensors", "epochs": "epochs.jsonl", "summary": "summary.json",
+             "record": "metrics.jsonl"}  # fmt: skip
+    assert {key: Path(returned[key]).name for key in names} == names
+    assert all(Path(returned[key]).stat().st_size for key in names)
+
+
+@needs_flytekit
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_command(tmp_path, stripes):
+    with started(command(write_config(tmp_path, stripes, **SLOW, name="long")), tmp_path / "terminal.txt") as run_:
+        wait_for_steps(tmp_path / "runs" / "long", 1, START_S)
+        run_.signal(signal.SIGKILL)
+        run_.process.wait()
+        wait_until(lambda: not run_.alive(), END_S, "all ranks and flytekit's runner gone")
+
+
+@needs_flytekit
+@pytest.mark.slow
+def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
+    """As in the two pods of its PyTorchJob: each runs the page, and torch's elastic agents meet at the endpoint."""
+    config = write_config(tmp_path, stripes)
+    page = tmp_path / flyte.FILE
+    page.write_text(flyte.render(launch.plan(str(config), ["launch.nnodes=2"])))
+    pod = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
+    words = [*PYFLYTE, "run", page, "experiment", "--config", config]
+    with started(words, tmp_path / "1.txt", **pod) as one, started(words, tmp_path / "2.txt", **pod) as other:
+        codes = {one.wait(START_S + END_S), other.wait(END_S)}
+        assert not one.alive()
+        assert not other.alive()
+    told = one.text() + other.text()
+    assert codes == {0, 1}, told  # what the machine without rank 0 returns is IgnoreOutputs, as a pod's
+    assert "IgnoreOutputs" in told
+    assert_same_run(unbroken[0], tmp_path / "runs" / "run")
+
+
+@needs_flytekit
+def test_what_is_registered(tmp_path):
+    """``pyflyte package`` of both pages: what a cluster is told of their tasks, compared whole with a golden file."""
+    from flyteidl.admin.task_pb2 import TaskSpec
+    from google.protobuf.json_format import MessageToDict
+
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "__init__.py").touch()
+    for name, words in {
+        "node": [],
+        "nodes": ["launch.nnodes=2", "launch.max_restarts=3", "launch.flyte.gpu=4"],
+    }.items():
+        plan = launch.plan("configs/digits.yaml", [*MACHINE, "launch.nproc=4", *words])
+        (pages / f"{name}.py").write_text(flyte.render(plan))
+    words = [
+        "--pkgs",
+        "pages",
+        "package",
+        "--image",
+        "registry.example/flyte:1",
+        "--source",
+        ".",
+        "--output",
+        "out.tgz",
+    ]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([*PYFLYTE, *words], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=60)
+    told = []
+    with tarfile.open(tmp_path / "out.tgz") as archive:
+        names = sorted(archive.getnames())
+        assert len(names) == 6, names  # of each page the task, the workflow and its launch plan
+        for name in (name for name in names if ".train_" in name):
+            message = MessageToDict(TaskSpec.FromString(archive.extractfile(name).read()))
+            message["template"]["metadata"]["runtime"].pop("version")  # of flytekit
+            told.append(message)
+    golden("flyte_registered.json", json.dumps(told, indent=1, sort_keys=True) + "\n")
+
+
+@needs_flytekit
+def test_a_retry_without_a_shared_disk(tmp_path, monkeypatch):
+    """What one attempt of the task hands to Flyte, the next one finds."""
+    from flytekit.core.checkpointer import SyncCheckpoint
+
+    from harness.engines import flyte_task
+
+    kept = []
+    monkeypatch.setattr(flyte_task, "current_context", lambda: SimpleNamespace(checkpoint=kept[-1]))
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs", "run")
+    (folder / "checkpoints" / "step-4").mkdir(parents=True)
+    (folder / "checkpoints" / "latest").write_text("step-4\n")
+    (folder / "checkpoints" / "step-4" / "state.pt").write_bytes(b"state")
+    kept.append(SyncCheckpoint(str(tmp_path / "kept")))
+    flyte_task._keep(folder)
+    shutil.rmtree("runs")
+    kept.append(SyncCheckpoint(str(tmp_path / "next"), str(tmp_path / "kept")))
+    flyte_task._bring_back(folder)
+    assert (folder / "checkpoints" / "latest").read_text() == "step-4\n"
+    assert (folder / "checkpoints" / "step-4" / "state.pt").read_bytes() == b"state"
+    (folder / "checkpoints" / "latest").write_text("step-8\n")
+    flyte_task._bring_back(folder)  # what lies there is newer than what was kept
+    assert (folder / "checkpoints" / "latest").read_text() == "step-8\n"
