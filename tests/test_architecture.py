@@ -49,7 +49,8 @@ LAYERS = [
     {"watch", "data.loader", "tasks"},
     {"configfile"},
     {"folder", "generate", "saved"},
-    {"checkpoint", "engines"},
+    {"checkpoint"},
+    {"engines"},
     {"run", "comparison", "mirrored"},
     {"assemble", "evaluate", "compare"},
     {"loop", "check", "predictions", "doctor"},
@@ -79,7 +80,8 @@ ONLY = {
     "section": set(),
     "ends": {"files"},
     "engines.settings": {"section"},
-    "engines": {"errors", "files", "ends", "engines.settings", "config", "configfile", "network", "runtime"},
+    "engines": {"errors", "files", "ends", "engines.settings", "version", "config", "configfile", "network", "runtime"}
+    | {"folder", "checkpoint"},  # of a run that is brought home
     "launch": {"errors", "configfile", "engines"},
     "sweep": {"section", "errors", "files", "console", "config", "conflicts", "optim", "configfile", "folder", "check"}
     | {"doctor"},
@@ -254,6 +256,7 @@ def test_only_the_runtime_reads_the_launch_environment():
     # And harness.apex, which knows nothing of the rest, tells a script its local rank in the script's own spelling.
     allowed = {("train", "RANK"), ("train", "LOCAL_RANK")}
     allowed |= {("apex.local_rank", "LOCAL_RANK"), ("apex.local_rank", "LOCAL_WORLD_SIZE")}
+    allowed |= {("engines.torchrun", "TORCHELASTIC_ERROR_FILE")}  # of torch's launcher, not of a rank
     assert {(name, variable) for name, variable in reads if name != "runtime"} <= allowed
     assert {variable for name, variable in reads if name == "runtime"} >= {"RANK", "WORLD_SIZE", "SLURM_PROCID"}
 
@@ -275,6 +278,8 @@ def test_who_touches_the_environment():
         "data.cache",  # where the user's cache is
         "devices",  # slices of a GPU have no other name
         "engines.local",  # which the ranks inherit
+        "engines.torchrun",  # which torch's launcher and its ranks inherit
+        "engines.dask_rank",  # likewise, from a Dask worker
         "engines.flyte",  # which the runner and its ranks inherit
         "engines.flyte_task",  # which the ranks inherit
         "engines.slurm",  # to leave out what an outer job put there
@@ -304,6 +309,7 @@ ASKS_WHETHER_FIRST = {
     "bench_case.__init__": "keeps the store that all meet in",
     "engines.flyte_task.train_rank": "returns the files of the run folder",
     "console.to_terminal": "other ranks speak of errors alone",
+    "engines.dask_gang._submit": "keeps the record, which is told live",
     "console.start": "one progress bar",
     "console.show": "one progress bar",
     "run.save": "writes what all have gathered",

@@ -1,0 +1,368 @@
+"""A gang of ranks on the workers of a Dask cluster, as its client sees it: placed, begun, followed, stopped.
+
+Which workers have room is ``dask_claims``' business, what happens on one ``dask_rank``'s; files that go back and forth
+where there is no disk in common are ``dask_files``'.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import configfile, ends
+from harness.engines import dask_claims, dask_rank
+from harness.engines.dask_claims import KEYS
+from harness.engines.dask_files import FOREIGN, Home
+from harness.engines.gang import KILL_S, PEERS_S
+from harness.engines.job import Job, Outcome
+from harness.errors import LaunchError
+from harness.folder import RunFolder
+from harness.runtime import Launch, environment
+from harness.version import __version__
+
+BY = "harness launch, engine dask"
+_FETCH_S = 2.0  # between two looks at what is new in a run folder elsewhere
+_LOOK_S = 1.0  # between two looks at which workers are there
+_ORPHAN_S = 15.0  # harness.watch ends a rank within 13 s of its worker's death
+_POLL_S = 0.1
+
+News = dict[str, Any]  # an event: {"rank": 0, and here=HOST, or file=NAME with lines=[…], or exit=CODE}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank is."""
+
+    worker: str
+    takes: dict[str, float]  # of the worker's resources
+    host: str
+    devices: str | None  # CUDA_VISIBLE_DEVICES there
+
+
+class Placed:
+    """A run on a cluster. ``follow`` and ``stop`` are called from two threads."""
+
+    def __init__(self, client: Any, job: Job, hear: Callable[[News], None] | None, closing: ExitStack) -> None:
+        """Place all ranks and begin, or raise LaunchError with nothing left behind. ``closing`` is closed when the run
+        is over; ``hear`` is called with every event, in a thread of the client."""
+        self._client, self._job, self._hear, self._closing = client, job, hear, closing
+        self._name = secrets.token_hex(4)
+        self._asked, self._pushed = 0, 0
+        self._failed_at: float | None = None
+        self._here: set[int] = set()
+        self._exits: dict[int, int] = {}
+        self._lost: dict[int, float] = {}  # when ranks went away with their workers
+        self._why_lost = ""
+        self._looked, self._fetched = 0.0, 0.0
+        self._futures: dict[int, Any] = {}
+        self._seats: list[Seat] = []
+        self._home: Home | None = None
+        self._copying = ThreadPoolExecutor(1, "harness-home")
+        self._copy: Future[None] | None = None
+        try:
+            self._start()
+        except BaseException:
+            self._clear()
+            raise
+
+    # Placing
+
+    def _start(self) -> None:
+        deadline = time.monotonic() + self._job.settings.dask.timeout_s
+        order = self._prepare(self._claim(deadline))
+        self._client.subscribe_topic(f"{KEYS}{self._name}", self._on_event)
+        port = self._run(dask_rank.hold_port, self._name, workers=[self._seats[0].worker])[self._seats[0].worker]
+        self._submit(port)
+        while len(self._here) < len(self._seats):
+            self._look_at_futures()
+            if self._why_lost:
+                raise LaunchError(f"the ranks could not be placed: {self._why_lost}", where=self._scheduler)
+            if time.monotonic() > deadline:
+                late = sorted({seat.worker for rank, seat in enumerate(self._seats) if rank not in self._here})
+                raise LaunchError(
+                    f"of {len(self._seats)} ranks {len(self._here)} could be placed: {', '.join(late)} took other work",
+                    where=self._scheduler, hint="wait for it, or raise launch.dask.timeout_s",
+                )  # fmt: skip
+            time.sleep(_POLL_S / 2)
+        if order.words and self._home is not None:
+            self._send()
+        self._run(dask_rank.begin, self._name, workers=self._workers)
+
+    def _claim(self, deadline: float) -> list[tuple[str, dict[str, float]]]:
+        """Workers for all ranks, which no other run of ours is given meanwhile."""
+        import cloudpickle  # type: ignore[import-untyped]
+
+        cloudpickle.register_pickle_by_value(dask_claims)
+        needs, count = self._job.settings.dask.resources, self._job.world_size
+        while True:
+            found = self._client.run_on_scheduler(dask_claims.claim, self._name, self._client.id, count, needs)
+            if found["places"]:
+                return list(found["places"])
+            if time.monotonic() > deadline:
+                asked = f" that have {needs} each" if needs else ""
+                seen = "".join(f"\n  {line}" for line in found["seen"]) or " none"
+                raise LaunchError(
+                    f"{count} rank(s) need {count} worker(s) with a free thread{asked}; seen within "
+                    f"{self._job.settings.dask.timeout_s:g} s:{seen}",
+                    where=self._scheduler,
+                    hint="start more workers (dask worker ADDRESS --nthreads 1), or ask for fewer ranks (--nproc N)",
+                )
+            time.sleep(0.5)
+
+    def _prepare(self, places: Sequence[tuple[str, dict[str, float]]]) -> dask_rank.Order:
+        """Have a look at the workers, number the ranks, and tell the workers what is to be run."""
+        addresses = sorted({address for address, _ in places})
+        with self._marker() as marker:
+            facts = self._run(dask_rank.look, marker, workers=addresses)
+        self._check_versions(facts)
+        seats = [Seat(at, takes, facts[at]["host"], facts[at]["devices"]) for at, takes in places]
+        self._seats = sorted(seats, key=lambda seat: ("GPU" not in seat.takes, seat.host, seat.worker))
+        order = self._order(self._shared(facts))
+        self._run(dask_rank.prepare, order, workers=addresses)
+        return order
+
+    def _order(self, shared: bool) -> dask_rank.Order:
+        job, settings = self._job, self._job.settings.dask
+        if shared:
+            working = settings.working_folder or os.getcwd()
+            words = [f"output={Path(job.config.output).absolute()}"] if settings.working_folder else []
+            run_folder = str(job.folder.absolute())
+        else:
+            working, run_folder = settings.working_folder or "", f"{{scratch}}/output/{job.config.name}"
+            words = ["output={scratch}/output"]
+            words += [f"checkpoint.resume={{scratch}}/{FOREIGN}"] if self._foreign() else []
+            ranks = {
+                seat.worker: [r for r, s in enumerate(self._seats) if s.worker == seat.worker] for seat in self._seats
+            }
+            self._home = Home(self._client, self._name, job.folder, job.config.checkpoint.keep, ranks)
+        return dask_rank.Order(
+            self._name, configfile.to_text(job.config), tuple(words), run_folder, working, job.settings.python,
+            job.settings.grace_s,
+        )  # fmt: skip
+
+    def _foreign(self) -> Path | None:
+        """The checkpoint of another run that checkpoint.resume names, where it is here."""
+        resume = self._job.config.checkpoint.resume
+        return Path(resume) if resume not in ("auto", "never") and Path(resume).is_dir() else None
+
+    @contextmanager
+    def _marker(self) -> Iterator[str]:
+        """A file in the output folder, which those see who share the disk; "" where the output is a URL."""
+        output = self._job.config.output
+        if "://" in output:
+            yield ""
+            return
+        try:
+            Path(output).mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=output, prefix=f".{KEYS}") as file:
+                yield str(Path(file.name).absolute())
+        except OSError as error:
+            raise LaunchError(f"the output cannot be written: {error.strerror}", where=output) from None
+
+    def _shared(self, facts: dict[str, News]) -> bool:
+        """Whether the ranks can write the run folder where it belongs."""
+        if "://" in self._job.config.output:
+            return True
+        blind = sorted(address for address, fact in facts.items() if not fact["sees"])
+        if self._job.settings.dask.shared and blind:
+            raise LaunchError(
+                f"{', '.join(blind)} cannot see {Path(self._job.config.output).absolute()}",
+                where="launch.dask.shared",
+                hint="mount it there, or leave launch.dask.shared out: then files are sent and fetched",
+            )
+        return not blind if self._job.settings.dask.shared is None else self._job.settings.dask.shared
+
+    def _check_versions(self, facts: dict[str, News]) -> None:
+        """Ranks of different releases do not compute the same."""
+        seen = {address: fact["versions"] for address, fact in facts.items()}
+        first = next(iter(seen.values())) | {"harness": __version__}
+        for address, versions in seen.items():
+            for package, version in versions.items():
+                if version != first[package]:
+                    raise LaunchError(
+                        f"{address} has {package} {version}, {'this machine' if package == 'harness' else 'others'} "
+                        f"{first[package]}",
+                        where=self._scheduler, hint="give all workers, and this machine, one environment",
+                    )  # fmt: skip
+
+    def _submit(self, port: int) -> None:
+        from distributed.comm.addressing import get_address_host
+
+        master = get_address_host(self._seats[0].worker)
+        groups = [(seat.host, seat.devices) for seat in self._seats]  # who sees the same devices shares them out
+        sizes, begun = Counter(groups), Counter[Any]()
+        for rank, (seat, group) in enumerate(zip(self._seats, groups, strict=True)):
+            launch = Launch(rank, begun[group], len(groups), sizes[group], master, port, BY, supervised=True)
+            begun[group] += 1
+            streams = (f"logs/rank-{rank}.log", *(("metrics.jsonl",) if rank == 0 else ()))
+            place = dask_rank.Place(self._name, rank, self._job.environ() | environment(launch), streams)
+            self._futures[rank] = self._client.submit(
+                dask_rank.supervise, place, key=f"{KEYS}{self._name}-rank-{rank}", pure=False, workers=[seat.worker],
+                allow_other_workers=False, resources=seat.takes or None, retries=0,
+            )  # fmt: skip
+            print(f"rank {rank}: worker {seat.worker} on {seat.host}", file=sys.stderr)
+
+    def _send(self) -> None:
+        """Go on with the run folder at home, or move it aside, as a rank would; then send out what it has."""
+        assert self._home is not None
+        if told := RunFolder(self._job.folder).claim(self._job.config):
+            print(told, file=sys.stderr)
+        self._home.send(self._foreign())
+
+    # Following
+
+    def follow(self) -> Outcome:
+        try:
+            while any(self._is_running(rank) for rank in range(len(self._seats))):
+                self._look_at_futures()
+                self._look_at_workers()
+                self._end_peers()
+                self._fetch()
+                time.sleep(_POLL_S)
+            self._fetch_the_rest()
+        finally:
+            self._clear()
+        return Outcome(dict(sorted(self._exits.items())), self._why_lost, stopped=bool(self._asked))
+
+    def stop(self) -> None:
+        self._asked += 1
+        self._push()
+
+    def _push(self) -> None:
+        """Signal all ranks, in a thread: the answer may take long."""
+
+        def tell() -> None:
+            with suppress(Exception):  # who cannot be told is gone, or its future will say so
+                self._run(dask_rank.stop, self._name, workers=self._alive(), on_error="ignore")
+
+        threading.Thread(target=tell, name="harness-stop", daemon=True).start()
+
+    def _is_running(self, rank: int) -> bool:
+        if rank in self._exits:
+            return False
+        if rank not in self._lost:
+            return True
+        if self._home is None and rank in ends.read(self._job.folder / "logs"):
+            return False
+        return time.monotonic() < self._lost[rank] + _ORPHAN_S
+
+    def _lose(self, ranks: Sequence[int], why: str) -> None:
+        for rank in ranks:
+            if rank not in self._exits and rank not in self._lost:
+                self._lost[rank] = time.monotonic()
+                self._why_lost = self._why_lost or why
+
+    def _look_at_futures(self) -> None:
+        for rank, future in self._futures.items():
+            if rank in self._exits or rank in self._lost or future.status == "pending":
+                continue
+            if future.status == "error":
+                self._lose([rank], str(future.exception()))
+            elif future.status != "finished":
+                self._lose([rank], f"the task of rank {rank} was cancelled")
+            else:  # its event, which comes first, tells the exit code; this is for one that was lost
+                with suppress(OSError, TimeoutError):
+                    self._exits[rank] = future.result(timeout=5)
+
+    def _look_at_workers(self) -> None:
+        if time.monotonic() < self._looked + _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        if self._client.status != "running":
+            self._lose(range(len(self._seats)), f"the scheduler {self._scheduler} is gone")
+            return
+        with suppress(OSError, TimeoutError, RuntimeError):  # the client's status tells, by the next look
+            alive = self._alive()
+            for worker in sorted(set(self._workers) - set(alive)):
+                lost = [rank for rank, seat in enumerate(self._seats) if seat.worker == worker]
+                self._lose(lost, f"worker {worker} on {self._seats[lost[0]].host} is gone")
+
+    def _end_peers(self) -> None:
+        """Once a rank has failed the others get a moment to end by themselves."""
+        if not self._lost and not any(self._exits.values()):
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        over = time.monotonic() - self._failed_at
+        if over > PEERS_S + KILL_S * self._pushed and self._pushed < 2:
+            self._pushed += 1
+            self._push()
+
+    def _on_event(self, event: tuple[float, News]) -> None:
+        news = event[1]
+        if "here" in news:
+            self._here.add(news["rank"])
+        if "exit" in news:
+            self._exits[news["rank"]] = news["exit"]
+        if news.get("file") == "terminal":
+            print("\n".join(news["lines"]), file=sys.stderr)
+        if self._hear is not None:
+            self._hear(news)
+
+    # Home
+
+    def _fetch(self) -> None:
+        """Begin to bring home what is new, unless that is under way."""
+        due = time.monotonic() > self._fetched + _FETCH_S
+        if self._home is not None and due and (self._copy is None or self._copy.done()):
+            self._fetched = time.monotonic()
+            self._copy = self._copying.submit(self._bring_home)
+
+    def _bring_home(self) -> None:
+        assert self._home is not None
+        alive = self._alive()
+        self._home.fetch([worker for worker in self._workers if worker in alive])
+
+    def _fetch_the_rest(self) -> None:
+        if self._home is None:
+            return
+        if self._copy is not None:
+            self._copy.exception()  # what failed on the way is tried once more
+        try:
+            self._bring_home()
+        except OSError as error:
+            self._why_lost = self._why_lost or f"the results could not be brought home: {error}"
+
+    # The cluster
+
+    @property
+    def _workers(self) -> list[str]:
+        return list(dict.fromkeys(seat.worker for seat in self._seats))
+
+    @property
+    def _scheduler(self) -> str:
+        return str(self._client.scheduler.address)
+
+    def _alive(self) -> list[str]:
+        return list(self._client.nthreads(self._workers))
+
+    def _run(self, function: Callable[..., Any], *words: Any, **options: Any) -> dict[str, Any]:
+        try:
+            answers: dict[str, Any] = self._client.run(function, *words, **options)
+        except ImportError as error:
+            raise LaunchError(
+                f"a worker cannot import what it is to run: {error}",
+                where=self._scheduler,
+                hint="install the project, with its extra dask, in the environment of the workers",
+            ) from None
+        return answers
+
+    def _clear(self) -> None:
+        """Leave nothing of this run on the cluster; what else runs there is left alone."""
+        with suppress(Exception):  # of a cluster that is gone
+            self._client.cancel(list(self._futures.values()))
+            self._client.unsubscribe_topic(f"{KEYS}{self._name}")
+            self._client.run_on_scheduler(dask_claims.release, self._name)
+            self._client.run(dask_rank.forget, self._name, workers=self._alive(), on_error="ignore")
+        self._copying.shutdown(wait=False, cancel_futures=True)
+        self._closing.close()
