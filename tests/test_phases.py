@@ -21,18 +21,18 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def test_each_phase_gets_its_own_time():
+def test_each_phase_gets_its_own_time(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: now_s)
     clock = HostClock()
     for _ in range(2):
-        time.sleep(0.05)  # between steps: nobody's
+        now_s += 8.0  # between steps: nobody's
         clock.start()
-        for phase, seconds in (("forward", 0.02), ("backward", 0.04), ("optimizer", 0.0)):
-            time.sleep(seconds)
+        for phase, seconds in (("forward", 1.0), ("backward", 2.0), ("forward", 4.0), ("optimizer", 0.5)):
+            now_s += seconds
             clock.end(phase)
-    assert clock.spent_s["forward"] == pytest.approx(0.04, abs=0.015)
-    assert clock.spent_s["backward"] == pytest.approx(0.08, abs=0.015)
-    assert clock.spent_s["reduce"] == 0.0
-    assert clock.spent_s["optimizer"] < 0.01
+    clock.settle()
+    assert clock.spent_s == {"forward": 10.0, "backward": 4.0, "reduce": 0.0, "optimizer": 1.0}
 
 
 class Device:
@@ -196,7 +196,7 @@ class Slow(torch.autograd.Function):
 
 
 def _one_slow_rank(overlap: bool) -> dict[str, float]:
-    """Rank 1 computes its gradients 0.2 s longer, which rank 0 waits for."""
+    """Rank 1 computes its gradients 0.5 s longer, which rank 0 waits for."""
     import torch.distributed as dist
 
     from harness.apex.parallel import DistributedDataParallel
@@ -204,7 +204,7 @@ def _one_slow_rank(overlap: bool) -> dict[str, float]:
     model = DistributedDataParallel(nn.Linear(4, 1), delay_allreduce=not overlap)
     clock = HostClock()
     hidden = model(torch.randn(3, 4))
-    for _ in range(1 + 2 * dist.get_rank()):
+    for _ in range(1 + 5 * dist.get_rank()):
         hidden = Slow.apply(hidden)
     loss = hidden.sum()
     dist.barrier()
@@ -218,10 +218,11 @@ def _one_slow_rank(overlap: bool) -> dict[str, float]:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_waiting_for_a_slow_rank_is_communication(overlap):
     quick, slow = run_ranks(2, _one_slow_rank, overlap)
-    assert quick["backward"] == pytest.approx(0.1, abs=0.05)
-    assert slow["backward"] == pytest.approx(0.3, abs=0.05)
-    assert quick["reduce"] == pytest.approx(0.2, abs=0.07)
-    assert slow["reduce"] < 0.07
+    # A busy machine makes all of it longer: only what must be so is asked.
+    assert 0.1 <= quick["backward"] < slow["backward"]
+    assert slow["backward"] >= 0.6
+    assert quick["reduce"] > slow["reduce"]
+    assert quick["backward"] + quick["reduce"] >= 0.5
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
