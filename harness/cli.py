@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, HarnessError
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
 
 log = logging.getLogger("harness")
 
@@ -106,6 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch.add_argument("--scheduler", metavar="ADDRESS", help="of Dask, such as tcp://10.0.0.1:8786")
     launch.add_argument("--dry-run", action="store_true", help="print what would be started, and do nothing")
     launch.add_argument("--detach", action="store_true", help="hand it to the engine (slurm, …) and do not follow it")
+    launch.add_argument(
+        "--stopped-code", type=int, default=EXIT_STOPPED, metavar="N",
+        help="exit code of a run that was stopped with a checkpoint (default 75; Kubernetes restarts 128 and above)",
+    )  # fmt: skip
     launch.set_defaults(run=_launch)
 
     predict = verbs.add_parser("predict", help="write what a trained model guesses for the rows of a CSV")
@@ -265,7 +269,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         least, _, most = arguments.nnodes.rpartition(":")
         words |= {"nnodes": most, "min_nodes": least or None}
     options = [f"launch.{key}={value}" for key, value in words.items() if value is not None]
-    return launch.main(arguments.config, [*arguments.overrides, *options], arguments.dry_run, arguments.detach)
+    code = launch.main(arguments.config, [*arguments.overrides, *options], arguments.dry_run, arguments.detach)
+    return arguments.stopped_code if code == EXIT_STOPPED else code
 
 
 def _predict(arguments: argparse.Namespace) -> int:
