@@ -38,13 +38,13 @@ def where_time_went(lines: Sequence[Line]) -> Chart | None:
     data = [
         {"type": "bar", "orientation": "h", "name": _PHASE_NAMES[phase], "y": [plain(line.label) for line in shown],
          "x": [share[phase] for share in shares], "marker": _filled(place, phase), "textposition": "inside",
-         "text": [f"{share[phase]:.0%}" if share[phase] >= 0.045 else "" for share in shares], "insidetextanchor": "middle",
-         "textangle": 0, "hovertemplate": "%{x:.1%}"}
+         "text": [f"{share[phase]:.0%}" if share[phase] >= 0.045 else "" for share in shares],
+         "insidetextanchor": "middle", "textangle": 0, "hovertemplate": "%{x:.1%}"}
         for place, phase in enumerate(phases)
     ]  # fmt: skip
     layout = {
         "barmode": "stack",
-        "xaxis": {"tickformat": ".0%", "range": [0, 1.0005], "title": {"text": "share of training time"}},
+        "xaxis": {"tickformat": ".0%", "range": [0, 1.0005], "dtick": 0.2, "title": {"text": "share of training time"}},
         "yaxis": {"autorange": "reversed", "type": "category"},
         "showlegend": True,
         "bargap": 0.3,
@@ -64,11 +64,8 @@ def _filled(place: int, phase: str) -> dict[str, Any]:
     """A color and a pattern."""
     color = "@c7" if phase == "rest" else f"@c{place}"
     pattern: dict[str, Any] = {"shape": _PATTERNS[place % len(_PATTERNS)], "bgcolor": color, "fgcolor": "@surface"}
-    return {
-        "color": color,
-        "pattern": {**pattern, "size": 7, "solidity": 0.12},
-        "line": {"color": "@surface", "width": 1},
-    }
+    pattern |= {"fgopacity": 0.4, "size": 7, "solidity": 0.12}
+    return {"color": color, "pattern": pattern, "line": {"color": "@surface", "width": 1}}
 
 
 def confusion(found: Confusion, metric_run: str) -> Chart | None:

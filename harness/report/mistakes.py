@@ -126,7 +126,9 @@ def _images(run: Run) -> Callable[[str], str]:
     root = str(run.settings.get("task.root") or "")
     if task in _PUBLISHED:
         rows = _published(run, Path(root) / _PUBLISHED[task] / "raw" / "t10k-images-idx3-ubyte")
-        return lambda name: _uri(Image.fromarray(rows[int(name)])) if rows is not None and name.isdigit() else ""
+        if rows is None:
+            return lambda name: ""
+        return lambda name: _uri(Image.fromarray(rows[int(name)])) if _is_below(name, len(rows)) else ""
 
     def find(name: str) -> str:
         if Path(name).suffix.lower() not in Image.registered_extensions():
@@ -141,6 +143,10 @@ def _images(run: Run) -> Callable[[str], str]:
         return ""
 
     return find
+
+
+def _is_below(name: str, num_rows: int) -> bool:
+    return name.isdecimal() and int(name) < num_rows
 
 
 def _places(run: Run) -> Iterator[Path]:

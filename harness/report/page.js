@@ -85,7 +85,7 @@
   const draw = async (div) => {
     const chart = report.charts[div.dataset.chart];
     const figure = chart.part ? curve(chart) : { data: painted(chart.data).map(broken), layout: painted(chart.layout) };
-    const tall = narrow.matches && figure.data[0]?.orientation === "h" ? 52 * figure.data[0].y.length + 130 : 0;
+    const tall = narrow.matches && figure.data[0]?.orientation === "h" ? 52 * figure.data[0].y.length + 110 + 20 * figure.data.length : 0;
     div.dataset.height ??= parseInt(div.style.height, 10);
     div.style.height = `${Math.max(tall, Number(div.dataset.height))}px`;
     const layout = { ...figure.layout, template: look(), height: div.clientHeight, autosize: true };

@@ -128,6 +128,8 @@ def undrawn(study: Study, drawn: Sequence[Line]) -> str:
 def _time_to_target(
     study: Study, target: Target | None, ladders: Sequence[Ladder], left_out: list[str]
 ) -> Group | None:
+    if len(study.runs) == 1:
+        return None  # a single bar; the time is beside the best value
     chart = charts_ranks.time_to_target(study, target, ladders) if target else None
     if target is None or chart is None:
         left_out.append(
