@@ -36,6 +36,14 @@ def start(job: Job) -> Slurm:
 def submit(job: Job) -> str:
     """Hand the run to Slurm and return the number of its job; nobody follows it."""
     text = script(job)
+    place = Path(job.settings.slurm.output).parent
+    if "%" not in str(place) and not place.is_dir():
+        raise LaunchError(
+            f"launch.slurm.output={job.settings.slurm.output}: there is no such folder, and Slurm would end the job "
+            "without a word",
+            where=job.path,
+            hint=f"mkdir -p {place}",
+        )
     if running := _same_run(job):
         raise LaunchError(
             f"job {running} trains {job.config.name} from this folder already, and two cannot write one run folder",
@@ -74,6 +82,7 @@ class Slurm:
             _quietly("scancel", self._number)
 
     def follow(self) -> Outcome:
+        print(f"job {self._number} is handed to Slurm", file=sys.stderr)
         state: JobState | None = JobState("PENDING")
         heard = asked_at = time.monotonic()
         pause, nodes = 0.0, ""

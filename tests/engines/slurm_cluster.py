@@ -53,7 +53,10 @@ SlurmdTimeout=6
 KillWait=5
 MailProg=/bin/true
 {nodes}
-PartitionName=main Nodes={names} Default=YES MaxTime=60 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes={names} Default=YES MaxTime=60 PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes={names} MaxTime=60 PriorityTier=2 PreemptMode=OFF
 """
 
 

@@ -1,0 +1,217 @@
+"""Engine slurm on a real cluster of two nodes: Debian's munged, slurmctld and slurmd, on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import launch
+from harness.engines import slurm
+from harness.errors import LaunchError
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
+from tests.engines import slurm_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+MODELS = "tests.end_to_end.models"
+EACH_STEP = {"log_every": 1}
+START_S = 90
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if absent := slurm_cluster.missing():
+        pytest.skip(f"no Slurm cluster without {', '.join(absent)} (Debian: apt-get install slurmctld slurmd munge)")
+    with slurm_cluster.started(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("stripes"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, stripes):
+    """The run folder of an unbroken run on two ranks, by no engine."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert run(write_config(folder, stripes, model=slow(folder, 0.0), train=EACH_STEP), 2) == [0, 0]
+    return folder / "runs" / "run"
+
+
+def slow(folder: Path, step_s: float):
+    """A model that takes its time until the file ``fast`` is there."""
+    return {"name": f"{MODELS}.Slow", "args": {"step_s": step_s, "until": str(folder / "fast")}}
+
+
+def configured(folder, data, step_s=1.0, model=None, **options):
+    """A configuration for two nodes; ``options`` are those of launch.slurm."""
+    options = {"cpus_per_task": 1, "output": f"{folder}/%j.txt"} | options
+    section = {"engine": "slurm", "nnodes": 2, "slurm": options}
+    return write_config(folder, data, model=model or slow(folder, step_s), launch=section, train=EACH_STEP)
+
+
+def launched(cluster, config, *words):
+    command = [sys.executable, "-m", "harness", "launch", "-c", config, *words]
+    return started(command, config.parent / "terminal.txt", **cluster.environ)
+
+
+def number_of(run_: Started) -> str:
+    return wait_until(lambda: re.search(r"job (\d+)", run_.text()), START_S, "the job's number").group(1)
+
+
+def ranks(run_: Started) -> list[int]:
+    """Process ids of the ranks, by rank."""
+    found = {}
+    for pid, environ in run_.alive().items():
+        if "SLURM_STEP_ID" in environ and b"driver.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            found[int(environ["SLURM_PROCID"])] = pid
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_the_same_weights_and_nothing_left(cluster, tmp_path, stripes, unbroken):
+    config = configured(tmp_path, stripes, step_s=0.0)
+    with launched(cluster, config) as run_:
+        assert run_.wait(START_S) == 0, run_.text()
+        assert not run_.alive()
+    assert_same_run(unbroken, tmp_path / "runs" / "run")
+    text = run_.text()
+    assert "launched by: srun" in text
+    assert re.fullmatch(r"done: .*/runs/run, 24 steps; best top1 \d\.\d+ at step \d+", text.splitlines()[-1])
+
+
+def test_slurm_accepts_what_is_rendered(cluster, tmp_path, stripes):
+    job = launch.plan(
+        str(configured(tmp_path, stripes, slurm={"time": "1:00:00", "mem": "100M", "extra": ["--nice=5"]})), []
+    )
+    script = tmp_path / "job.sh"
+    for text in (slurm.render(job), slurm.array_script([job, job], "several")):
+        script.write_text(text)
+        cluster.ask("sbatch", "--test-only", str(script))
+    cluster.ask("sbatch", "--test-only", str(ROOT / "launch" / "slurm.sbatch"))
+
+
+def test_refused(cluster, tmp_path, stripes, monkeypatch):
+    """What is wrong is told by Slurm itself, before anything is left behind."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    job = launch.plan(str(configured(tmp_path, stripes)), ["launch.slurm.partition=gpu", "launch.nnodes=7"])
+    with pytest.raises(LaunchError, match="sbatch refused the job: .*invalid partition"):
+        slurm.start(job)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match="this machine has no"):
+        slurm.start(job)
+
+
+def test_exception_on_rank_1(cluster, tmp_path, stripes):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
+    with launched(cluster, configured(tmp_path, stripes, model=model)) as run_:
+        assert run_.wait(START_S) == 70, run_.text()
+        assert not run_.alive()
+    text = run_.text()
+    assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
+    assert re.search(r"  rank 0: \w+ on .* at step \d+ at \w+ \(harness/", text), text
+    assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
+
+
+def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, monkeypatch):
+    """kill -9 of rank 1: one report in time, nobody left. The same command goes on; Ctrl-C ends it with a checkpoint;
+    the same command gives the unbroken run."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    config, folder = configured(tmp_path, stripes), tmp_path / "runs" / "run"
+    with launched(cluster, config) as run_:
+        wait_for_steps(folder, 1, START_S)
+        killed = time.monotonic()
+        run_.signal(signal.SIGKILL, ranks(run_)[1])
+        assert run_.wait(END_S) == 70, run_.text()
+        assert time.monotonic() - killed < END_S
+        assert not run_.alive()
+        assert re.search(r"failed: rank 1 .*at step \d+: Killed: it died of SIGKILL", run_.text()), run_.text()
+    with launched(cluster, config) as run_:
+        wait_for_steps(folder, 3, START_S)
+        number = number_of(run_)
+        with pytest.raises(LaunchError, match=f"job {number} trains run from this folder already"):
+            slurm.submit(launch.plan(str(config), []))
+        run_.signal(signal.SIGINT)
+        assert run_.wait(END_S) == 75, run_.text()
+        assert not run_.alive()
+        assert "stopped early with a checkpoint" in run_.text().splitlines()[-1]
+        assert cluster.job(number)["JobState"] == "FAILED"  # not to be started again
+    (tmp_path / "fast").touch()
+    with launched(cluster, config) as run_:
+        assert run_.wait(START_S) == 0, run_.text()
+        assert "resumed from" in run_.text()
+    assert_same_run(unbroken, folder)
+
+
+def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
+    """A more urgent job takes the nodes (SIGTERM), then the time limit draws near (SIGUSR1): each time a checkpoint and
+    another start of the same job, which nobody but Slurm asks for."""
+    config = configured(tmp_path, stripes, step_s=2.0, time="1", signal_s=30, partition="main")
+    folder = tmp_path / "runs" / "run"
+    with launched(cluster, config) as run_:
+        number = number_of(run_)
+        wait_for_steps(folder, 1, START_S)
+        urgent = ["sbatch", "--wait", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"]
+        cluster.ask(*urgent, timeout_s=END_S)
+        starts(cluster, run_, number, 2)
+        assert "(SIGTERM)" in run_.text()
+        starts(cluster, run_, number, 3)
+        assert "(SIGUSR1)" in run_.text()
+        (tmp_path / "fast").touch()
+        assert run_.wait(START_S) == 0, run_.text()
+        assert not run_.alive()
+    assert run_.text().count("resumed from") == 2
+    assert_same_run(unbroken, folder)
+
+
+def starts(cluster, run_: Started, number: str, count: int) -> None:
+    """Until the job trains for the ``count``-th time; it need not wait as long as a requeued one does."""
+    wait_until(lambda: "to go on at" in run_.text().rpartition("start ")[2], START_S, run_.text())
+    cluster.hurry(number)
+    wait_until(lambda: f"job {number}, start {count}" in run_.text(), START_S, f"start {count}")
+
+
+def test_lost_node(cluster, tmp_path, stripes, unbroken):
+    """Without restarts it is in the report; with one, the job waits for the node and goes on."""
+    config, folder = configured(tmp_path, stripes), tmp_path / "runs" / "run"
+    with launched(cluster, config) as run_:
+        wait_for_steps(folder, 1, START_S)
+        cluster.lose_node("n1")
+        lost = time.monotonic()
+        assert run_.wait(END_S + 6) == 70, run_.text()  # SlurmdTimeout
+        print(time.monotonic() - lost, run_.text())
+        assert not run_.alive()
+        assert re.search(r"failed: rank 1 .*n1", run_.text())
+    cluster.start_node("n1")
+    with launched(cluster, config, "--max-restarts", "1") as run_:
+        number = number_of(run_)
+        wait_for_steps(folder, 3, START_S)
+        cluster.lose_node("n1")
+        (tmp_path / "fast").touch()
+        wait_until(lambda: "to go on at" in run_.text(), START_S, "another start")
+        cluster.start_node("n1")
+        cluster.hurry(number)
+        assert run_.wait(START_S) == 0, run_.text()
+    assert_same_run(unbroken, folder)
+
+
+def test_detached_array(cluster, tmp_path, stripes, unbroken, monkeypatch, capsys):
+    """Two runs as one array, each followed by its number; and a run that is handed over."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    config = str(configured(tmp_path, stripes, step_s=0.0))
+    jobs = [launch.plan(config, [f"name={name}", "launch.nnodes=1", "launch.nproc=2"]) for name in ("one", "two")]
+    for job, number in zip(jobs, slurm.submit_array(jobs, "several", at_once=1), strict=True):
+        assert set(slurm.Slurm(job, number).follow().exits.values()) <= {0}
+    assert launch.main(config, ["name=three"], dry_run=False, detach=True) == 0
+    number = capsys.readouterr().out.strip()
+    wait_until(lambda: cluster.job(number)["JobState"] == "COMPLETED", START_S, "the job's end")
+    for name in ("one", "two", "three"):
+        assert_same_run(unbroken, tmp_path / "runs" / name)
