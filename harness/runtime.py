@@ -336,8 +336,9 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} could not meet its peers "
             f"at {launch.master_addr}:{launch.master_port}: {error}",
-            hint="check that all nodes were started, with the same MASTER_ADDR, MASTER_PORT and number of nodes, "
-            "and that the port is open",
+            hint="check that all nodes were started, with the same MASTER_ADDR, MASTER_PORT and number of nodes, that "
+            f"the port is open, and that interface {os.environ.get('GLOO_SOCKET_IFNAME') or 'of the default route'} "
+            "leads to the others (GLOO_SOCKET_IFNAME; launch.interface)",
         ) from None
     runtime = Runtime(launch, target, store, _control=dist.new_group(backend="gloo", timeout=timeout))
     try:

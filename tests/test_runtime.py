@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from harness.errors import DataError, LaunchError
 from harness.runtime import Launch, Runtime, detect, first_host, open_runtime
@@ -281,6 +282,33 @@ def test_different_time_limits_do_not_hang():
     assert all(kind != "met" for kind, _ in results)
     assert results[0][1] < 5
     assert results[1][1] < 9
+
+
+def _counted_differently():
+    """As on two nodes of which one took a restart and the other was asked to come along."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    with open_runtime(detect(os.environ), "cpu", 10.0) as runtime:
+        return runtime.gather(runtime.launch.restart)
+
+
+def test_nodes_that_count_restarts_differently_meet():
+    assert run_ranks(2, _counted_differently, group=False, timeout_s=30) == [[0, 1]] * 2
+
+
+def _one_gang_after_the_other(port: int):
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    seen = []
+    for restart in ("0", "1"):
+        with open_runtime(detect({**os.environ, "TORCHELASTIC_RESTART_COUNT": restart}), "cpu", 10.0) as runtime:
+            seen.append(runtime.store.check(["left"]))
+            runtime.barrier()
+            runtime.store.set("left", "by an earlier gang")
+    return seen
+
+
+def test_a_restarted_gang_does_not_read_what_is_left_in_the_launcher_s_store():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_ranks(2, _one_gang_after_the_other, store.port, group=False, timeout_s=30) == [[False] * 2] * 2
 
 
 def _meet_nobody(rank: int, port: int):

@@ -152,6 +152,40 @@ def test_the_launcher_s_death_is_noticed(tmp_path, elastic, expected):
     assert told.read_text() == expected
 
 
+def _orphan_that_has_not_met(path: str):
+    """Start a grandchild that waits for others, and end."""
+    ready, tell = os.pipe()
+    if os.fork() == 0:
+        module.PERIOD_S = 0.02
+
+        def leave(code: int) -> None:
+            Path(path).write_text(str(code))
+            os._exit(0)
+
+        with module.unless_orphaned(Launch(supervised=True), leave=leave):
+            os.write(tell, b"x")
+            time.sleep(3)
+        Path(path).write_text("still here")
+        os._exit(0)
+    os.read(ready, 1)
+
+
+def test_the_launcher_s_death_is_noticed_before_all_have_met(tmp_path):
+    told = tmp_path / "told"
+    process, _ = start(_orphan_that_has_not_met, (str(told),))
+    process.join(10)
+    wait_for(lambda: told.exists() and told.read_text(), 10)
+    assert told.read_text() == "70"
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_launcher_that_dies_later_is_the_watch_s_business(quick, supervised):
+    left = []
+    with module.unless_orphaned(Launch(supervised=supervised), parent=None if supervised else 1, leave=left.append):
+        time.sleep(0.1)
+    assert not left
+
+
 def _fail_on_one():
     module.PERIOD_S, module.GRACE_S = 0.05, 0.2
     with open_runtime(detect(os.environ), "cpu", 30.0) as runtime:

@@ -156,8 +156,13 @@ def _command(job: Job, where: meeting.Meeting, words: str) -> list[str]:
 
 
 def _environ(job: Job, where: meeting.Meeting) -> dict[str, str]:
-    # By default it kills ranks 30 s after a signal. (An option says the same, but only to newer versions of torch.)
-    return {**where.environ(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(job.settings.grace_s)), **job.environ()}
+    return {
+        **where.environ(),
+        # By default it kills ranks 30 s after a signal. (An option says the same, but only to newer versions of torch.)
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(job.settings.grace_s)),
+        "TORCHELASTIC_ERROR_FILE": os.devnull,  # for its own last words, else it complains that there is no such file
+        **job.environ(),
+    }
 
 
 def _end_with_this_process() -> Callable[[], None] | None:

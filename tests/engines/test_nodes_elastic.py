@@ -154,16 +154,16 @@ def test_a_long_cut_a_loss_and_a_signal_end_in_time(tmp_path, stripes, machines)
     experiment = Experiment(tmp_path, stripes, timeout_s=4)
     here, there = machines(experiment)
 
-    def launch():
-        here.launch("--nnodes", "2", "--node-rank", "0")
-        there.launch("--nnodes", "2", "--node-rank", "1")
+    def launch(numbered=True):
+        for rank, machine in enumerate((here, there)):
+            machine.launch("--nnodes", "2", *(("--node-rank", str(rank)) if numbered else ("--max-restarts", "1")))
 
     launch()
     wait_for_steps(experiment.folder, 3, START_S)
     cut(there.name)
-    begun = time.monotonic()
     time.sleep(10)
     mend(there.name)
+    begun = time.monotonic()
     assert [here.wait(END_S), there.wait(END_S)] == [70, 70]
     assert time.monotonic() - begun < END_S
     for machine in (here, there):
@@ -174,13 +174,12 @@ def test_a_long_cut_a_loss_and_a_signal_end_in_time(tmp_path, stripes, machines)
     wait_until(lambda: experiment.starts() == [2, 2], START_S, "the second start")
     wait_for_more_steps(experiment.folder, 2)
     there.lose()
-    begun = time.monotonic()
     assert here.wait(END_S) == 70
     assert "failed: rank 1 at step" in here.run.text()
     assert "killed from outside, or its machine is gone" in here.run.text()
     assert "rank 0: failed on " in here.run.text()
 
-    launch()
+    launch(numbered=False)  # a stop is none of the failures that a restart is for
     wait_until(lambda: experiment.starts() == [2, 2, 2], START_S, "the third start")
     there.run.signal(signal.SIGTERM)
     assert [here.wait(END_S), there.wait(END_S)] == [75, 75], here.run.text() + there.run.text()

@@ -1,0 +1,251 @@
+"""Engine torchrun on one machine: what it would run, the same weights as ever, restarts, exit codes, nobody left over.
+
+Several machines: test_nodes_elastic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import ends, launch
+from harness.engines import lastwords, meeting, torchrun
+from harness.errors import LaunchError
+from tests.end_to_end.experiment import assert_same_run, record, run, write_config, write_images
+from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
+
+MODELS = "tests.end_to_end.models"
+GOLDEN = Path(__file__).parent / "golden"
+START_S = 90  # three imports of torch, one after the other
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("stripes"))
+
+
+def command(config, *words, engine="torchrun"):
+    return [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", engine, "--nproc", "2", *words]
+
+
+def folder_of(config):
+    return config.parent / "runs" / "run"
+
+
+def slow(folder, data, **settings):
+    """An experiment that takes its time until the file that comes second is there."""
+    go = folder / "go"
+    model = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.2, "until": str(go)}}
+    train, runtime = {"epochs": 6, "log_every": 1}, {"device": "cpu", "timeout_s": 100}  # nothing ends by this limit
+    return write_config(folder, data, model=model, train=train, runtime=runtime, **settings), go
+
+
+def wait_for_more_steps(folder, count):
+    wait_for_steps(folder, len([line for line in record(folder) if line["split"] == "train"]) + count)
+
+
+def num_starts(folder):
+    with suppress(OSError, ValueError):
+        return len(json.loads((folder / "provenance.json").read_text()))
+    return 0
+
+
+# What it would run
+
+SHAPES = {
+    "one": ["launch.nproc=2", "launch.max_restarts=3", "launch.env={NCCL_DEBUG: INFO}"],
+    "several": ["launch.nnodes=2", "launch.nproc=4", "launch.rendezvous=n0:29400", "launch.grace_s=20"],
+    "numbered": ["launch.nnodes=2", "launch.node_rank=1", "launch.rendezvous=n0:29500", "launch.interface=eth0"],
+    "elastic": ["launch.nnodes=4", "launch.min_nodes=1", "launch.max_restarts=3", "launch.rendezvous=n0:29400",
+                "launch.join_s=99.5", "batch.global=12"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_render(tmp_path, stripes, monkeypatch, shape):
+    monkeypatch.setattr(meeting, "interface_towards", lambda *_, **__: "eth0")
+    monkeypatch.setattr(meeting, "address_of", lambda _: "10.0.0.2")
+    monkeypatch.setattr(meeting, "is_here", lambda _: False)
+    config = str(write_config(tmp_path, stripes))
+    text = torchrun.render(launch.plan(config, ["launch.engine=torchrun", *SHAPES[shape]]))
+    text = text.replace(config, "CONFIG").replace(shlex.quote(sys.executable), "PYTHON")
+    assert text == (GOLDEN / f"torchrun_{shape}.txt").read_text()
+
+
+REFUSED = {
+    "no place to meet": (["nnodes=2"], "--rendezvous HOST:PORT"),
+    "a place for one": (["rendezvous=a:1"], "launch.rendezvous is for several machines"),
+    "a number for one": (["node_rank=0"], "launch.node_rank is for several machines"),
+    "a number too high": (["nnodes=2", "rendezvous=a:1", "node_rank=2"], "they count from 0"),
+    "numbers and restarts": (["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"], "exclude each other"),
+    "a range without restarts": (["nnodes=2", "min_nodes=1", "rendezvous=a:1"], "--max-restarts 3, or --nnodes N"),
+    "a range upside down": (["nnodes=2", "min_nodes=3", "rendezvous=a:1"], "is more than launch.nnodes=2"),
+    "a batch for some": (["nnodes=3", "min_nodes=1", "max_restarts=1", "rendezvous=a:1"], "a multiple of 6; or"),
+    "an unknown host": (["nnodes=2", "rendezvous=no.such.host.invalid:1"], "knows no way to no.such.host.invalid"),
+    "no such interface": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=eth77"], "no network interface eth77"),
+    "loopback": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=lo"], "leads to no other machine"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(tmp_path, stripes, case):
+    words, message = REFUSED[case]
+    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words])
+    for call in (torchrun.render, torchrun.start):
+        with pytest.raises(LaunchError) as caught:
+            call(job)
+        assert message in str(caught.value)
+
+
+def test_last_words_are_those_of_the_last_start(tmp_path):
+    assert lastwords.read(tmp_path) == (0, [])
+    for attempt, codes in ((0, [70, 70]), (9, [0, 75]), (10, [65])):
+        for rank, code in enumerate(codes):
+            (tmp_path / "run_x" / f"attempt_{attempt}" / str(rank)).mkdir(parents=True)
+            file = tmp_path / "run_x" / f"attempt_{attempt}" / str(rank) / "error.json"
+            ends.tell_launcher(str(file), 12.5, "line\nmore", rank=rank + 4, world_size=8, exit_code=code)
+    assert lastwords.read(tmp_path) == (10, [lastwords.Words(4, 8, 65)])
+    content = json.loads(file.read_text())["message"]
+    assert content == {"message": "line", "extraInfo": {"py_callstack": "line\nmore", "timestamp": "12"}}
+
+
+# For real
+
+
+@pytest.mark.slow
+def test_restarts_leave_no_trace(tmp_path, stripes):
+    """Ranks are killed, one after the other; every restart meets at once, and the end is that of the unbroken run."""
+    config, go = slow(tmp_path / "torchrun", stripes)
+    with started(command(config, "--max-restarts", "3"), tmp_path / "terminal.txt") as run_:
+        for count, victim in enumerate((1, 0, 1), start=1):
+            wait_until(lambda count=count: num_starts(folder_of(config)) == count, START_S, f"start {count}")
+            wait_for_more_steps(folder_of(config), 2)
+            run_.signal(signal.SIGKILL, run_.ranks()[victim])
+        go.write_text("")
+        assert run_.wait(START_S) == 0, run_.text()
+        assert not run_.alive()
+        assert num_starts(folder_of(config)) == 4
+    assert run(config, 2, "name=unbroken") == [0, 0]
+    assert_same_run(folder_of(config).with_name("unbroken"), folder_of(config))
+
+
+@pytest.mark.slow
+def test_exception_on_rank_1(tmp_path, stripes):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
+    with started(command(write_config(tmp_path, stripes, model=model)), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(START_S) == 70
+        assert not run_.alive()
+    ours, _, summary = run_.text().partition("Root Cause (first observed failure)")
+    assert ours.count("ArithmeticError: a layer went wrong, only here") >= 1
+    assert "ArithmeticError: a layer went wrong, only here" in summary  # torchrun's own, which had no traceback
+    assert re.search(r"rank      : 1 \(local_rank: 1\)\n\s+exitcode  : 70", summary)
+    assert "error_file: <N/A>" not in run_.text()
+    assert "failed: rank 1 on" in summary
+    assert re.search(r"  rank 0: \w+ on .* at step \d+ at \w+ \(harness/", summary), summary
+
+
+@pytest.mark.slow
+def test_killed_rank_then_launcher_then_harness_then_the_end(tmp_path, stripes):
+    """The same command four times: nothing of it is left each time, and in the end it is the unbroken run."""
+    config, go = slow(tmp_path / "torchrun", stripes)
+    folder = folder_of(config)
+
+    def until_it_trains(count):
+        wait_until(lambda: num_starts(folder) == count, START_S, f"start {count}")
+        wait_for_more_steps(folder, 2)
+
+    with started(command(config), tmp_path / "rank.txt") as run_:
+        until_it_trains(1)
+        run_.signal(signal.SIGKILL, run_.ranks()[1])
+        assert run_.wait(END_S) == 70
+        assert not run_.alive()
+    assert "failed: rank 1 at step" in run_.text()
+    assert "Lost: it left no word: killed from outside, or its machine is gone" in run_.text()
+    assert "rank 0: " in run_.text().partition("failed: rank 1")[2]
+
+    with started(command(config), tmp_path / "launcher.txt") as run_:
+        until_it_trains(2)
+        run_.signal(signal.SIGKILL, _launcher(run_))
+        assert run_.wait(END_S) == 75
+        assert not run_.alive()
+    assert "the launcher is gone" in run_.text()
+
+    with started(command(config), tmp_path / "harness.txt") as run_:
+        until_it_trains(3)
+        run_.signal(signal.SIGKILL)
+        run_.process.wait()
+        wait_until(lambda: not run_.alive(), END_S, "launcher and ranks end")
+    assert "stopped early (SIGTERM)" in run_.text()
+
+    go.write_text("")
+    with started(command(config), tmp_path / "end.txt") as run_:
+        assert run_.wait(START_S) == 0, run_.text()
+    assert run(config, 2, "name=unbroken") == [0, 0]
+    assert_same_run(folder.with_name("unbroken"), folder)
+
+
+def _launcher(run_):
+    """The process id of torch's launcher: the ranks' parent."""
+    (parent,) = {int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]) for rank in run_.ranks()}
+    return parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "torchrun"])
+def test_ranks_that_have_not_met_do_not_outlive_their_launcher(tmp_path, stripes, engine):
+    """Both are held up, one of them before it looks for the other; whoever started them is killed."""
+    config, _ = slow(tmp_path, stripes)
+    (tmp_path / "sitecustomize.py").write_text(HELD_UP)
+    with started(command(config, engine=engine), tmp_path / "terminal.txt", PYTHONPATH=str(tmp_path)) as run_:
+        wait_until(lambda: (tmp_path / "waiting").exists(), START_S, "rank 0 looks for rank 1")
+        (above,) = {run_.process.pid} if engine == "local" else {_launcher(run_)}
+        if engine == "torchrun":
+            run_.signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(above, signal.SIGKILL)
+        run_.process.wait()
+        (tmp_path / "go").write_text("")  # rank 1 wakes up and finds nobody
+        wait_until(lambda: not run_.alive(), 20, "the ranks end")
+    assert not (tmp_path / "runs").exists()
+
+
+# What a rank runs first: rank 0 says when it is about to meet the others, and rank 1 is late for it.
+HELD_UP = """
+import os, sys, threading, time
+if "RANK" in os.environ:
+    folder = os.path.dirname(os.path.abspath(__file__))
+    def look():
+        while "harness.runtime" not in sys.modules or not hasattr(sys.modules["harness.runtime"], "_meet"):
+            time.sleep(0.05)
+        runtime = sys.modules["harness.runtime"]
+        meet = runtime._meet
+        def late(launch, timeout_s):
+            if launch.rank == 1:
+                while not os.path.exists(folder + "/go"):
+                    time.sleep(0.05)
+                time.sleep(60)
+            open(folder + "/waiting", "w").close()
+            return meet(launch, timeout_s)
+        runtime._meet = late
+    threading.Thread(target=look, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it asks for a CUDA device where there is none")
+def test_the_ranks_own_exit_code_before_they_meet(tmp_path, stripes):
+    config = write_config(tmp_path, stripes)
+    with started(command(config, "runtime.device=cuda"), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(START_S) == 2
+        assert not run_.alive()
+    assert run_.text().count("error: 2 process(es) of this node want a CUDA device each; there are 0 here") == 1
+    assert "ended with exit code 2 before the run began" in run_.text()
