@@ -1,0 +1,207 @@
+"""What engine slurm makes of a configuration, and of what Slurm says: all without Slurm."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from harness import launch
+from harness.engines import sbatch, slurm
+from harness.engines.joboutput import JobOutput
+from harness.engines.scontrol import JobState, NoAnswer, parse
+from harness.errors import ConfigError, LaunchError
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import write_config
+
+GOLDEN = ROOT / "tests" / "engines" / "golden"
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Jobs of a configuration in the working folder, by the words of the command line."""
+    write_config(tmp_path, tmp_path / "data", output="runs", data={"cache_dir": None})
+    shutil.copy(ROOT / "driver.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: launch.plan("config.yaml", ["launch.engine=slurm", *words])
+
+
+EVERYTHING = [
+    "launch.nnodes=2", "launch.nproc=4", "launch.threads=3", "launch.max_restarts=2", "launch.interface=ib0",
+    "launch.python=/opt/conda/bin/python", "launch.env={NOTE: it's here}", "launch.slurm.partition=gpu",
+    "launch.slurm.account=physics", "launch.slurm.qos=high", "launch.slurm.constraint=a100|h100",
+    "launch.slurm.time=1-12:00:00", "launch.slurm.gpus_per_node=4", "launch.slurm.mem=64G",
+    "launch.slurm.signal_s=300", "launch.slurm.output=logs/%x-%j.txt", "launch.slurm.extra=[--exclusive, --nice=5]",
+    "launch.slurm.setup=[module load cuda, source ~/env.sh]", "data.num_workers=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("golden", "words"), [("plain", []), ("everything", EVERYTHING)])
+def test_the_whole_script(planned, golden, words):
+    text = slurm.render(planned(*words)).replace(sys.executable, "PYTHON")
+    assert text == (GOLDEN / f"slurm_{golden}.txt").read_text()
+    assert_shell(text)
+
+
+def test_the_whole_array(planned):
+    jobs = [planned(f"name=trial-{n}", f"optimizer.lr=0.{n}", "launch.slurm.requeue=false") for n in (1, 2)]
+    text = sbatch.array_script(jobs, "sweep", at_once=1).replace(sys.executable, "PYTHON")
+    assert text == (GOLDEN / "slurm_array.txt").read_text()
+    assert_shell(text)
+
+
+def assert_shell(text: str) -> None:
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+
+
+def test_what_a_person_copies_is_the_engines():
+    """launch/slurm.sbatch: the lines below its settings are those of the engine, and its settings name each of them."""
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    head, _, body = text.partition("# From here on there is nothing to edit.\n\n")
+    assert body == sbatch.BODY
+    assert_shell(text)
+    for name in ("rank=(", "folder=", "max_restarts=", "export OMP_NUM_THREADS="):
+        assert f"\n{name}" in head, name
+    for option in ("nodes", "ntasks-per-node", "cpus-per-task", "time", "signal", "requeue", "open-mode", "output"):
+        assert f"\n#SBATCH --{option}" in head, option
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["launch.min_nodes=1"], "launch.min_nodes=1 means nothing to engine slurm"),
+        (["launch.rendezvous=a:1"], "means nothing to engine slurm"),
+        (["launch.node_rank=0"], "means nothing to engine slurm"),
+        (["launch.slurm.time='2'"], "signal_s=120 is no less than the time limit, 2 \\(120 s\\)"),
+        (["launch.slurm.requeue=false", "launch.max_restarts=1"], "contradict each other"),
+    ],
+)
+def test_settings_that_cannot_be(planned, words, message):
+    for call in (slurm.render, slurm.start):
+        with pytest.raises(LaunchError, match=message):
+            call(planned(*words))
+
+
+@pytest.mark.parametrize("word", ["partition=a b", "time=tomorrow", "mem=lots", "extra=[exclusive]", "signal_s=0"])
+def test_settings_that_no_script_should_hold(planned, word):
+    with pytest.raises(ConfigError, match=f"launch.slurm.{word.partition('=')[0]}"):
+        planned(f"launch.slurm.{word}")
+
+
+def test_tasks_of_an_array_ask_for_the_same(planned):
+    with pytest.raises(LaunchError, match="b and a differ under launch|a and b differ under launch"):
+        sbatch.array_script([planned("name=a"), planned("name=b", "launch.nproc=2")], "sweep")
+
+
+def test_a_file_in_a_folder_that_is_not_there(planned, tmp_path):
+    with pytest.raises(LaunchError, match="no such folder") as caught:
+        slurm.start(planned("launch.slurm.output=logs/%j.txt"))
+    assert caught.value.hint == "mkdir -p logs"
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-0", 86400), ("1-2:30", 95400), ("2-00:00:01", 172801)],
+)
+def test_time_limits(limit, seconds):
+    assert sbatch.seconds(limit) == seconds
+
+
+# What Slurm says
+
+
+def test_state_of_a_job():
+    line = (
+        "JobId=7 ArrayJobId=7 JobName=a b JobState=PENDING Reason=BeginTime Dependency=(null) Requeue=1 Restarts=2 "
+        "StartTime=2026-01-02T03:04:05 EndTime=Unknown NodeList=(null) StdErr=/x/7.txt StdOut=/x/7.txt"
+    )
+    assert parse(line) == JobState("PENDING", "BeginTime", "", 2, "/x/7.txt", "2026-01-02T03:04:05")
+    assert not parse(line).over
+    assert parse("JobId=7 JobState=NODE_FAIL Reason=None NodeList=n[0-1]") == JobState("NODE_FAIL", "", "n[0-1]")
+    assert parse("JobState=NODE_FAIL").over
+
+
+SAID = """\
+harness: job 7, start 1, on n[0-1]
+srun: error: n1: task 3: Killed
+harness: job 7, start 2, on n[0-1]
+epoch 1: 61 of 61 rows used
+srun: error: n1: tasks 2-3: Segmentation fault (core dumped)
+srun: error: n0: tasks 0,3: Exited with exit code 70
+srun: error: Node failure on n1
+srun: error: n0: task 1: something new
+slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED ***"""
+
+
+def test_output_is_shown_as_it_comes_and_understood(tmp_path, capsys):
+    path = tmp_path / "7.txt"
+    path.write_bytes(b"of an earlier job\n")
+    output = JobOutput(offset=path.stat().st_size)
+    assert not output.show()  # nobody knows yet where it is
+    output.path = str(path)
+    assert not output.show()
+    for cut in (10, 100, 400, len(SAID)):
+        path.write_bytes(b"of an earlier job\n" + SAID[:cut].encode())
+        output.show(last=cut == len(SAID))
+    assert capsys.readouterr().err == SAID + "\n"
+    assert output.exits == {2: -11, 3: -11, 0: 70}
+    assert next(iter(output.exits)) == 2
+    assert output.lost == "Node failure on n1"
+
+
+class Answers:
+    """slurmctld, as far as ``follow`` sees it: the states of a job in turn, or no answer."""
+
+    def __init__(self, monkeypatch, *states: str | None) -> None:
+        self._states, self.asked = list(states), 0
+        monkeypatch.setattr(slurm, "job_state", self.state)
+        monkeypatch.setattr(slurm, "down", lambda nodes: "")
+        for name in ("_POLL_S", "_SOON_S", "_SELDOM_S"):
+            monkeypatch.setattr(slurm, name, 0.001)
+
+    def state(self, number: str) -> JobState | None:
+        self.asked += 1
+        name = self._states.pop(0) if len(self._states) > 1 else self._states[0]
+        if name == "deaf":
+            raise NoAnswer("Unable to contact slurm controller (connect failure)")
+        return JobState(name) if name else None
+
+
+def test_a_controller_that_is_away_for_a_while(planned, monkeypatch):
+    answers = Answers(monkeypatch, "PENDING", "deaf", "deaf", "RUNNING", "COMPLETED")
+    assert slurm.Slurm(planned(), "7").follow() == slurm.Outcome()
+    assert answers.asked == 5
+
+
+def test_a_controller_that_is_away_for_ever(planned, monkeypatch):
+    Answers(monkeypatch, "RUNNING", "deaf")
+    monkeypatch.setattr(slurm, "_DEAF_S", 0.05)
+    assert slurm.Slurm(planned(), "7").follow().lost.endswith("(connect failure); job 7 may still run")
+
+
+@pytest.mark.parametrize("name", ["TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "CANCELLED"])
+def test_jobs_that_slurm_ended(planned, monkeypatch, name):
+    Answers(monkeypatch, "RUNNING", "COMPLETING", name)
+    assert slurm.Slurm(planned(), "7").follow().lost == f"Slurm ended job 7: {name}"
+
+
+def test_a_job_that_slurm_has_forgotten(planned, monkeypatch):
+    Answers(monkeypatch, "RUNNING", None)
+    assert slurm.Slurm(planned(), "7").follow() == slurm.Outcome()
+
+
+def test_stopping_asks_then_insists(planned, monkeypatch):
+    """Asked: not to be started again, a checkpoint. Asked again, or after the grace period: ended."""
+    said = []
+    monkeypatch.setattr(slurm, "_quietly", lambda *words: said.append(" ".join(words)))
+    Answers(monkeypatch, *["RUNNING"] * 50, "CANCELLED")
+    run = slurm.Slurm(planned("launch.grace_s=0.01"), "7")
+    run.stop()
+    assert said == ["scontrol update JobId=7 Requeue=0", "scancel --state=PENDING 7", "scancel --signal=TERM 7"]
+    assert run.follow() == slurm.Outcome(stopped=True)
+    assert "scancel 7" in said
+    said.clear()
+    run.stop()
+    assert said == ["scancel --signal=KILL 7", "scancel 7"]
