@@ -1,0 +1,458 @@
+"""Engine dask, on a real scheduler with real workers: the same weights as ever, one report, nobody left over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from harness import launch
+from harness.checkpoint import Checkpoints
+from harness.engines import dask_claims, dask_rank
+from harness.errors import LaunchError
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
+from tests.engines.dask_cluster import START_S, Running, cluster, marked, ranks, wait_for_file
+
+pytest.importorskip("distributed", reason="engine dask needs dask.distributed: pip install 'apex-harness[dask]'")
+MODELS = "tests.end_to_end.models"
+SLOW = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}
+TWO = {"launch": {"nproc": 2}}
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("stripes"))
+
+
+@pytest.fixture(scope="module")
+def dask_cluster(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("dask"), num_workers=3) as there:
+        yield there
+
+
+@pytest.fixture
+def mark():
+    """For launch.env: whoever carries it is one of the test's ranks."""
+    return secrets.token_hex(8)
+
+
+def marking(mark):
+    return f"launch.env={{HARNESS_TEST: {mark}}}"
+
+
+# What it would do
+
+
+def test_render(tmp_path, stripes):
+    from harness.engines import dask
+
+    words = ["launch.nproc=2", "launch.dask.scheduler=tcp://10.0.0.1:8786", "launch.dask.resources={GPU: 1}"]
+    text = dask.render(launch.plan(str(write_config(tmp_path, stripes)), words))
+    assert text == (ROOT / "tests" / "engines" / "golden" / "dask.txt").read_text()
+
+
+@pytest.mark.parametrize("word", ["min_nodes=1", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
+def test_what_means_nothing_here(tmp_path, stripes, word):
+    from harness.engines import dask
+
+    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
+    for call in (dask.render, dask.start):
+        with pytest.raises(LaunchError, match="means nothing to engine dask"):
+            call(job)
+
+
+# Which workers: in the scheduler
+
+
+def worker(address, *, threads=1, tasks=(), status="running", **resources):
+    return SimpleNamespace(
+        address=address, host=address.partition(":")[0], nthreads=threads, resources=resources,
+        processing=[SimpleNamespace(key=key, resource_restrictions=None) for key in tasks],
+        status=SimpleNamespace(name=status),
+    )  # fmt: skip
+
+
+def scheduler(*workers, clients=("me", "other")):
+    return SimpleNamespace(workers={each.address: each for each in workers}, clients=clients)
+
+
+def places(found):
+    return [address for address, _ in found["places"]]
+
+
+def test_workers_are_claimed_all_or_none_and_by_one_run():
+    there = scheduler(worker("b:1"), worker("a:1", threads=4), worker("c:1"))
+    assert places(dask_claims.claim("one", "me", 2, {}, there)) == ["a:1", "b:1"]
+    refused = dask_claims.claim("two", "other", 2, {}, there)
+    assert refused["places"] == []
+    assert [line for line in refused["seen"] if "1 rank(s) of another run: room for 0" in line]
+    assert places(dask_claims.claim("three", "other", 1, {}, there)) == ["c:1"]
+    dask_claims.release("one", there)
+    assert places(dask_claims.claim("two", "other", 2, {}, there)) == ["a:1", "b:1"]
+    there.clients = ("me",)  # what the other had claimed, it took along
+    assert places(dask_claims.claim("four", "me", 3, {}, there)) == ["a:1", "b:1", "c:1"]
+
+
+def test_busy_and_closing_workers_have_no_room():
+    busy, mine = worker("a:1", tasks=["sum-1"]), worker("b:1", tasks=["apex-harness-0-rank-0"])
+    there = scheduler(busy, mine, worker("c:1", status="closing_gracefully"), worker("d:1", threads=2, tasks=["sum-2"]))
+    assert places(dask_claims.claim("one", "me", 2, {}, there)) == ["b:1", "d:1"]
+    assert dask_claims.claim("two", "me", 1, {}, there)["places"] == []
+
+
+def test_a_rank_a_gpu_and_workers_with_gpus_first():
+    there = scheduler(worker("a:1"), worker("b:1", threads=8, GPU=2), worker("c:1", threads=1, GPU=4))
+    found = dask_claims.claim("one", "me", 4, {}, there)
+    assert found["places"] == [("b:1", {"GPU": 1}), ("b:1", {"GPU": 1}), ("c:1", {"GPU": 1}), ("a:1", {})]
+    there = scheduler(worker("a:1"), worker("b:1", BIG=1.0), worker("c:1", threads=4, BIG=3.0))
+    assert places(dask_claims.claim("one", "me", 2, {"BIG": 1.0}, there)) == ["b:1", "c:1"]
+    assert dask_claims.claim("two", "me", 1, {"BIG": 1.0}, there)["places"] == []
+
+
+# Files, without a disk in common
+
+
+class Disks:
+    """Stands for a client of workers whose disks are folders; ``break_at`` counts down to a connection that breaks."""
+
+    def __init__(self, monkeypatch, **disks: Path) -> None:
+        self._disks, self.break_at = disks, -1
+        self.alive = set(disks)
+        monkeypatch.setattr(dask_rank, "scratch_of", lambda job: self._disks[self._asked])
+
+    def nthreads(self, workers):
+        return {name: 1 for name in workers if name in self.alive}
+
+    def run(self, function, job, *words, workers):
+        self.break_at -= 1
+        if self.break_at == 0:
+            raise ConnectionError("the connection broke")
+        answers = {}
+        for self._asked in workers:
+            answers[self._asked] = asyncio.run(function(job, *words))
+        return answers
+
+
+@pytest.fixture
+def apart(tmp_path, monkeypatch):
+    """The run folder at home, that of rank 0 and that of rank 1, and what stands between them."""
+    from harness.engines.dask_files import Home
+
+    disks = Disks(monkeypatch, one=tmp_path / "one", two=tmp_path / "two")
+    home = Home(disks, "job", tmp_path / "run", 2, {"one": [0], "two": [1]})
+    folders = [tmp_path / "run", tmp_path / "one" / "output" / "run", tmp_path / "two" / "output" / "run"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return SimpleNamespace(disks=disks, home=home, folders=folders)
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def save(folder: Path, step: int, **content) -> None:
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    Checkpoints(folder / "checkpoints", 2).write(step, {"state": {"step": step}, **content})
+
+
+def test_files_come_home_as_they_grow(apart):
+    home, first, second = apart.folders
+    write(first, "metrics.jsonl", "one\n")
+    write(first, "config.yaml", "of the worker")
+    write(first, "summary.json.tmp", "half")
+    write(second, "metrics.jsonl", "not the record")
+    for text in ("a\n", "a\nb\n", "x\ny\nz\n", "x\n"):  # grown, written anew, cut
+        write(first, "metrics.jsonl", text)
+        write(second, "logs/rank-1.log", text)
+        apart.home.fetch(["one", "two"])
+        assert (home / "metrics.jsonl").read_text() == (home / "logs" / "rank-1.log").read_text() == text
+    assert {path.name for path in home.rglob("*") if path.is_file()} == {"metrics.jsonl", "rank-1.log"}
+
+
+def test_large_files_come_in_chunks(apart, monkeypatch):
+    from harness.engines import dask_files
+
+    monkeypatch.setattr(dask_files, "CHUNK_BYTES", 1000)
+    home, first, _ = apart.folders
+    for size in (2500, 4000, 3000, 0):
+        (first / "weights.safetensors").write_bytes(os.urandom(size))
+        apart.home.fetch(["one"])
+        assert (home / "weights.safetensors").read_bytes() == (first / "weights.safetensors").read_bytes()
+
+
+def test_a_checkpoint_comes_whole_wherever_the_connection_breaks(apart):
+    home, first, _ = apart.folders
+    at_home = Checkpoints(home / "checkpoints", 2)
+    save(first, 10)
+    apart.home.fetch(["one"])
+    for before, step in ((10, 20), (20, 30), (30, 40)):
+        save(first, step)
+        for breaks in itertools.count(1):
+            apart.disks.break_at = breaks
+            with suppress(ConnectionError):
+                apart.home.fetch(["one"])
+            found = at_home.newest()
+            assert found is not None  # whole, as ``newest`` makes sure
+            if apart.disks.break_at > 0:
+                break
+            assert found.name in (f"step-{before}", f"step-{step}")
+        assert breaks > 5
+        assert found.name == f"step-{step}"
+    assert {path.name for path in (home / "checkpoints").iterdir()} == {"step-30", "step-40", "latest"}
+
+
+def test_a_damaged_checkpoint_stays_away(apart):
+    home, first, _ = apart.folders
+    save(first, 10)
+    (first / "checkpoints" / "step-10" / "state.pt").write_bytes(b"half")
+    apart.home.fetch(["one"])
+    assert list((home / "checkpoints").iterdir()) == []
+
+
+def test_what_a_resume_needs_is_sent(apart):
+    home, first, second = apart.folders
+    for step in (10, 20, 30):
+        save(home, step)
+    write(home, "checkpoints/best", "step-20\n")
+    for name in ("metrics.jsonl", "failure.json", "config.yaml", "logs/rank-0.log", "logs/rank-1.log", "events/a"):
+        write(home, name, name)
+    apart.home.send(None)
+
+    def names(folder):
+        return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+    newest = {"checkpoints/step-30/state.pt", "checkpoints/step-30/manifest.json"}
+    best = {"checkpoints/step-20/state.pt", "checkpoints/step-20/manifest.json"}
+    assert names(second) == {*newest, "logs/rank-1.log"}
+    pointers = {"checkpoints/latest", "checkpoints/best"}
+    assert names(first) == {*newest, *best, *pointers, "metrics.jsonl", "events/a", "logs/rank-0.log"}
+    assert Checkpoints(first / "checkpoints", 2).newest().name == "step-30"
+
+
+def test_a_checkpoint_of_another_run_is_sent_to_all(apart, tmp_path):
+    save(tmp_path / "one", 7)
+    apart.home.send(tmp_path / "one" / "checkpoints" / "step-7")
+    for disk in ("one", "two"):
+        assert {path.name for path in (tmp_path / disk / "from").iterdir()} == {"state.pt", "manifest.json"}
+
+
+def test_the_failure_that_tells_more_is_kept(apart):
+    home, first, second = apart.folders
+    write(first, "failure.json", json.dumps({"rank": 0, "message": "lost contact with the other ranks: closed"}))
+    apart.home.fetch(["one", "two"])
+    assert json.loads((home / "failure.json").read_text())["rank"] == 0
+    write(second, "failure.json", json.dumps({"rank": 1, "message": "division by zero"}))
+    apart.home.fetch(["one", "two"])
+    assert json.loads((home / "failure.json").read_text())["rank"] == 1
+
+
+def test_a_worker_that_is_gone_is_not_waited_for(apart):
+    apart.disks.alive = {"two"}
+    with pytest.raises(ConnectionError, match="worker one is gone"):
+        apart.home.fetch(["one", "two"])
+
+
+def test_lines_are_told_once_each(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("before\n")
+    tail = dask_rank.Tail(path)
+    assert tail.read() == []
+    with open(path, "a") as file:
+        file.write("one\ntwo\nhal")
+    assert tail.read() == ["one", "two"]
+    assert tail.read() == []
+    with open(path, "a") as file:
+        file.write("f\n")
+    assert tail.read() == ["half"]
+    shutil.copy(path, tmp_path / "other")
+    path.write_text("new\n")  # cut, and written on
+    assert tail.read() == []
+    with open(path, "a") as file:
+        file.write("more\n")
+    assert tail.read() == ["more"]
+    assert dask_rank.Tail(tmp_path / "absent").read() == []
+
+
+# On a cluster
+
+
+@pytest.mark.slow
+def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, mark):
+    """Two submissions of one configuration, the second for more epochs: each trains, and together they are one run.
+    Other work on the cluster goes on meanwhile."""
+    constant = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the rate is not to depend on the epochs
+    plain = write_config(tmp_path / "plain", stripes, **constant)
+    assert run(plain, 2) == [0, 0]
+    content = yaml.safe_load(write_config(tmp_path / "dask", stripes, **constant, **TWO).read_text())
+    other = dask_cluster.client.submit(wait_for_file, str(tmp_path / "over"), pure=False)
+    wait_until(lambda: any(dask_cluster.client.processing().values()), 10, "the other task runs")
+    first = Running(dask_cluster.client, content, "train.epochs=1", marking(mark))
+    assert first.end(START_S).exit_code == 0
+    second = Running(dask_cluster.client, content, marking(mark))
+    assert second.end(START_S).exit_code == 0
+    assert "done: " in second.conclusion.text
+    assert not marked(mark)
+    assert_same_run(tmp_path / "plain" / "runs" / "run", tmp_path / "dask" / "runs" / "run")
+    told = {(event["rank"], event["file"]): event["lines"] for event in second.events if "file" in event}
+    assert json.loads([line for line in told[0, "metrics.jsonl"] if '"train"' in line][-1])["step"] == 24
+    assert "24 in all" in "".join(line for event in second.events for line in event.get("lines", ()))
+    assert told[1, "logs/rank-1.log"]
+    assert other.status == "pending"
+    (tmp_path / "over").touch()
+    assert other.result(10) == "went on"
+
+
+@pytest.mark.slow
+def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, stripes, dask_cluster, mark):
+    """What the second start goes on from has come home, and is sent to workers that have nothing."""
+    whole = write_config(tmp_path / "whole", stripes, model=SLOW)
+    assert run(whole, 2) == [0, 0]
+    settings = {"launch": {"nproc": 2, "dask": {"shared": False}}, "checkpoint": {"every_steps": 2}}
+    config = write_config(tmp_path / "killed", stripes, model=SLOW, **settings)
+    folder = tmp_path / "killed" / "runs" / "run"
+    first = Running(dask_cluster.client, config, marking(mark))
+    wait_until((folder / "checkpoints" / "latest").exists, START_S, "a checkpoint at home")
+    os.kill(ranks(mark)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    assert first.end(END_S).exit_code == 70
+    assert time.monotonic() - killed < END_S
+    assert "failed: rank 1 at step" in first.conclusion.text
+    assert "Killed: it died of SIGKILL" in first.conclusion.text
+    assert "rank 0: failed on" in first.conclusion.text
+    assert not marked(mark)
+    assert not scratch(dask_cluster)
+    second = Running(dask_cluster.client, config, marking(mark))
+    assert second.end(START_S).exit_code == 0
+    assert any("resumed from" in line for event in second.events for line in event.get("lines", ()))
+    assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
+    assert not scratch(dask_cluster)
+    assert len((folder / "logs" / "rank-1.log").read_text().split("resumed from")) == 2
+
+
+@pytest.mark.slow
+def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
+    run_ = Running(dask_cluster.client, write_config(tmp_path, stripes, model=model, **TWO), marking(mark))
+    text = run_.end(START_S).text
+    assert run_.conclusion.exit_code == 70
+    assert text.count("Traceback") == 1
+    assert "failed: rank 1 on" in text
+    assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
+    assert "  rank 0: " in text
+    assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
+    assert not marked(mark)
+
+
+def test_not_enough_workers(tmp_path, stripes, dask_cluster):
+    from harness.engines import dask
+
+    config = write_config(tmp_path, stripes)
+    words = [f"launch.dask.scheduler={dask_cluster.address}", "launch.dask.timeout_s=1", "launch.nnodes=5"]
+    with pytest.raises(LaunchError) as refused:
+        dask.start(launch.plan(str(config), words))
+    assert "5 rank(s) need 5 worker(s) with a free thread" in str(refused.value)
+    assert str(refused.value).count("1 thread(s), running: room for 1") == 3
+    assert list((tmp_path / "runs").iterdir()) == [] if (tmp_path / "runs").exists() else True
+    with pytest.raises(LaunchError, match="that have {'GPU': 1.0} each"):
+        dask.run(dask_cluster.client, config, ["launch.dask.timeout_s=1", "launch.dask.resources={GPU: 1.0}"])
+
+
+def test_a_scheduler_that_is_not_there(tmp_path, stripes):
+    from harness.engines import dask
+
+    words = ["launch.dask.scheduler=tcp://127.0.0.1:1", "launch.dask.timeout_s=1"]
+    with pytest.raises(LaunchError, match="tcp://127.0.0.1:1: the scheduler does not answer"):
+        dask.start(launch.plan(str(write_config(tmp_path, stripes)), words))
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
+    """Two runs hold workers of their own; a third one that needs two has to wait. When a client dies, its ranks end,
+    and its workers are free; the other run is stopped by its own client, with a checkpoint."""
+    runs, endless = {}, {"model": SLOW, "train": {"epochs": 1000}}
+    page = [sys.executable, ROOT / "launch" / "dask_cluster.py", "--scheduler", dask_cluster.address]
+    for name in ("one", "two"):
+        words = [write_config(tmp_path / name, stripes, **endless), f"launch.env={{HARNESS_TEST: {tmp_path / name}}}"]
+        runs[name] = started([*page, *words], tmp_path / f"{name}.txt")
+    with runs["one"] as one, runs["two"] as two:
+        for name in ("one", "two"):
+            wait_for_steps(tmp_path / name / "runs" / "run", 1, START_S)
+        third = Running(
+            dask_cluster.client, write_config(tmp_path / "three", stripes, **TWO), "launch.dask.timeout_s=1"
+        )
+        with pytest.raises(LaunchError, match="1 rank.s. of another run: room for 0"):
+            third.end(30)
+        one.signal(signal.SIGKILL)
+        two.signal(signal.SIGINT)
+        assert two.wait(END_S) == 75
+        assert "stopped early with a checkpoint" in two.text().splitlines()[-1]
+        wait_until(lambda: not marked(str(tmp_path / "one")), END_S, "the ranks of the killed client are gone")
+    assert not marked(str(tmp_path / "two"))
+    latest = [(tmp_path / name / "runs" / "run" / "checkpoints" / "latest").read_text() for name in ("one", "two")]
+    assert all(step.startswith("step-") for step in latest)
+
+
+@pytest.mark.slow
+def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, dask_cluster, mark):
+    """kill -9 of a worker and of its nanny: its rank does not outlive it, and its peers end."""
+    whole = write_config(tmp_path / "whole", stripes, model=SLOW)
+    assert run(whole, 2) == [0, 0]
+    config = write_config(tmp_path / "killed", stripes, model=SLOW, **TWO)
+    folder = tmp_path / "killed" / "runs" / "run"
+    first = Running(dask_cluster.client, config, marking(mark))
+    wait_for_steps(folder, 2, START_S)
+    worker = next(event["worker"] for event in first.events if event.get("rank") == 1 and "worker" in event)
+    dask_cluster.kill_worker(worker)
+    killed = time.monotonic()
+    assert first.end(END_S).exit_code == 70
+    assert time.monotonic() - killed < END_S
+    assert f"worker {worker} on " in first.conclusion.text
+    assert not marked(mark)
+    second = Running(dask_cluster.client, config, marking(mark))
+    assert second.end(START_S).exit_code == 0
+    assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
+
+
+@pytest.mark.slow
+def test_lost_scheduler(tmp_path, stripes, mark):
+    with cluster(tmp_path, num_workers=1) as there:
+        config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
+        run_ = Running(there.client, config, marking(mark))
+        wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
+        there.scheduler.signal(signal.SIGKILL)
+        assert run_.end(END_S).exit_code == 70
+        assert f"the scheduler {there.address} is gone" in run_.conclusion.text
+        wait_until(lambda: not marked(mark), END_S, "no rank left")
+
+
+@pytest.mark.slow
+def test_interrupt_in_a_terminal_of_a_cluster_for_the_run_alone(tmp_path, stripes):
+    """A terminal sends Ctrl-C to all processes of its job: also to the workers, which must not die of it."""
+    config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
+    with started([sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "dask", "--nproc", "2"],
+                 tmp_path / "terminal.txt") as run_:  # fmt: skip
+        wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
+        os.killpg(run_.process.pid, signal.SIGINT)
+        assert run_.wait(END_S) == 75
+        assert not run_.alive()
+    assert "stopped early with a checkpoint" in run_.text().splitlines()[-1]
+
+
+def scratch(there) -> list[Path]:
+    """What runs have left on the workers' disks."""
+    return list(there.folder.glob("disk-*/**/apex-harness-*"))
