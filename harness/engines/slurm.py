@@ -112,8 +112,8 @@ class Slurm:
 
     def _tell(self, state: JobState) -> None:
         """What there is to know while nothing trains."""
-        again = f", to go on at {state.begins}" if state.restarts else ""
-        why = f" ({state.reason})" if state.reason else ""
+        again = f", to go on at {state.begins}" if state.restarts and state.begins[:1].isdigit() else ""
+        why = f" ({state.reason.replace('_', ' ')})" if state.reason else ""
         said = f"job {self._number} waits{why}{again}" if state.name == "PENDING" else ""
         if said and said != self._told:
             print(said, file=sys.stderr)
