@@ -49,7 +49,8 @@ class Local:
 
 def _check(job: Job) -> None:
     refuse(
-        job, "local", nnodes=_NO_NODES, min_nodes=_NO_NODES, rendezvous=_NO_NODES, node_rank=_NO_NODES, join_s=_NO_NODES,
+        job, "local", nnodes=_NO_NODES, min_nodes=_NO_NODES, rendezvous=_NO_NODES, join_s=_NO_NODES,
+        node_rank=_NO_NODES,
         max_restarts="the same command goes on from the newest checkpoint; launch.engine=torchrun restarts by itself",
     )  # fmt: skip
 
