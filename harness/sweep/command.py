@@ -25,7 +25,7 @@ from harness.sweep.plan import Plan, make
 from harness.sweep.process import command
 from harness.sweep.progress import Progress, Reader
 from harness.sweep.slots import Machine
-from harness.sweep.space import identity
+from harness.sweep.space import typed
 
 if TYPE_CHECKING:
     from harness.sweep.runner import Runner
@@ -70,8 +70,7 @@ def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) ->
 
     folder = plan.file.sweep.folder
     study = Study(plan, folder)
-    before = {identity(trial.settings) for trial in study.trials() if trial.state != "waiting"}
-    if before:
+    if any(trial.state != "waiting" for trial in study.trials()):
         log.info("going on with %s: %s", folder, table.counts(study.trials(), plan.total))
     if others := study.others():
         log.info("%d earlier trials are not of this space: they are left as they are, and out of the table", others)
@@ -91,15 +90,28 @@ def _conclude(plan: Plan, runner: Runner) -> None:
     trials = results.ranked(runner.trials, plan.direction)
     width = shutil.get_terminal_size((160, 24)).columns
     print(*table.lines(trials, plan, _how_far(plan, trials), width), sep="\n")
-    best = next((trial for trial in trials if trial.state == "finished"), None)
-    if best is not None:
-        again = shlex.join(_again(plan, best))
-        print(f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}\n  {again}")
+    print(*_best(plan, trials), sep="\n")
     failed = [trial for trial in trials if trial.state == "failed"]
     if failed:
         again = f"harness sweep -c {plan.file.path} --retry-failed"
         print(f"{len(failed)} of {len(trials)} trials failed; to try them again: {again}")
     print(f"sweep folder: {plan.file.sweep.folder}")
+
+
+def _best(plan: Plan, trials: Sequence[Trial]) -> Iterator[str]:
+    """Which settings are the best, and what to type to train with them; over seeds, where there are several."""
+    groups = results.over_seeds(trials, plan.direction)
+    if not groups:
+        return
+    several = len(plan.file.sweep.seeds) > 1
+    for group in groups if several else ():
+        spread = "" if group.deviation is None else f" ± {group.deviation:.2g}"
+        words = " ".join(typed(group.settings))
+        yield f"over {len(group.trials)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
+    best = groups[0].trials[0]
+    whole = f", of those with the best mean {groups[0].mean:.5g}" if several else ""
+    yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{whole}"
+    yield f"  {shlex.join(_again(plan, best))}"
 
 
 def _how_far(plan: Plan, trials: Sequence[Trial]) -> dict[int, Progress]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,31 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
         return order[trial.state], value, trial.number
 
     return sorted(trials, key=place)
+
+
+@dataclass(frozen=True)
+class OverSeeds:
+    """Finished trials that differ by their seed alone. ``deviation``: of the sample, None of a single one."""
+
+    settings: dict[str, Any]
+    trials: list[Trial]
+    mean: float
+    deviation: float | None
+
+
+def over_seeds(trials: Sequence[Trial], direction: str) -> list[OverSeeds]:
+    """One entry for each setting that has finished trials, the best mean first."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if trial.state == "finished" and trial.value is not None:
+            groups.setdefault(identity(_without_seed(trial)), []).append(trial)
+    found = []
+    for group in groups.values():
+        values = [trial.value for trial in group if trial.value is not None]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        found.append(OverSeeds(_without_seed(group[0]), group, statistics.mean(values), deviation))
+    return sorted(found, key=lambda entry: entry.mean, reverse=direction == "maximize")
+
+
+def _without_seed(trial: Trial) -> dict[str, Any]:
+    return {key: value for key, value in trial.settings.items() if key != "seed"}

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-EPOCHS, TICKS, TICK_S = 4, 4, 0.02
+EPOCHS, TICKS, TICK_S, SLOW_TICK_S = 4, 4, 0.005, 0.2
 
 
 def main(words: list[str]) -> int:
@@ -39,7 +39,7 @@ def _behaviour(run: Path) -> dict[str, str]:
 
 def _train(run: Path, settings: dict[str, str], behaviour: str, asked: list[int]) -> int:
     (run / "failure.json").unlink(missing_ok=True)
-    lr, history = float(settings.get("optimizer.lr", 0.1)), []
+    history = []
     if (run / "state.json").exists():
         history = json.loads((run / "state.json").read_text())
     text = "".join(_line("eval", each) for each in history)
@@ -56,7 +56,7 @@ def _train(run: Path, settings: dict[str, str], behaviour: str, asked: list[int]
                 record.write(
                     _line("train", {"step": epoch * TICKS + tick, "epoch": epoch - 1, "loss": 1 / (epoch + 1)})
                 )
-            time.sleep(TICK_S * (10 if behaviour == "slow" else 1))
+            time.sleep(SLOW_TICK_S if behaviour == "slow" else TICK_S)
             if asked:
                 return 75
         if behaviour == "fail" and epoch == 2:
@@ -72,8 +72,16 @@ def _train(run: Path, settings: dict[str, str], behaviour: str, asked: list[int]
                 os.kill(os.getpid(), signal.SIGKILL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(60)
+        lr = float(settings.get("optimizer.lr", 0.1))
         value = float("nan") if behaviour == "nan" else round(1 - abs(lr - 0.1) - 0.1 / epoch, 6)
-        history.append({"step": epoch * TICKS, "epoch": epoch, "top1": value if value == value else None})
+        history.append(
+            {
+                "step": epoch * TICKS,
+                "epoch": epoch,
+                "top1": value if value == value else None,
+                "char_loss": 3 - value if value == value else None,
+            }
+        )
         with open(run / "metrics.jsonl", "a") as record:
             record.write(_line("eval", history[-1]))
         if behaviour != "nan":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,12 @@ def write_sweep(folder: Path, **content: Any) -> Path:
 
 def begin(folder: Path, *words: str, cores: int = 2, gpus: tuple[str, ...] = (), fake: bool = True) -> Any:
     """Start ``harness sweep -c FOLDER/sweep.yaml WORDS`` on a machine of ``cores``; its terminal is terminal.txt."""
-    return start(_sweep, (str(folder), words, Machine(cores, gpus), fake))
+    return type_in(folder, ["sweep", "-c", f"{folder}/sweep.yaml", *words], Machine(cores, gpus), fake)
+
+
+def type_in(folder: Path, words: Sequence[str], machine: Machine, fake: bool = True) -> Any:
+    """Start ``harness WORDS`` with quick trials, ``folder`` being the working folder."""
+    return start(_type, (str(folder), tuple(words), machine, fake))
 
 
 def sweep(folder: Path, *words: str, timeout_s: float = 60, **machine: Any) -> int:
@@ -44,7 +50,8 @@ def sweep(folder: Path, *words: str, timeout_s: float = 60, **machine: Any) -> i
     return wait_for([begin(folder, *words, **machine)], timeout_s)[0]
 
 
-def _sweep(folder: str, words: tuple[str, ...], machine: Machine, fake: bool) -> None:
+def _type(folder: str, words: tuple[str, ...], machine: Machine, fake: bool) -> None:
+    os.chdir(folder)
     terminal = os.open(f"{folder}/terminal.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(terminal, 1)
     os.dup2(terminal, 2)
@@ -57,7 +64,7 @@ def _sweep(folder: str, words: tuple[str, ...], machine: Machine, fake: bool) ->
         real = process.command
         process.command = lambda *args: [sys.executable, "-S", str(FAKE), *real(*args)[4:]]
         runner._POLL_S = 0.02
-    raise SystemExit(cli.main(["sweep", "-c", f"{folder}/sweep.yaml", *words]))
+    raise SystemExit(cli.main(words))
 
 
 def told(folder: Path) -> str:

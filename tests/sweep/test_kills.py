@@ -37,7 +37,7 @@ def make(folder: Path, data: Path) -> list[str]:
 
 
 def trains(folder: Path, number: int, num_lines: int) -> None:
-    wait_for_steps(folder / "tried" / "trials" / f"{number:04d}", num_lines, START_S)
+    wait_for_steps(folder / "tried" / "trials" / f"{number:04d}", num_lines, 2 * START_S)
 
 
 def parts(sweep: Started, number: int, script: str) -> list[int]:

@@ -1,0 +1,110 @@
+"""What is shown of a sweep: on a terminal, as lines, at the end, and in sweep.json."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from harness.sweep import board, file, results, table
+from harness.sweep.plan import Plan, make
+from harness.sweep.progress import Progress
+from harness.sweep.slots import Machine
+from harness.sweep.study import Trial
+from tests.sweep.sweeping import write_base, write_sweep
+
+TRIALS = [
+    Trial(0, {"optimizer.lr": 0.1, "optimizer.name": "sgd"}, "finished", 0.5),
+    Trial(1, {"optimizer.lr": 0.2, "optimizer.name": "sgd"}, "finished", 0.75),
+    Trial(2, {"optimizer.lr": 0.1, "optimizer.name": "adam"}, "failed", None, "the loss\nbecame nan " + 80 * "x"),
+    Trial(3, {"optimizer.lr": 0.2, "optimizer.name": "adam"}, "running"),
+    Trial(4, {"optimizer.lr": 0.3, "optimizer.name": "adam"}, "pruned", 0.25),
+]
+SEEN = {0: Progress(40, 4, 0.5, 12.4), 3: Progress(15, 1, 0.9, 3.0)}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def plan(tmp_path) -> Plan:
+    write_base(tmp_path)
+    write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2], "optimizer.name": ["sgd", "adam"]})
+    return make(file.load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
+
+
+def test_the_table(plan):
+    lines = table.lines(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
+    assert [line.split() for line in lines[:3]] == [
+        ["trial", "lr", "name", "state", "top1", "epoch", "seconds"],
+        ["0001", "0.2", "sgd", "finished", "0.75"],
+        ["0000", "0.1", "sgd", "finished", "0.5", "4", "12"],
+    ]
+    assert [line.split()[0] for line in lines[1:]] == ["0001", "0000", "0004", "0003", "0002"]
+    assert lines[-1].endswith("…")
+    assert "the loss became nan" in lines[-1]
+    assert max(map(len, table.lines(TRIALS, plan, SEEN, 40))) <= 40
+
+
+def test_the_lowest_is_first_where_lower_is_better():
+    assert [trial.number for trial in results.ranked(TRIALS, "minimize")][:2] == [0, 1]
+
+
+def test_on_a_terminal_the_table_is_drawn_over(plan, monkeypatch):
+    monkeypatch.setattr(board, "_DRAW_S", 0.0)
+    monkeypatch.setenv("LINES", "6")
+    monkeypatch.setenv("COLUMNS", "70")
+    stream = Terminal()
+    shown = board.Board(plan, stream)
+    shown.show(TRIALS, SEEN)
+    first = stream.getvalue()
+    assert first.startswith("4 trials: 1 running, 2 finished, 1 pruned, 1 failed\ntrial")
+    assert first.splitlines()[2].split()[:5] == ["0003", "0.2", "adam", "running", "1"]
+    assert first.splitlines()[-1] == "... and 4 more"
+    assert len(first.splitlines()) == 4
+    shown.say("trial 0004 starts")
+    assert stream.getvalue()[len(first) :].startswith("\x1b[4A\r\x1b[Jtrial 0004 starts\n")
+    shown.show(TRIALS, SEEN)
+    shown.close()
+    assert stream.getvalue().endswith("\x1b[4A\r\x1b[J")
+
+
+def test_without_a_terminal_there_are_lines(plan, monkeypatch):
+    monkeypatch.setattr(board, "_LINE_S", 0.0)
+    stream = io.StringIO()
+    shown = board.Board(plan, stream)
+    shown.say("trial 0003 starts")
+    shown.show(TRIALS, SEEN)
+    assert stream.getvalue() == "trial 0003 starts\ntrial 0003: epoch 1, step 15, loss 0.9\n"
+
+
+def test_sweep_json(plan, tmp_path):
+    results.write(tmp_path / "sweep.json", plan, TRIALS)
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert {key: content[key] for key in ("name", "direction", "metric", "space")} == {
+        "name": "tried",
+        "direction": "maximize",
+        "metric": "top1",
+        "space": {"optimizer.lr": [0.1, 0.2], "optimizer.name": ["sgd", "adam"]},
+    }
+    assert content["trials"][2] == {
+        "number": 2, "run": "trials/0002", "params": {"optimizer.lr": 0.1, "optimizer.name": "adam"}, "world": 1,
+        "state": "failed", "value": None, "error": "the loss\nbecame nan " + 80 * "x",
+    }  # fmt: skip
+
+
+def test_over_seeds():
+    trials = [
+        Trial(number, {"optimizer.lr": lr, "seed": seed}, "finished", value)
+        for number, (lr, seed, value) in enumerate([(0.1, 0, 0.5), (0.1, 1, 0.7), (0.2, 0, 0.9), (0.2, 1, 0.1)])
+    ]
+    found = results.over_seeds([*trials, Trial(4, {"optimizer.lr": 0.3, "seed": 0}, "failed")], "maximize")
+    assert [(entry.settings, len(entry.trials)) for entry in found] == [
+        ({"optimizer.lr": 0.1}, 2),
+        ({"optimizer.lr": 0.2}, 2),
+    ]
+    assert found[0].mean == pytest.approx(0.6)
+    assert found[0].deviation == pytest.approx(0.1414, abs=1e-4)
