@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -56,16 +57,27 @@ def assert_shell(text: str) -> None:
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
 
 
-def test_what_a_person_copies_is_the_engines():
-    """launch/slurm.sbatch: the lines below its settings are those of the engine, and its settings name each of them."""
-    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm_sweep.sbatch"])
+def test_what_a_person_copies_is_the_engines(name):
+    """The lines below its settings are those of the engine, and its settings name each of them."""
+    text = (ROOT / "launch" / name).read_text()
     head, _, body = text.partition("# From here on there is nothing to edit.\n\n")
     assert body == sbatch.BODY
     assert_shell(text)
-    for name in ("rank=(", "folder=", "max_restarts=", "export OMP_NUM_THREADS="):
-        assert f"\n{name}" in head, name
+    for setting in ("rank=(", "folder=", "max_restarts=", "export OMP_NUM_THREADS="):
+        assert f"\n{setting}" in head, setting
     for option in ("nodes", "ntasks-per-node", "cpus-per-task", "time", "signal", "requeue", "open-mode", "output"):
         assert f"\n#SBATCH --{option}" in head, option
+
+
+def test_trials_of_the_copied_array_are_experiments():
+    """Each line of its list is what driver.py understands, and there are as many as tasks."""
+    text = (ROOT / "launch" / "slurm_sweep.sbatch").read_text()
+    trials = re.findall(r'^    "(.+)"$', text, re.M)
+    first, last = map(int, re.search(r"--array=(\d+)-(\d+)", text).groups())
+    assert (first, last) == (0, len(trials) - 1)
+    for words in trials:
+        launch.plan(str(ROOT / "configs" / "digits.yaml"), words.split())
 
 
 @pytest.mark.parametrize(

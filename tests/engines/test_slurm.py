@@ -96,7 +96,8 @@ def test_slurm_accepts_what_is_rendered(cluster, tmp_path, stripes):
     for text in (slurm.render(job), slurm.array_script([job, job], "several")):
         script.write_text(text)
         cluster.ask("sbatch", "--test-only", str(script))
-    cluster.ask("sbatch", "--test-only", str(ROOT / "launch" / "slurm.sbatch"))
+    for name in ("slurm.sbatch", "slurm_sweep.sbatch"):
+        cluster.ask("sbatch", "--test-only", str(ROOT / "launch" / name))
 
 
 def test_refused(cluster, tmp_path, stripes, monkeypatch):
