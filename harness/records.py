@@ -183,8 +183,10 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
         trial = _trial(told, place)
         record = read(sweep.path / str(told.get("run")))
         state = record.state
-        if trial.state == "pruned" or (trial.state == "waiting" and state == "unreadable"):
-            state = trial.state  # type: ignore[assignment]
+        if state == "unreadable" and trial.state in ("waiting", "running"):
+            state, record = "waiting", replace(record, problems=[])
+        elif trial.state == "pruned":
+            state = "pruned"
         elif trial.state == "failed" and state != "finished":
             state = "failed"
         yield replace(record, state=state, sweep=sweep, trial=trial)

@@ -89,7 +89,8 @@ def _slice(study: Study, key: str, runs: Sequence[Run]) -> Chart:
                  "hovertemplate": "%{text}: %{y}<extra></extra>"}
             )  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": plain(short(key))}} | ({"type": "log"} if wide else {}),
+        "xaxis": {"title": {"text": plain(short(key))}}
+        | ({"type": "log", "dtick": 1, "exponentformat": "power"} if wide else {}),
         "yaxis": {"title": {"text": plain(words.metric(study.metric))}},
         "showlegend": len(data) > 1,
     }

@@ -32,7 +32,7 @@
       layout: {
         font: { family: color("sans"), size: 12, color: color("ink") },
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-        margin: { l: 54, r: 12, t: 12, b: 44 }, xaxis: axis, yaxis: axis,
+        margin: { l: 54, r: 22, t: 12, b: 44 }, xaxis: axis, yaxis: axis,
         hoverlabel: { bgcolor: color("surface"), bordercolor: color("edge"), font: { color: color("ink") }, align: "left" },
         legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 11.5 } },
         dragmode: touch.matches ? false : "zoom", separators: ".,",

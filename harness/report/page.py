@@ -58,7 +58,7 @@ def render(study: Study, target: Target | None) -> str:
 def _facts(study: Study, target: Target | None, ladders: Sequence[Ladder]) -> dict[str, Any]:
     """All that is not a figure."""
     best = study.best
-    troubled = [(run, told) for run in study.ranked if (told := table.trouble(run)) or run.record.state != "finished"]
+    troubled = [(run, table.trouble(run)) for run in study.ranked if table.is_troubled(run)]
     sweeps = {run.record.sweep.name for run in study.runs if run.record.sweep}
     kind = "Sweep" if sweeps else "Run" if len(study.runs) == 1 else "Comparison"
     return {
@@ -143,7 +143,7 @@ def _config(best: Run) -> str:
 
 def _bar(study: Study, drawn: Sequence[Line], groups: Sequence[sections.Group]) -> list[tuple[str, str]]:
     found = [("best", "Best run" if len(study.runs) > 1 else "The run")] if study.best else []
-    if any(run.record.state != "finished" or table.trouble(run) for run in study.runs):
+    if any(table.is_troubled(run) for run in study.runs):
         found.append(("trouble", "Not finished"))
     found += [("curves", "Curves")] if drawn else []
     found += [(group.key, group.title) for group in groups]

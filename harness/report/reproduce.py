@@ -22,7 +22,7 @@ def commands(run: Run) -> list[str]:
     if isinstance(git, dict) and git.get("commit"):
         lines.append(f"git checkout {shlex.quote(str(git['commit'])[:12])}")
     config = shlex.quote(str(Path(shown_path(run.record)) / "config.yaml"))
-    name = shlex.quote(f"name={run.record.name}_again")
+    name = _elsewhere(run)
     ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
     hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
     world = run.world or 1
@@ -34,6 +34,15 @@ def commands(run: Run) -> list[str]:
     else:
         lines.append(f"python driver.py -c {config} {name}")
     return lines
+
+
+def _elsewhere(run: Run) -> str:
+    """Overrides that leave the run's own folder alone; a trial's is its sweep's, where nothing else belongs."""
+    if run.record.sweep is None:
+        return shlex.quote(f"name={run.record.name}_again")
+    output = os.path.relpath(run.record.sweep.path.parent)
+    output = str(run.record.sweep.path.parent) if output.startswith("..") else output
+    return shlex.join([f"output={output}", f"name={run.record.sweep.name}_{run.record.path.name}"])
 
 
 def caveats(run: Run) -> list[str]:

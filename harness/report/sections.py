@@ -122,7 +122,9 @@ def metrics(study: Study, drawn: Sequence[Line]) -> list[str]:
 
 def undrawn(study: Study, drawn: Sequence[Line]) -> str:
     hidden = len(study.runs) - sum(len(line.repeats.runs) for line in drawn)
-    return f"{words.plural(hidden, 'other run')} are in the table of all runs." if hidden and drawn else ""
+    if not hidden or not drawn:
+        return ""
+    return f"{words.plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'} in the table of all runs."
 
 
 def _time_to_target(

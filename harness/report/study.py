@@ -234,7 +234,7 @@ def settings_apart(records: Sequence[Record], flat: Sequence[dict[str, Any]]) ->
     keys = dict.fromkeys([*searched, *(key for settings in known for key in settings)])
     return [
         key for key in keys
-        if _is_recipe(key) and len({_text(settings[key]) for settings in known if key in settings}) > 1
+        if _is_recipe(key) and len({str(settings[key]) for settings in known if key in settings}) > 1
     ]  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
 def _text(value: Any) -> str:
     if value is None:
         return "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def shown_path(record: Record) -> str:

@@ -141,6 +141,11 @@ def trouble(run: Run) -> list[str]:
     return [*lines, *run.record.problems]
 
 
+def is_troubled(run: Run) -> bool:
+    """Whether something is to be told of a run; that a sweep has pruned one, or not started it yet, is its plan."""
+    return run.record.state not in ("finished", "pruned", "waiting") or bool(trouble(run))
+
+
 # Other forms
 
 
