@@ -27,7 +27,7 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
     if detach:
         print(_hand_over(job, engine))
         return 0
-    aftermath = Aftermath(job.folder, job.world_size)
+    aftermath = Aftermath(job.folder, job.world_size, job.url)
     conclusion = aftermath.conclude(attend(engine.start(job), _STOPPING))
     print(conclusion.text, file=sys.stderr)
     return conclusion.exit_code

@@ -28,18 +28,17 @@ import filelock
 from harness.checkpoint import Checkpoints, damage, outdated
 from harness.config import Config
 from harness.courier import Courier, Refused
-from harness.data.cache import default_cache_dir
 from harness.errors import CheckpointError, ConfigError
 from harness.files import write_atomically
 from harness.folder import RunFolder, own_checkpoint
 from harness.outbox import Identity, Outbox, Parcel, identify
-from harness.url_folder import UrlFolder, is_url
+from harness.url_folder import START, UrlFolder, cache_of_runs, is_url, working_folder
 
 log = logging.getLogger("harness")
 
 LEAVE_S = 10.0  # for the last words of a rank to arrive: its launcher may be about to kill it
 _LOCK_S = 60.0  # for another process of this machine to prepare the same folder
-_START, _MOVED = "start.json", "moved-to"
+_MOVED = "moved-to"
 _HERE = ("config.yaml", "metrics.jsonl", "summary.json", "weights.safetensors")  # without which a folder is not whole
 _STEP = re.compile(r"checkpoints/step-(\d+)/(state\.pt|manifest\.json)")
 
@@ -49,18 +48,13 @@ def run_folder(config: Config) -> RunFolder:
     return MirroredFolder(config) if is_url(config.output) else RunFolder(Path(config.output) / config.name)
 
 
-def cache_of(config: Config) -> Path:
-    return Path(config.data.cache_dir or default_cache_dir()).expanduser().absolute() / "runs"
-
-
 class MirroredFolder(RunFolder):
     """``url`` is where the run is, ``path`` where this machine works on it."""
 
     def __init__(self, config: Config) -> None:
         self.url = UrlFolder(f"{config.output.rstrip('/')}/{config.name}")
-        key = hashlib.sha256(self.url.url.encode()).hexdigest()[:16]
-        self._place = cache_of(config) / f"{config.name}-{key}"
-        super().__init__(self._place / config.name)
+        super().__init__(working_folder(self.url.url, config.data.cache_dir))
+        self._place = self.path.parent
         self.where = self.url.url
         self._keep = config.checkpoint.keep
         self._arrived: dict[str, Identity] = {}  # what the URL has, as it was when it was sent
@@ -101,8 +95,8 @@ class MirroredFolder(RunFolder):
     def _is_newest(self, there: dict[str, int]) -> bool:
         """Whether the folder in the cache has what the URL has and may have more: the URL's newest start was made
         here, and nothing is missing or damaged."""
-        start = self._local(_START)
-        if not start or start != self.url.read(_START):
+        start = self._local(START)
+        if not start or start != self.url.read(START):
             return False
         if any(name in there and not (self.path / name).is_file() for name in _HERE):
             return False
@@ -117,7 +111,7 @@ class MirroredFolder(RunFolder):
         """The newest whole checkpoint of the URL, and all else that a resume needs, into the cache."""
         chosen = self._fetch_newest(there)
         for name in there:
-            if not name.startswith(("checkpoints/", "logs/")) and name not in ("config.yaml", "failure.json", _START):
+            if not name.startswith(("checkpoints/", "logs/")) and name not in ("config.yaml", "failure.json", START):
                 self.url.get(name, self.path / name)
                 self._arrived[name] = identify(self.path / name)
         latest, best = (self.url.read(f"checkpoints/{pointer}") for pointer in ("latest", "best"))
@@ -161,22 +155,22 @@ class MirroredFolder(RunFolder):
         start = {"id": secrets.token_hex(8), "host": socket.gethostname(), "time": time.time()}
         newest = self._local("checkpoints/latest").strip()
         self.begun = (json.dumps(start) + "\n", newest)
-        self.url.write(_START, self.begun[0])
-        write_atomically(self.path / _START, self.begun[0])
+        self.url.write(START, self.begun[0])
+        write_atomically(self.path / START, self.begun[0])
 
     def join(self, rank: int, begun: Any) -> None:
         """Fetch the checkpoint that rank 0 goes on from, unless this machine has it, and this rank's log."""
         self.begun = begun
         start, newest = begun
         with self._preparing():
-            if self._local(_START) != start:  # neither rank 0 nor a rank before this one works in this folder
+            if self._local(START) != start:  # neither rank 0 nor a rank before this one works in this folder
                 self._mine = True
                 shutil.rmtree(self.path, ignore_errors=True)
                 if newest and (problem := self._fetch_checkpoint(newest)):
                     raise CheckpointError(problem, where=f"{self.where}/checkpoints/{newest}", hint="start it again")
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 self.logs.mkdir(exist_ok=True)
-                write_atomically(self.path / _START, start)
+                write_atomically(self.path / START, start)
             name = f"logs/rank-{rank}.log"
             if not (self.path / name).exists() and (earlier := self.url.read(name)):
                 (self.path / name).write_text(earlier, encoding="utf-8")
@@ -211,7 +205,7 @@ class MirroredFolder(RunFolder):
             if top == "checkpoints" and not {name, name.rpartition("/")[0]} & ways:
                 continue
             others = top == "logs" and not name.startswith("logs/rank-0.")
-            if path.is_file() and not path.is_symlink() and not others and name not in (_START, "failure.json"):
+            if path.is_file() and not path.is_symlink() and not others and name not in (START, "failure.json"):
                 names.append(name)
         assert self._outbox is not None  # made by claim
         kept = [name for name in names if not name.endswith(".tmp")]
@@ -237,7 +231,7 @@ class MirroredFolder(RunFolder):
 
     def _check_ours(self) -> None:
         """Two starts that write at one URL would mix their files: the earlier one leaves it to the later."""
-        if self.begun and (start := self.url.read(_START)) != self.begun[0]:
+        if self.begun and (start := self.url.read(START)) != self.begun[0]:
             by = f" on {json.loads(start)['host']}" if start else ", or somebody removed the run"
             raise Refused(f"another start of this run{by} has taken it over")
 
@@ -275,7 +269,7 @@ class MirroredFolder(RunFolder):
         """Leave nothing of a run in the cache that is done and has arrived, but for the logs of ranks that still run:
         the last one to leave removes the folder."""
         if self._mine:
-            (self.path / _START).unlink(missing_ok=True)  # first: what is left is no whole folder
+            (self.path / START).unlink(missing_ok=True)  # first: what is left is no whole folder
             for path in self.path.iterdir():
                 if path != self.logs:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -356,7 +350,8 @@ def borrowed(config: Config) -> Path:
     wanted = config.checkpoint.resume
     if not is_url(wanted):
         return Path(wanted)
-    return cache_of(config) / "borrowed" / hashlib.sha256(wanted.encode()).hexdigest()[:16] / Path(wanted).name
+    key = hashlib.sha256(wanted.encode()).hexdigest()[:16]
+    return cache_of_runs(config.data.cache_dir) / "borrowed" / key / Path(wanted).name
 
 
 def _turn(name: str) -> tuple[int, str]:

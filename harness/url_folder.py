@@ -5,6 +5,7 @@ Which files make a run, and in which order they come and go, is the business of 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,16 +16,29 @@ import fsspec
 from fsspec.callbacks import Callback
 from fsspec.registry import known_implementations
 
+from harness.data.cache import default_cache_dir
 from harness.errors import ConfigError, HarnessError
 
 # Protocols with real folders: those must be made, and a file appears there before it is whole. Object stores have
 # neither, and some take "make this folder" for "make this bucket".
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "dbfs"}
+START = "start.json"  # in a run's folder: which start writes there
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
 def is_url(place: str) -> bool:
     return "://" in place
+
+
+def cache_of_runs(cache_dir: str | None) -> Path:
+    """Where this machine works on runs that are kept at a URL; ``cache_dir``: the setting of that name."""
+    return Path(cache_dir or default_cache_dir()).expanduser().absolute() / "runs"
+
+
+def working_folder(url: str, cache_dir: str | None) -> Path:
+    """Where this machine works on the run at ``url``, alone in a folder of its own."""
+    name, key = url.rpartition("/")[2], hashlib.sha256(url.encode()).hexdigest()[:16]
+    return cache_of_runs(cache_dir) / f"{name}-{key}" / name
 
 
 class UrlFolder:

@@ -21,7 +21,6 @@ LAYERS = [
     {
         "version",
         "network",
-        "url_folder",
         "rng",
         "console",
         "config",
@@ -44,7 +43,7 @@ LAYERS = [
         "data.fetch",
         "data.names",
     },
-    {"bench_report", "report", "stop", "metrics", "state", "parallel", "data.images", "data.published"},
+    {"bench_report", "report", "url_folder", "stop", "metrics", "state", "parallel", "data.images", "data.published"},
     {"data.arrays"},
     {"watch", "data.loader", "tasks"},
     {"configfile"},
@@ -81,7 +80,7 @@ ONLY = {
     "ends": {"files"},
     "engines.settings": {"section"},
     "engines": {"errors", "files", "ends", "engines.settings", "version", "config", "configfile", "network", "runtime"}
-    | {"folder", "checkpoint"},  # of a run that is brought home
+    | {"folder", "checkpoint", "url_folder"},  # of a run that is brought home, or kept at a URL
     "launch": {"errors", "configfile", "engines"},
     "sweep": {"section", "errors", "files", "console", "config", "conflicts", "optim", "configfile", "folder", "check"}
     | {"doctor"},
@@ -92,7 +91,7 @@ ONLY = {
     "records": {"errors"},
     "outbox": set(),
     "courier": set(),
-    "url_folder": {"errors"},
+    "url_folder": {"errors", "data.table"},
     "report": {"errors", "version", "files", "config", "records"},
     "comparison": {"errors", "config", "records", "trackers", "checkpoint"},
     "compare": {"errors", "files", "comparison"},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 from harness import ends
 from harness.ends import End
 from harness.engines.job import Outcome
-from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
+from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
 from harness.files import write_atomically
+from harness.url_folder import START, UrlFolder
 
 # What harness.train says of a rank whose peer is gone: the peer's end is the cause, and this one a consequence.
 LOST_CONTACT = "lost contact with the other ranks"
@@ -28,28 +31,54 @@ class Conclusion:
 class Aftermath:
     """The small files of a run folder, before a start and after it."""
 
-    def __init__(self, folder: Path, world_size: int = 1) -> None:
+    def __init__(self, folder: Path, world_size: int = 1, url: str = "") -> None:
         """To be made before the run is started: what lies there then is of an earlier one. ``world_size`` is that of
-        the start, as far as it is known."""
+        the start, as far as it is known. ``url``: where the run is kept if not in ``folder``, which then may be on
+        another machine's disk, or gone. Raises ConfigError where that cannot be read."""
         self._folder, self._world_size = folder, world_size
         self._failure = folder / "failure.json"
         self._before = _identity(self._failure)
+        self._url = UrlFolder(url) if url else None
+        self._start = self._url.read(START) if self._url else None
+        self._shown = url or str(folder)
         ends.forget(folder / "logs")
 
     def conclude(self, outcome: Outcome) -> Conclusion:
         """The report on the run that ``outcome`` was seen of; a failure is also left as ``failure.json``, with what is
         known of each rank under ``ranks``."""
+        begun = self._bring_home()
         left = ends.read(self._folder / "logs")
         told = _read(self._failure) if _identity(self._failure) != self._before else None
         failure = _first_failure(told, left, outcome, outcome.world_size or self._world_size)
         if failure is None:
             code = _quiet_code(left, outcome)
-            return Conclusion(code, self._quiet_text(code, outcome))
+            text = self._quiet_text(code, outcome)
+            if begun and code == EXIT_DONE:
+                shutil.rmtree(self._folder, ignore_errors=True)  # the URL has it
+            return Conclusion(code, text)
         failure["ranks"] = _each(left, outcome)
         if self._folder.is_dir():
             with contextlib.suppress(OSError):
                 write_atomically(self._failure, json.dumps(failure, indent=1) + "\n")
+        if begun and self._url:
+            with contextlib.suppress(HarnessError):
+                self._url.write("failure.json", json.dumps(failure, indent=1) + "\n")
         return Conclusion(int(failure["exit_code"]), self._report(failure))
+
+    def _bring_home(self) -> bool:
+        """Fetch what the ranks left at the URL, if this start got as far as to write there."""
+        if self._url is None:
+            return False
+        try:
+            if (start := self._url.read(START)) is None or start == self._start:
+                return False
+            for name in self._url.sizes():
+                if name in ("failure.json", "summary.json") or name.endswith(".end.json"):
+                    self._url.get(name, self._folder / name)
+        except HarnessError as error:
+            print(f"what the ranks left cannot be fetched: {error}", file=sys.stderr)
+            return False
+        return True
 
     def _quiet_text(self, code: int, outcome: Outcome) -> str:
         if code == EXIT_DONE:
@@ -57,11 +86,11 @@ class Aftermath:
             best = summary.get("best") or {}
             shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
                             if name != "step" and isinstance(value, float))  # fmt: skip
-            return f"done: {self._folder}, {summary.get('step', '?')} steps{shown}"
+            return f"done: {self._shown}, {summary.get('step', '?')} steps{shown}"
         if code == EXIT_STOPPED:
-            return f"stopped early with a checkpoint: {self._folder}; the same command goes on from it"
+            return f"stopped early with a checkpoint: {self._shown}; the same command goes on from it"
         if outcome.stopped:
-            return f"ended as asked, before there was a new checkpoint: {self._folder}"
+            return f"ended as asked, before there was a new checkpoint: {self._shown}"
         return f"ended with exit code {code} before the run began; what is wrong is said above"
 
     def _report(self, failure: dict[str, Any]) -> str:
@@ -70,7 +99,7 @@ class Aftermath:
         lines = [f"failed: rank {failure['rank']}{where} at step {failure['step']}: "
                  f"{failure['error']}: {failure['message']}"]  # fmt: skip
         lines += [f"  rank {rank}: {said}" for rank, said in failure["ranks"].items() if int(rank) != failure["rank"]]
-        return "\n".join([*lines, f"logs: {self._folder / 'logs'}; the report: {self._failure}"])
+        return "\n".join([*lines, f"logs: {self._shown}/logs; the report: {self._shown}/failure.json"])
 
 
 def _first_failure(

@@ -74,7 +74,7 @@ def run(
         raise LaunchError("this client is asynchronous", hint="give a Client(…) made without asynchronous=True")
     job = _job(config, overrides)
     _check(job)
-    aftermath = Aftermath(job.folder, job.world_size)
+    aftermath = Aftermath(job.folder, job.world_size, job.url)
     conclusion = aftermath.conclude(attend(Placed(client, job, hear, ExitStack()), _STOPPING))
     print(conclusion.text, file=sys.stderr)
     return conclusion

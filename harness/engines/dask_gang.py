@@ -136,7 +136,7 @@ class Placed:
         job, settings = self._job, self._job.settings.dask
         if shared:
             working = settings.working_folder or os.getcwd()
-            words = [f"output={Path(job.config.output).absolute()}"] if settings.working_folder else []
+            words = [f"output={Path(job.config.output).absolute()}"] if settings.working_folder and not job.url else []
             run_folder = str(job.folder.absolute())
         else:
             working, run_folder = settings.working_folder or "", f"{{scratch}}/output/{job.config.name}"

@@ -15,6 +15,7 @@ from typing import Protocol
 from harness.config import Config
 from harness.engines.settings import LaunchSection
 from harness.errors import LaunchError
+from harness.url_folder import is_url, working_folder
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,16 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run folder, as seen from the working folder."""
+        """The run folder, as seen from the working folder; of a run that is kept at a URL, where this machine works on
+        it if it does."""
+        if self.url:
+            return working_folder(self.url, self.config.data.cache_dir)
         return Path(self.config.output) / self.config.name
+
+    @property
+    def url(self) -> str:
+        """Where the run is kept, if that is a URL."""
+        return f"{self.config.output.rstrip('/')}/{self.config.name}" if is_url(self.config.output) else ""
 
     @property
     def world_size(self) -> int:
