@@ -181,3 +181,11 @@ def test_a_sweep_whose_file_is_broken_still_has_its_runs(tmp_path, content):
 def test_reading_needs_no_torch():
     code = "import sys; from harness import records; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_trial_that_has_begun_but_left_nothing_yet_is_waiting(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", [{"number": 0, "run": "trials/0000", "state": "running"}])
+    (record,) = records.find([sweep])
+    assert (record.state, record.problems) == ("waiting", [])
+    write_run(sweep / "trials" / "0000", finished=False)
+    assert records.find([sweep])[0].state == "unfinished"

@@ -21,7 +21,7 @@ pytestmark = [
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync"]  # fmt: skip
 READY_MS = 60_000
-LINE = "lr 0.4 · batch 64 · 2 ranks"
+LINE = "lr 0.4 · batch 64 · seed 0 · 2 ranks"
 LONGEST = f"Math.max(...document.getElementById('chart-%s').data.find((line) => line.name === '{LINE}').x)"
 
 

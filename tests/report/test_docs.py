@@ -1,0 +1,60 @@
+"""docs/reports.md: its commands are typed, its program is run, and what it says of limits is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from harness.cli import main
+from harness.report import lines, pictures
+from tests.conftest import ROOT
+from tests.report.synthetic import Fake, write_run, write_sweep
+
+PAGE = (ROOT / "docs" / "reports.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for line in block.splitlines() if line]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the runs that the page speaks of."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("digits", "mnist"):
+        write_run(tmp_path / "runs" / name, Fake(name=name, epochs=2))
+    write_sweep(tmp_path / "runs" / "sweep_pet_names", [Fake(epochs=2), Fake(epochs=2, world=2)])
+    return tmp_path
+
+
+def test_every_command_is_a_report():
+    assert COMMANDS
+    assert [line for line in COMMANDS if not line.startswith("harness report ")] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.partition("#")[0].strip())
+def test_a_command_does_what_it_says(place, capsys, command):
+    if "--format png" in command:
+        pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -e '.[plot]'")
+    assert main(shlex.split(command, comments=True)[1:]) == 0
+    written = capsys.readouterr().out.split()
+    assert written
+    for name in written:
+        assert (place / name).stat().st_size > 100
+
+
+def test_the_program(place, capsys):
+    (program,) = re.findall(r"<!-- test: records -->\n```python\n(.*?)```", PAGE, re.S)
+    exec(compile(program, "docs/reports.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("digits finished [] ")
+
+
+def test_the_limits_it_names():
+    assert f"the best {lines.MAX_LINES}\nlines" in PAGE or f"the best {lines.MAX_LINES} lines" in PAGE.replace(
+        "\n", " "
+    )
+    assert f"{pictures._DPI} dots" in PAGE
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link

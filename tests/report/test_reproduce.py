@@ -1,0 +1,84 @@
+"""The commands that make a run again, and what is told of how it was made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from harness import records
+from harness.report import reproduce, study
+from tests.report.synthetic import Fake, write_run, write_sweep
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(folder, **start):
+    told = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps([told[0] | start]))
+    return study.build([records.read(folder)]).runs[0]
+
+
+def test_one_process(place):
+    found = run(write_run(place / "runs" / "fake", Fake()))
+    assert reproduce.commands(found) == [
+        "git checkout 0123456789ab",
+        "python driver.py -c runs/fake/config.yaml name=fake_again",
+    ]
+    assert reproduce.caveats(found) == []
+
+
+def test_several_ranks_of_one_machine(place):
+    found = run(write_run(place / "runs" / "fake", Fake(world=4)))
+    assert reproduce.commands(found)[1] == "launch/single_node.sh 4 runs/fake/config.yaml name=fake_again"
+
+
+def test_several_machines(place):
+    ranks = [f"{host}: cuda:{card} (NVIDIA H100)" for host in ("one", "two") for card in (0, 1)]
+    found = run(write_run(place / "runs" / "fake", Fake(world=4)), ranks=ranks)
+    assert reproduce.commands(found)[1].startswith(
+        "NNODES=2 NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500 launch/multi_node.sh 2 runs/fake/config.yaml"
+    )
+    assert dict(reproduce.provenance(found))["machine"] == "2 × one: cuda (NVIDIA H100), 2 × two: cuda (NVIDIA H100)"
+
+
+def test_a_trial_is_made_again_outside_its_sweep(place):
+    sweep = write_sweep(place / "runs" / "lr", [Fake(name="0000")])
+    found = study.build(records.find([sweep])).runs[0]
+    assert reproduce.commands(found)[1] == (
+        "python driver.py -c runs/lr/trials/0000/config.yaml output=runs name=lr_0000"
+    )
+
+
+def test_what_stands_in_the_way(place):
+    folder = write_run(place / "runs" / "fake", Fake(settings={"train.deterministic": False}))
+    told = " ".join(reproduce.caveats(run(folder, git={"commit": "abc", "changed": True})))
+    assert "not committed" in told
+    assert "not deterministic" in told
+    assert "which commit" in " ".join(reproduce.caveats(run(folder, git=None)))
+    assert reproduce.commands(run(folder, git=None)) == ["python driver.py -c runs/fake/config.yaml name=fake_again"]
+
+
+def test_shell_signs_in_names_are_quoted(place):
+    found = run(write_run(place / "runs" / "a b;rm", Fake(name="x;y")), git={"commit": "$(reboot)"})
+    assert reproduce.commands(found) == [
+        "git checkout '$(reboot)'",
+        "python driver.py -c 'runs/a b;rm/config.yaml' 'name=x;y_again'",
+    ]
+
+
+def test_the_command_is_told_without_the_folders_of_the_machine(place):
+    words = ["/opt/venv/bin/python", str(place / "driver.py"), "-c", "configs/a b.yaml"]
+    found = run(write_run(place / "runs" / "fake", Fake()), command=words)
+    assert dict(reproduce.provenance(found))["command"] == "python driver.py -c 'configs/a b.yaml'"
+
+
+def test_in_what_runs_differ(place):
+    one = run(write_run(place / "one", Fake()))
+    two = run(write_run(place / "two", Fake()), packages={"torch": "2.7.0", "numpy": "2.0.0"})
+    assert reproduce.differences([one, two]) == [("torch", [("2.6.0", 1), ("2.7.0", 1)])]
+    assert reproduce.differences([one]) == []
