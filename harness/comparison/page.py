@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from harness.comparison import results_page, sameness_page
 from harness.comparison.columns import aligned, short
 from harness.comparison.found import Found
-from harness.comparison.settings import Differences, Settings
+from harness.comparison.settings import Code, Differences, Settings
 from harness.records import Record
 
 
@@ -46,7 +45,7 @@ def _settings(settings: Settings) -> Iterator[str]:
         rows += _differences(title, differences)
     yield from (f"  {line}" for line in aligned([("", "", "A", "B"), *rows]))
     if code:
-        yield f"  code: {_code(code.commits, code.changed, code.same)}"
+        yield f"  code: {_code(code)}"
 
 
 def _differences(title: str, differences: Differences | None) -> Iterator[Sequence[str]]:
@@ -58,14 +57,14 @@ def _differences(title: str, differences: Differences | None) -> Iterator[Sequen
         yield title if not number else "", key, *map(short, pair)
 
 
-def _code(commits: Any, changed: Any, same: bool | None) -> str:
-    names = [", then ".join(commit[:12] if commit else "no repository" for commit in side) for side in commits]
-    marks = [f"{name}{' with changes that are not committed' if dirty else ''}"
-             for name, dirty in zip(names, changed, strict=True)]  # fmt: skip
-    if same:
+def _code(code: Code) -> str:
+    names = [", then ".join(commit[:12] if commit else "no repository" for commit in side) for side in code.commits]
+    if code.same:
         return f"the same commit, {names[0]}"
-    if same is None and commits[0] == commits[1]:
-        whose = "both" if all(changed) else "A" if changed[0] else "B" if changed[1] else ""
-        why = f"{whose} with changes that are not committed" if whose else "neither says"
-        return f"the same commit, {names[0]}, but {why}: the code may differ" if whose else f"unknown: {names[0]}"
-    return f"A {marks[0]}; B {marks[1]}"
+    if code.same is False:
+        dirty = [" with changes that are not committed" if changed else "" for changed in code.changed]
+        return f"A {names[0]}{dirty[0]}; B {names[1]}{dirty[1]}"
+    if not any(code.changed):
+        return "nobody can say: it was started outside a repository"
+    whose = "both" if all(code.changed) else "A" if code.changed[0] else "B"
+    return f"the same commit, {names[0]}, but {whose} with changes that are not committed: the code may differ"

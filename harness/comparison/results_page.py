@@ -46,7 +46,7 @@ def _metrics(metrics: Sequence[Metric], of: str) -> Iterator[Sequence[str]]:
 
 
 def _paces(one: Pace, other: Pace) -> Iterator[str]:
-    shared = [(name.replace("time_", "share of ", 1), one.shares[name], other.shares[name])
+    shared = [(name.replace("time_", "share: ", 1), one.shares[name], other.shares[name])
               for name in one.shares if name in other.shares]  # fmt: skip
     rows = [("seconds in all", one.wall_s, other.wall_s), ("rows a second", one.rows_per_s, other.rows_per_s), *shared]
     yield "  time"

@@ -187,3 +187,17 @@ def test_the_first_line_that_differs(tmp_path):
     assert record.first.fields == {"loss": (1.0, 1.5)}
     assert record.low == 5  # the evaluation after step 4 is the same
     assert record.loss == (0.75, 8)
+
+
+@pytest.mark.parametrize(
+    ("commits", "changed", "same", "words"),
+    [
+        ((["a" * 40], ["a" * 40]), (False, False), True, "the same commit, aaaaaaaaaaaa"),
+        ((["a" * 40], ["a" * 40]), (False, True), None, "but B with changes that are not committed: the code may"),
+        ((["a" * 40], ["a" * 40]), (True, True), None, "but both with changes that are not committed"),
+        ((["a" * 40], ["b" * 40, "c" * 40]), (True, False), False, "committed; B bbbbbbbbbbbb, then cccccccccccc"),
+        (([None], [None]), (False, False), None, "outside a repository"),
+    ],
+)
+def test_what_is_said_of_the_code(commits, changed, same, words):
+    assert words in page._code(settings.Code(commits, changed, same))
