@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare = verbs.add_parser(
         "compare", help="say what differs between two runs, and whether they are bitwise the same"
     )
-    compare.add_argument("one", type=Path, metavar="RUN_A", help="a run folder, or one of runs that differ by seed")
-    compare.add_argument("other", type=Path, metavar="RUN_B", help="another")
+    compare.add_argument("one", metavar="RUN_A", help="a run folder, or one of runs that differ by seed")
+    compare.add_argument("other", metavar="RUN_B", help="another")
     compare.add_argument("--json", action="store_true", help="for machines")
     compare.set_defaults(run=_compare)
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     export.set_defaults(run=_export)
 
     generate = verbs.add_parser("generate", help="print names that a model of the task pet_names makes up")
-    generate.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/pet_names")
+    generate.add_argument("folder", metavar="RUN", help="a run folder, such as runs/pet_names")
     generate.add_argument("-n", dest="num", type=_positive(int), default=20, metavar="N", help="how many (default 20)")
     generate.add_argument(
         "--temperature", type=_positive(float), default=0.8, metavar="T",
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     predict.set_defaults(run=_predict, again=argv)
 
     report = verbs.add_parser("report", help="one page on runs or a sweep: curves, speed-up, where the time went")
-    report.add_argument("paths", type=Path, nargs="+", metavar="RUN_OR_SWEEP", help="run folders, or a sweep's")
+    report.add_argument("paths", nargs="+", metavar="RUN_OR_SWEEP", help="run folders, or a sweep's")
     report.add_argument("--format", choices=["html", "md", "csv", "png"], default="html", help="default: html")
     report.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: report.… in the first folder")
     report.add_argument("--target", type=float, metavar="VALUE", help="time to reach this value of the metric")
@@ -171,7 +171,7 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/digits")
+    parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/digits, or the URL of one")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings on top of the run's, such as task.root=photos"
     )
@@ -217,9 +217,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from harness import compare
+    from harness import compare, fetched
 
-    return compare.main(arguments.one, arguments.other, arguments.json)
+    one, other = (fetched.at_hand(place, checkpoint=True) for place in (arguments.one, arguments.other))
+    return compare.main(one, other, arguments.json)
 
 
 def _data(arguments: argparse.Namespace) -> int:
@@ -243,19 +244,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from harness import generate
+    from harness import fetched, generate
 
     wish = generate.Wish(arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing)
-    for name in generate.names(arguments.folder, wish):
+    for name in generate.names(fetched.at_hand(arguments.folder), wish):
         print(name, flush=True)
     return EXIT_DONE
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from harness import console, export
+    from harness import console, export, fetched
 
     console.to_terminal(0)
-    print(export.export(arguments.folder, arguments.format, arguments.out, arguments.overrides))
+    fetched.check_out(arguments.folder, arguments.out, "model.onnx")
+    print(export.export(fetched.at_hand(arguments.folder), arguments.format, arguments.out, arguments.overrides))
     return EXIT_DONE
 
 
@@ -274,17 +276,20 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from harness import predict
+    from harness import fetched, predict
 
-    wish = predict.Request(arguments.folder, arguments.csv, arguments.out, arguments.overrides)
+    wish = predict.Request(fetched.at_hand(arguments.folder), arguments.csv, arguments.out, arguments.overrides)
     words = sys.argv[1:] if arguments.again is None else arguments.again
     return predict.main(wish, arguments.world, os.environ, words)
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from harness import fetched
     from harness.report import command
 
-    return command.main(arguments.paths, arguments.out, arguments.format, arguments.target)
+    fetched.check_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
+    paths = [fetched.at_hand(place) for place in arguments.paths]
+    return command.main(paths, arguments.out, arguments.format, arguments.target)
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

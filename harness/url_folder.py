@@ -75,6 +75,11 @@ class UrlFolder:
             if info.get("type") == "file" and name.startswith(start) and not name.endswith(".part")
         }
 
+    def mark(self, name: str) -> str:
+        """What changes when the file does."""
+        with _asking(self._url(name)):
+            return str(self._fs.ukey(self._at(name)))
+
     def read(self, name: str) -> str | None:
         """The text of a small file; None if there is none."""
         with _asking(self._url(name)):

@@ -47,7 +47,7 @@ LAYERS = [
     {"data.arrays"},
     {"watch", "data.loader", "tasks"},
     {"configfile"},
-    {"folder", "generate", "saved"},
+    {"folder", "generate", "saved", "fetched"},
     {"checkpoint"},
     {"engines"},
     {"run", "comparison", "mirrored"},
