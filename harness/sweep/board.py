@@ -43,7 +43,7 @@ class Board:
             self._draw(trials, seen)
         else:
             for trial in trials:
-                if trial.state == "running" and (progress := seen.get(trial.number)):
+                if trial.state == "running" and (progress := seen.get(trial.number)) and progress.step:
                     loss = "" if progress.loss is None else f", loss {progress.loss:.4g}"
                     self.say(f"trial {trial.number:04d}: epoch {progress.epoch}, step {progress.step}{loss}")
 

@@ -115,7 +115,6 @@ def _best(plan: Plan, trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _how_far(plan: Plan, trials: Sequence[Trial]) -> dict[int, Progress]:
-
     found = {}
     for trial in trials:
         reader = Reader(plan.file.sweep.folder / "trials" / results.run_name(trial.number), plan.metric)

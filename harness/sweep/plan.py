@@ -15,7 +15,7 @@ from harness.config import Config
 from harness.errors import ConfigError
 from harness.sweep.comparability import Finding, Planned, findings
 from harness.sweep.file import SweepFile
-from harness.sweep.slots import HERE, Machine, need
+from harness.sweep.slots import Machine, is_here, need
 from harness.sweep.space import Settings, corners, grid, typed
 
 
@@ -112,7 +112,7 @@ def _examine(
             continue
         words = typed({**_fixed(file, engine), **trial.settings})
         facts[key], found = check.examine(file.base, words, trial.world)
-        if trial.config.launch.engine in HERE:  # what another machine has cannot be seen from here
+        if is_here(trial.config):  # what another machine has cannot be seen from here
             for problem in found:
                 wrong.setdefault(str(problem), []).append(" ".join(typed(trial.settings)))
     return facts, [f"{problem}\n     in {_some(which)}" for problem, which in wrong.items()]

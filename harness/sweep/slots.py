@@ -9,8 +9,6 @@ from pathlib import Path
 from harness.config import Config
 from harness.doctor.machine import cpu_quota
 
-HERE = ("local", "torchrun")  # engines whose ranks run on this machine; others have schedulers of their own
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -50,13 +48,18 @@ class Need:
 
 def need(config: Config, machine: Machine) -> Need:
     """A GPU for each rank where it trains on GPUs, else a core for each thread; nothing of this machine elsewhere."""
-    launch = config.launch
-    if launch.engine not in HERE:
+    if not is_here(config):
         return Need()
-    device = config.runtime.device
+    launch, device = config.launch, config.runtime.device
     if device == "cuda" or (device == "auto" and machine.gpus):
         return Need(gpus=launch.nproc)
     return Need(cores=launch.nproc * launch.threads)
+
+
+def is_here(config: Config) -> bool:
+    """Whether its ranks run on this machine; where they do not, another scheduler knows how many there is room for."""
+    launch = config.launch
+    return launch.engine in ("local", "torchrun") or (launch.engine == "dask" and launch.dask.scheduler is None)
 
 
 @dataclass(frozen=True)

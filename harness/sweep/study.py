@@ -32,7 +32,7 @@ _STATES: dict[TrialState, State] = {
     TrialState.RUNNING: "waiting",  # it was begun; whoever runs it now knows better
     TrialState.WAITING: "waiting",
 }
-# Settings that do not change what a trial is trained to, beside those that are another run's business.
+# A run may go on with other values of these; trials that are to be compared have the same.
 _COUNTS = ("train.epochs", "train.max_steps", "train.evaluate_every", "train.patience", "launch.nproc", "launch.nnodes")
 
 
@@ -158,7 +158,7 @@ class Study:
 
     def reported(self, number: int) -> dict[int, float]:
         """The evaluations that are known of a running trial, by epoch."""
-        return self._study._storage.get_trial(self._live[number]._trial_id).intermediate_values
+        return self._study.get_trials(deepcopy=False)[self._live[number].number].intermediate_values
 
     def report(self, number: int, epoch: int, value: float) -> None:
         self._live[number].report(value, epoch)

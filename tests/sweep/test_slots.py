@@ -42,6 +42,9 @@ def test_what_a_trial_takes(tmp_path):
     assert need(config, gpu) == Need(gpus=2)
     assert need(make_config(tmp_path, ["launch.nproc=2"]), gpu) == Need(cores=2)  # runtime.device=cpu
     assert need(make_config(tmp_path, ["launch.nproc=64", "launch.engine=slurm"]), cpu) == Need()
+    dask = ["launch.nproc=2", "launch.engine=dask"]
+    assert need(make_config(tmp_path, dask), cpu) == Need(cores=2)  # a cluster of this machine, for this run alone
+    assert need(make_config(tmp_path, [*dask, "launch.dask.scheduler=tcp://10.0.0.1:8786"]), cpu) == Need()
 
 
 def test_what_a_machine_can_never_run():
