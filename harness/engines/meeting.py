@@ -112,11 +112,11 @@ def _check(job: Job, least: int) -> None:
         if not settings.max_restarts:
             refuse("a range of machines needs launch.max_restarts: each loss of a machine takes one",
                    "--max-restarts 3, or --nnodes N")  # fmt: skip
-        _check_batch(job, least)
+        check_batch(job, least)
 
 
-def _check_batch(job: Job, least: int) -> None:
-    """Every number of machines in the range must be able to deal the global batch."""
+def check_batch(job: Job, least: int) -> None:
+    """Raise LaunchError unless every number of machines in the range can deal the global batch."""
     batch, settings = job.config.batch, job.settings
     if batch.global_ is None:
         return

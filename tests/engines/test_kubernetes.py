@@ -1,0 +1,318 @@
+"""Engine kubernetes: manifests compared whole and validated, and the job followed through a stand-in for kubectl.
+
+No cluster was used. ``fake_kubectl`` runs a manifest's commands as processes of this machine, by the operator's rules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness import configfile, launch
+from harness.engines import kubernetes, pytorchjob
+from harness.engines.conclusion import Aftermath
+from harness.errors import LaunchError
+from tests.conftest import ROOT
+from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
+
+MODELS = "tests.end_to_end.models"
+GOLDEN = Path(__file__).parent / "golden"
+IMAGE = "launch.kubernetes.image=registry.example/apex-harness:1"
+CLAIMS = ["launch.kubernetes.claims={datasets: /data, runs: /runs}", "output=/runs"]
+MACHINE = ["launch.kubernetes.cpu=8", "launch.kubernetes.memory=32Gi", "launch.kubernetes.gpu=4", "launch.nproc=4"]
+ELASTIC = ["launch.nnodes=4", "launch.min_nodes=2", "launch.max_restarts=3", "batch.global=96"]
+JOBS = {
+    "one": [IMAGE],
+    "two": [IMAGE, *CLAIMS, *MACHINE, "launch.nnodes=2", "launch.kubernetes.workdir=/workspace"],
+    "restarted": [IMAGE, *CLAIMS, "launch.nnodes=2", "launch.max_restarts=3", "launch.python=python3.12"],
+    "elastic": [IMAGE, *CLAIMS, *MACHINE, *ELASTIC, "launch.kubernetes.name=my-job"],
+}
+START_S = 90  # for two launchers and their ranks, on a machine that does something else besides
+SLOW = {"model": {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}, "train": {"log_every": 1, "epochs": 5},
+        "checkpoint": {"every_steps": 4}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("stripes"))
+
+
+def plan(*words):
+    return launch.plan("configs/digits.yaml", words)
+
+
+def documents(text):
+    config, job = yaml.safe_load_all(text)
+    return config, job
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_render(name):
+    """The manifest is the golden file; HARNESS_GOLDEN=write writes it. The configuration in it loads as what it was."""
+    job, path = plan(*JOBS[name]), GOLDEN / f"kubernetes_{name}.yaml"
+    text = kubernetes.render(job)
+    config, manifest = documents(text)
+    inside = path.parent / "inside.yaml"
+    try:
+        inside.write_text(config["data"].pop("config.yaml"))
+        assert configfile.load(inside) == job.config
+    finally:
+        inside.unlink()
+    comment = text.partition("apiVersion")[0]
+    shown = comment + yaml.safe_dump_all([config, manifest], sort_keys=False)
+    if os.environ.get("HARNESS_GOLDEN") == "write":
+        path.write_text(shown)
+    assert shown == path.read_text()
+
+
+def test_the_page_in_launch_is_what_the_engine_writes(tmp_path):
+    """But for its comments, and for its configuration, which is as a person writes it."""
+    config, job = documents((ROOT / "launch" / "pytorchjob.yaml").read_text())
+    path = tmp_path / "config.yaml"
+    path.write_text(config["data"]["config.yaml"])
+    ours, our_job = documents(kubernetes.render(launch.plan(str(path), ["launch.engine=kubernetes"])))
+    assert job == our_job
+    assert config["metadata"] == ours["metadata"]
+
+
+def unknown_fields(value, kind, models, where=""):
+    """Where ``value`` departs from ``kind``, a type of the operator's or of Kubernetes' own Python models."""
+    if held := re.fullmatch(r"(dict[(\[]str, ?|list\[)(.*)[)\]]", kind, re.IGNORECASE):
+        inside = value.items() if isinstance(value, dict) else [("[]", one) for one in value]
+        return [found for key, one in inside for found in unknown_fields(one, held[2], models, f"{where}.{key}")]
+    plain = {"str": str, "int": int, "bool": bool, "object": object}
+    if kind in plain:
+        return [] if isinstance(value, plain[kind]) else [f"{where}: {value!r} is no {kind}"]
+    model = getattr(models[0], kind, None) or getattr(models[1], kind)
+    known = {field: model.openapi_types[name] for name, field in model.attribute_map.items()}
+    found = [f"{where}.{field} is unknown to {kind}" for field in value.keys() - known.keys()]
+    for field in value.keys() & known.keys():
+        found += unknown_fields(value[field], known[field], models, f"{where}.{field}")
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_manifest_is_valid(name):
+    """By Kubernetes' own schemas (a pod, a ConfigMap) and by the training operator's own model of a PyTorchJob."""
+    hint = "the manifest cannot be validated: pip install kubernetes-validate kubeflow-training==1.9.3"
+    validate = pytest.importorskip("kubernetes_validate", reason=hint).validate
+    training = pytest.importorskip("kubeflow.training.models", reason=hint)
+    core = pytest.importorskip("kubernetes.client.models", reason=hint)
+    config, job = documents(kubernetes.render(plan(*JOBS[name])))
+    validate(config, "1.31", strict=True)
+    assert unknown_fields(job, "KubeflowOrgV1PyTorchJob", (training, core)) == []
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        metadata = {"name": job["metadata"]["name"], **replica["template"].get("metadata", {})}
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, **replica["template"]}, "1.31", strict=True)
+    wrong = {**job, "spec": {**job["spec"], "runPolicies": {}, "nprocPerNode": 4}}
+    assert len(unknown_fields(wrong, "KubeflowOrgV1PyTorchJob", (training, core))) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "container image"),
+        ([IMAGE, "launch.nnodes=2", "launch.rendezvous=a:1"], "launch.rendezvous"),
+        ([IMAGE, "launch.nnodes=2", "launch.min_nodes=1"], "needs launch.max_restarts"),
+        ([IMAGE, "launch.nnodes=2", "launch.min_nodes=3"], "more than launch.nnodes"),
+        ([IMAGE, "launch.nnodes=3", "launch.min_nodes=2", "launch.max_restarts=1"], "cannot be dealt to 3 machines"),
+        ([IMAGE, "launch.kubernetes.claims={runs: runs}"], "appears at 'runs'"),
+        ([IMAGE, "name=7.up"], "cannot be the name of a job"),
+    ],
+)
+def test_what_no_cluster_could_use(words, said):
+    with pytest.raises(LaunchError, match=said):
+        kubernetes.render(plan(*words))
+
+
+def test_without_kubectl(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="kubectl") as refused:
+        kubernetes.start(plan(IMAGE))
+    assert "--dry-run" in refused.value.hint
+
+
+# A cluster whose answers are given
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """A kubectl that prints files: job.json, pods.json, log.txt; calls.txt has what it was asked."""
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    script = folder / "kubectl"
+    script.write_text(
+        f'#!/bin/sh\ncd {folder}\necho "$@" >> calls.txt\nshift 2\n'
+        'case "$1 $2" in\n"get pytorchjob") cat job.json ;;\n"get pods") cat pods.json ;;\n'
+        '"logs --follow") cat log.txt ;;\n"apply -f") cat > applied.yaml; mv after.json job.json ;;\nesac\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kubernetes, "_POLL_S", 0.01)
+    (folder / "job.json").touch()
+
+    def answer(condition, codes, log="", **pod):
+        conditions = [{"type": condition, "status": "True", "reason": "Why", "message": "so"}] if condition else []
+        (folder / "after.json").write_text(json.dumps({"status": {"conditions": conditions}}))
+        pods = []
+        for name, code in codes.items():
+            container = {"name": "pytorch", "restartCount": 0, "state": {"terminated": {"exitCode": code}}}
+            status = {"phase": "Failed" if code else "Succeeded", "containerStatuses": [container]}
+            pods.append({"metadata": {"name": name, "uid": "1"}, "status": status | pod})
+        (folder / "pods.json").write_text(json.dumps({"items": pods}))
+        (folder / "log.txt").write_text(log)
+        return folder
+
+    return answer
+
+
+def concluded(job):
+    """What harness launch would say, where the run folder cannot be seen."""
+    aftermath = Aftermath(job.folder, job.world_size)
+    return aftermath.conclude(kubernetes.start(job).follow())
+
+
+JOB = [str(ROOT / "configs" / "digits.yaml"), [IMAGE, "launch.nnodes=2", "launch.nproc=4", "output=/nowhere"]]
+
+
+@pytest.mark.parametrize(
+    ("condition", "master", "worker", "code", "said"),
+    [
+        ("Succeeded", 0, 0, 0, "done"),
+        ("Failed", 143, 143, 75, "stopped early"),
+        ("Failed", 2, 2, 2, "exit code 2"),
+        ("Failed", 65, 65, 65, "exit code 65"),
+        ("Failed", 70, 137, 70, "rank 4 at step 0: Killed: it died of SIGKILL"),
+        ("Failed", 70, 70, 70, "Lost: pod digits-master-0 ended with exit code 70, pod digits-worker-0 ended with "
+                               "exit code 70; its last words: failed: rank 3 on h at step 5: ValueError: no"),
+    ],
+)  # fmt: skip
+def test_exit_codes_of_pods(answers, condition, master, worker, code, said, capfd):
+    log = "epoch 1\nfailed: rank 3 on h at step 5: ValueError: no\n  rank 0: failed\n"
+    folder = answers(condition, {"digits-master-0": master, "digits-worker-0": worker}, log)
+    conclusion = concluded(launch.plan(*JOB))
+    assert conclusion.exit_code == code
+    assert said in conclusion.text
+    shown = capfd.readouterr()
+    assert "epoch 1" in shown.out
+    assert "rank 0: failed" not in shown.out, "the last words of the pod are said once, here"
+    assert (folder / "applied.yaml").read_text() == kubernetes.render(launch.plan(*JOB))
+
+
+def test_a_pod_that_waits_says_why(answers, capfd):
+    waiting = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False",
+               "reason": "Unschedulable", "message": "0/3 nodes are available"}]}  # fmt: skip
+    answers("", {"digits-master-0": 0}, containerStatuses=[], **waiting)
+    started_ = kubernetes.start(launch.plan(*JOB))
+    started_._look(started_._kubectl.pods())
+    assert "pod digits-master-0: Pending (Unschedulable 0/3 nodes are available)" in capfd.readouterr().err
+
+
+def test_a_job_that_is_running_is_left_alone(answers):
+    folder = answers("", {})
+    (folder / "job.json").write_text('{"status": {}}')
+    with pytest.raises(LaunchError, match="digits is running in namespace default"):
+        kubernetes.submit(launch.plan(*JOB))
+    assert not (folder / "applied.yaml").exists()
+
+
+def test_a_job_that_is_over_is_replaced(answers):
+    folder = answers("", {})
+    (folder / "job.json").write_text('{"status": {"conditions": [{"type": "Failed", "status": "True"}]}}')
+    assert kubernetes.submit(launch.plan(*JOB)) == "pytorchjob/digits"
+    calls = (folder / "calls.txt").read_text().splitlines()
+    assert [call.split()[2] for call in calls] == ["get", "delete", "apply"]
+
+
+def test_a_cluster_out_of_reach(answers, monkeypatch):
+    folder = answers("", {"digits-master-0": 0})
+    job = kubernetes.start(launch.plan(*JOB))
+    (folder / "pods.json").unlink()
+    monkeypatch.setattr(kubernetes, "_OUT_OF_REACH_S", 0.2)
+    assert "out of reach" in job.follow().lost
+
+
+# A cluster of processes
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """{environment variable: value} under which kubectl is the stand-in."""
+    home, programs = tmp_path / "cluster", tmp_path / "programs"
+    home.mkdir()
+    programs.mkdir()
+    script = programs / "kubectl"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_kubectl.py")} "$@"\n')
+    script.chmod(0o755)
+    return {"FAKE_CLUSTER": str(home), "PATH": f"{programs}:{os.environ['PATH']}"}
+
+
+def command(config):
+    return [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "kubernetes", "--nnodes", "2",
+            IMAGE, f"launch.python={sys.executable}"]  # fmt: skip
+
+
+def launchers(run_):
+    """Process ids of the pods' harness launch, by machine."""
+    found = {}
+    for pid, environ in run_.alive().items():
+        with suppress(OSError):
+            if b"--stopped-code" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found[environ["PET_NODE_RANK"]] = pid
+    return [found[number] for number in sorted(found)]
+
+
+@pytest.mark.slow
+def test_evicted_and_stopped_and_killed_and_the_same_weights(tmp_path, stripes, cluster):
+    """An evicted pod makes all stop and begin again; SIGTERM to the command ends them; so does the loss of a pod."""
+    whole, config = write_config(tmp_path / "whole", stripes, **SLOW), write_config(tmp_path / "pods", stripes, **SLOW)
+    assert run(whole, 2) == [0, 0]
+    folder = tmp_path / "pods" / "runs" / "run"
+    with started(command(config), tmp_path / "1.txt", **cluster) as run_:
+        wait_for_steps(folder, 5, START_S)
+        before = launchers(run_)
+        os.kill(before[1], signal.SIGTERM)
+        wait_until(lambda: len(now := launchers(run_)) == 2 and not set(now) & set(before), START_S, "both pods again")
+        wait_for_steps(folder, 12, START_S)
+        run_.signal(signal.SIGTERM)
+        assert run_.wait(END_S) == 75, run_.text()
+        assert not run_.alive()
+    assert "stopped early with a checkpoint" in run_.text().splitlines()[-1]
+    with started(command(config), tmp_path / "2.txt", **cluster) as run_:
+        wait_for_steps(folder, 20, START_S)
+        for pid, environ in run_.alive().items():
+            if environ.get("PET_NODE_RANK") == "1":  # a pod ends with all that is in it
+                os.kill(pid, signal.SIGKILL)
+        assert run_.wait(END_S) == 70, run_.text()
+        assert not run_.alive()
+    assert run_.text().count("failed: rank 1") == 1, run_.text()
+    with started(command(config), tmp_path / "3.txt", **cluster) as run_:
+        assert run_.wait(START_S + END_S) == 0, run_.text()
+        assert not run_.alive()
+    assert "done: " in run_.text().splitlines()[-1]
+    assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
+
+
+@pytest.mark.slow
+def test_exception_on_rank_1(tmp_path, stripes, cluster):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
+    with started(command(write_config(tmp_path, stripes, model=model)), tmp_path / "terminal.txt", **cluster) as run_:
+        assert run_.wait(START_S + END_S) == 70, run_.text()
+        assert not run_.alive()
+    text = run_.text()
+    assert text.count("failed: rank 1 on") == 1
+    assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
+    assert "pytorchjob" in (tmp_path / "cluster" / "calls.txt").read_text()
+    assert pytorchjob.CONFIG.endswith("config.yaml")
