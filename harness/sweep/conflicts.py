@@ -17,6 +17,12 @@ def conflicts(sweep: Sweep) -> Iterator[Conflict]:
     yield from _key_conflicts(sweep)
     yield from _kind_conflicts(sweep)
     yield from _range_conflicts(sweep)
+    if "://" in sweep.output:
+        yield Conflict(("output",), "a sweep is kept in a folder, not at a URL", "for example output: runs")
+    if "://" in sweep.output:
+        yield Conflict(
+            ("output",), "a sweep reads its trials' records as they are written", "name a folder: output=runs"
+        )
     if not sweep.space:
         yield Conflict(("space",), "nothing is varied", "for example space: {optimizer.lr: [0.01, 0.1]}")
     if isinstance(sweep.space, list) and len({identity(trial) for trial in sweep.space}) < len(sweep.space):

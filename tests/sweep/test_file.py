@@ -63,6 +63,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
     ("text", "problem"),
     [
         ("space: {}\n", "space: nothing is varied"),
+        ("output: s3://bucket/runs\n", "output: a sweep reads its trials' records as they are written"),
         ("set: {optimizer.lr: 1}\n", "space.optimizer.lr: varied by space, and one value in set"),
         ("set: {optimizer: {lr: 1}}\n", "space.optimizer.lr: varied by space, and one value in set"),
         ("set: {output: here}\n", "set.output: the sweep gives each trial its own"),
