@@ -59,7 +59,7 @@ class Meeting:
         least = f"{self.min_nodes} to {self.nnodes}" if self.elastic else str(self.nnodes)
         return LaunchError(
             f"torchrun started no rank on {self.address}: {least} machines did not meet at {self.host}:{self.port} "
-            f"within {self.wait_s} s, or one of them gave up",
+            f"within {self.wait_s} s, or the others had ended",
             hint="start the same command on every machine; the port must be free on the first and open to the others, "
             "and launch.interface (a name such as eth0) must lead to them",
         )

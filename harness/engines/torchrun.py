@@ -23,12 +23,12 @@ from pathlib import Path
 from harness import ends
 from harness.engines import lastwords, meeting
 from harness.engines.job import Job, Outcome, shell
-from harness.errors import EXIT_DONE, EXIT_STOPPED, LaunchError
+from harness.errors import EXIT_DONE, EXIT_STOPPED
 
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 ORPHANS_S = 20.0  # for ranks to end whose launcher was killed; harness.watch gives them 13
 _POLL_S, _LOOK_S = 0.1, 1.0
-_WAIT_S = {  # how long a launcher may stay when its ranks are gone, by how they ended
+WAIT_S = {  # how long a launcher may stay when its ranks are gone, by how they ended
     "done": 30.0,  # it waits for the other machines, up to five minutes; all ranks end together, so they are done too
     "stopped": 2.0,  # without a range of machines, it would wait for those that have left with it
     "failed": 5.0,  # it has no restart left, and asks a machine that is out of reach
@@ -89,9 +89,11 @@ class Torchrun:
             shutil.rmtree(self._words, ignore_errors=True)
 
     def _end_by(self, deadline: float) -> None:
-        self._deadline = min(self._deadline, deadline)
-        with suppress(ProcessLookupError):
-            self._agent.terminate()
+        """SIGTERM to the launcher, once, and SIGKILL at ``deadline``."""
+        told, self._deadline = self._deadline < float("inf"), min(self._deadline, deadline)
+        if not told:
+            with suppress(ProcessLookupError):
+                self._agent.terminate()
 
     def _end_if_idle(self, now: float) -> None:
         """End a launcher that has nothing left to wait for."""
@@ -100,7 +102,7 @@ class Torchrun:
             self._idle_since = None
             return
         self._idle_since = self._idle_since or now
-        if now > self._idle_since + _WAIT_S[how]:
+        if now > self._idle_since + WAIT_S[how]:
             self._end_by(now + KILL_S)
 
     def _over(self) -> str:
@@ -179,6 +181,3 @@ def _end_with_this_process() -> Callable[[], None] | None:
             os._exit(1)
 
     return ask
-
-
-__all__ = ["LaunchError", "Torchrun", "render", "start"]

@@ -11,6 +11,8 @@ import re
 import shlex
 import signal
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,12 +43,13 @@ def folder_of(config):
     return config.parent / "runs" / "run"
 
 
-def slow(folder, data, **settings):
+def slow(folder, data):
     """An experiment that takes its time until the file that comes second is there."""
     go = folder / "go"
     model = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.2, "until": str(go)}}
     train, runtime = {"epochs": 6, "log_every": 1}, {"device": "cpu", "timeout_s": 100}  # nothing ends by this limit
-    return write_config(folder, data, model=model, train=train, runtime=runtime, **settings), go
+    checkpoint = {"every_steps": 2}
+    return write_config(folder, data, model=model, train=train, runtime=runtime, checkpoint=checkpoint), go
 
 
 def wait_for_more_steps(folder, count):
@@ -118,24 +121,43 @@ def test_last_words_are_those_of_the_last_start(tmp_path):
     assert content == {"message": "line", "extraInfo": {"py_callstack": "line\nmore", "timestamp": "12"}}
 
 
+# A launcher that stays when its ranks are gone
+
+STAYS = """
+import json, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = pathlib.Path(sys.argv[1], "run_x", "attempt_0", "0")
+folder.mkdir(parents=True)
+(folder / "error.json").write_text(json.dumps({"rank": 0, "world_size": 1, "exit_code": int(sys.argv[2])}))
+time.sleep(60)
+"""
+RANGE = ["nnodes=2", "min_nodes=1", "max_restarts=1", "rendezvous=127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words", "ends"),
+    [(0, [], True), (75, [], True), (70, [], True), (70, ["max_restarts=1"], False), (75, RANGE, False)],
+)
+def test_a_launcher_without_ranks_is_ended_unless_it_may_start_others(
+    tmp_path, stripes, monkeypatch, exit_code, words, ends
+):
+    monkeypatch.setattr(
+        torchrun, "_command", lambda _, __, folder: [sys.executable, "-c", STAYS, folder, str(exit_code)]
+    )
+    monkeypatch.setattr(torchrun, "WAIT_S", dict.fromkeys(torchrun.WAIT_S, 0.2))
+    monkeypatch.setattr(torchrun, "KILL_S", 0.2)
+    monkeypatch.setattr(torchrun, "_LOOK_S", 0.05)
+    started_ = torchrun.start(launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words]))
+    if not ends:
+        threading.Timer(2.0, lambda: (started_.stop(), started_.stop())).start()
+    begun = time.monotonic()
+    outcome = started_.follow()
+    assert (time.monotonic() - begun > 1.9) is not ends
+    assert (outcome.exits, outcome.stopped) == ({0: exit_code}, not ends)
+    assert not started_._words.exists()
+
+
 # For real
-
-
-@pytest.mark.slow
-def test_restarts_leave_no_trace(tmp_path, stripes):
-    """Ranks are killed, one after the other; every restart meets at once, and the end is that of the unbroken run."""
-    config, go = slow(tmp_path / "torchrun", stripes)
-    with started(command(config, "--max-restarts", "3"), tmp_path / "terminal.txt") as run_:
-        for count, victim in enumerate((1, 0, 1), start=1):
-            wait_until(lambda count=count: num_starts(folder_of(config)) == count, START_S, f"start {count}")
-            wait_for_more_steps(folder_of(config), 2)
-            run_.signal(signal.SIGKILL, run_.ranks()[victim])
-        go.write_text("")
-        assert run_.wait(START_S) == 0, run_.text()
-        assert not run_.alive()
-        assert num_starts(folder_of(config)) == 4
-    assert run(config, 2, "name=unbroken") == [0, 0]
-    assert_same_run(folder_of(config).with_name("unbroken"), folder_of(config))
 
 
 @pytest.mark.slow
@@ -154,8 +176,9 @@ def test_exception_on_rank_1(tmp_path, stripes):
 
 
 @pytest.mark.slow
-def test_killed_rank_then_launcher_then_harness_then_the_end(tmp_path, stripes):
-    """The same command four times: nothing of it is left each time, and in the end it is the unbroken run."""
+def test_killed_ranks_then_launcher_then_harness_then_the_end(tmp_path, stripes):
+    """A restart meets at once; without one left, a report. The same command four times: nothing of it is left each
+    time, and in the end it is the unbroken run."""
     config, go = slow(tmp_path / "torchrun", stripes)
     folder = folder_of(config)
 
@@ -163,24 +186,26 @@ def test_killed_rank_then_launcher_then_harness_then_the_end(tmp_path, stripes):
         wait_until(lambda: num_starts(folder) == count, START_S, f"start {count}")
         wait_for_more_steps(folder, 2)
 
-    with started(command(config), tmp_path / "rank.txt") as run_:
+    with started(command(config, "--max-restarts", "1"), tmp_path / "rank.txt") as run_:
         until_it_trains(1)
         run_.signal(signal.SIGKILL, run_.ranks()[1])
+        until_it_trains(2)
+        run_.signal(signal.SIGKILL, run_.ranks()[0])
         assert run_.wait(END_S) == 70
         assert not run_.alive()
-    assert "failed: rank 1 at step" in run_.text()
-    assert "Lost: it left no word: killed from outside, or its machine is gone" in run_.text()
-    assert "rank 0: " in run_.text().partition("failed: rank 1")[2]
+    report = run_.text().partition("failed: rank 0 at step")[2]
+    assert "Lost: it left no word: killed from outside, or its machine is gone" in report
+    assert "rank 1: failed on " in report
 
     with started(command(config), tmp_path / "launcher.txt") as run_:
-        until_it_trains(2)
+        until_it_trains(3)
         run_.signal(signal.SIGKILL, _launcher(run_))
         assert run_.wait(END_S) == 75
         assert not run_.alive()
     assert "the launcher is gone" in run_.text()
 
     with started(command(config), tmp_path / "harness.txt") as run_:
-        until_it_trains(3)
+        until_it_trains(4)
         run_.signal(signal.SIGKILL)
         run_.process.wait()
         wait_until(lambda: not run_.alive(), END_S, "launcher and ranks end")
