@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from harness.engines.dask_gang import BY, News, Placed
 from harness.engines.job import Job, refuse, shell
 from harness.errors import LaunchError
 
+_CLOSE_S = 5.0
 _STOPPING = "stopping: every rank writes a checkpoint; once more ends them at once"
 _TOGETHER = "the ranks are dealt to workers as they come: launch.nnodes times launch.nproc of them"
 
@@ -115,13 +116,20 @@ def _connect(job: Job, opened: ExitStack) -> Any:
                 )
             )  # fmt: skip
     try:
-        return opened.enter_context(Client(address, timeout=timeout_s, set_as_default=False))
+        client = Client(address, timeout=timeout_s, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
         raise LaunchError(
             f"the scheduler does not answer: {str(error).strip() or type(error).__name__}",
             where=str(address),
             hint="start one with `dask scheduler`, and give the address that it prints as launch.dask.scheduler",
         ) from None
+    opened.callback(_close, client)
+    return client
+
+
+def _close(client: Any) -> None:
+    with suppress(TimeoutError, OSError):  # of a scheduler that is gone
+        client.close(timeout=_CLOSE_S)
 
 
 @contextmanager

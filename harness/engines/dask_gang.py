@@ -264,6 +264,8 @@ class Placed:
                 self._why_lost = self._why_lost or why
 
     def _look_at_futures(self) -> None:
+        if self._client.status != "running":  # it gives up its futures with the connection
+            self._lose(range(len(self._seats)), f"the scheduler {self._scheduler} is gone")
         for rank, future in self._futures.items():
             if rank in self._exits or rank in self._lost or future.status == "pending":
                 continue
@@ -276,15 +278,11 @@ class Placed:
                     self._exits[rank] = future.result(timeout=5)
 
     def _look_at_workers(self) -> None:
-        if time.monotonic() < self._looked + _LOOK_S:
+        if time.monotonic() < self._looked + _LOOK_S or self._client.status != "running":
             return
         self._looked = time.monotonic()
-        if self._client.status != "running":
-            self._lose(range(len(self._seats)), f"the scheduler {self._scheduler} is gone")
-            return
         with suppress(OSError, TimeoutError, RuntimeError):  # the client's status tells, by the next look
-            alive = self._alive()
-            for worker in sorted(set(self._workers) - set(alive)):
+            for worker in sorted(set(self._workers) - set(self._alive())):
                 lost = [rank for rank, seat in enumerate(self._seats) if seat.worker == worker]
                 self._lose(lost, f"worker {worker} on {self._seats[lost[0]].host} is gone")
 
@@ -344,6 +342,8 @@ class Placed:
         return str(self._client.scheduler.address)
 
     def _alive(self) -> list[str]:
+        if self._client.status != "running":
+            return []  # to ask would be to wait for half a minute
         return list(self._client.nthreads(self._workers))
 
     def _run(self, function: Callable[..., Any], *words: Any, **options: Any) -> dict[str, Any]:
@@ -360,9 +360,10 @@ class Placed:
     def _clear(self) -> None:
         """Leave nothing of this run on the cluster; what else runs there is left alone."""
         with suppress(Exception):  # of a cluster that is gone
-            self._client.cancel(list(self._futures.values()))
-            self._client.unsubscribe_topic(f"{KEYS}{self._name}")
-            self._client.run_on_scheduler(dask_claims.release, self._name)
-            self._client.run(dask_rank.forget, self._name, workers=self._alive(), on_error="ignore")
+            if self._client.status == "running":
+                self._client.cancel(list(self._futures.values()))
+                self._client.unsubscribe_topic(f"{KEYS}{self._name}")
+                self._client.run_on_scheduler(dask_claims.release, self._name)
+                self._client.run(dask_rank.forget, self._name, workers=self._alive(), on_error="ignore")
         self._copying.shutdown(wait=False, cancel_futures=True)
         self._closing.close()

@@ -345,12 +345,12 @@ def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, str
 
 
 @pytest.mark.slow
-def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark):
+def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark, capfd):
     model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
     run_ = Running(dask_cluster.client, write_config(tmp_path, stripes, model=model, **TWO), marking(mark))
     text = run_.end(START_S).text
     assert run_.conclusion.exit_code == 70
-    assert text.count("Traceback") == 1
+    assert capfd.readouterr().err.count("Traceback") == 1
     assert "failed: rank 1 on" in text
     assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
     assert "  rank 0: " in text
