@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sweep = verbs.add_parser("sweep", help="train over a space of settings, and go on where it was")
     _config_arguments(sweep)
-    sweep.add_argument("--engine", choices=_ENGINES, help="of the trials; default: the sweep file's")
+    sweep.add_argument("--engine", choices=_ENGINES, help="of the trials; default: the experiment's")
     sweep.add_argument("--parallel", type=_positive(int), metavar="K", help="trials at once, as far as there is room")
     sweep.add_argument("--dry-run", action="store_true", help="print the trials, and do nothing")
     sweep.add_argument("--retry-failed", action="store_true", help="also those that failed, from their checkpoints")

@@ -17,6 +17,7 @@ class Progress:
     step: int = 0
     epoch: int = 0
     loss: float | None = None
+    value: float | None = None  # of the newest evaluation
     wall_s: float = 0.0
 
 
@@ -64,7 +65,8 @@ class Reader:
             seen.epoch = line.get("epoch", seen.epoch)
             value = line.get(self._metric)
             if isinstance(value, int | float) and math.isfinite(value):
-                self.evaluations.setdefault(seen.epoch, float(value))
+                seen.value = float(value)
+                self.evaluations.setdefault(seen.epoch, seen.value)
 
 
 def final_value(run: Path, metric: str, direction: str) -> float | None:

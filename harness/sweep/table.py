@@ -17,7 +17,7 @@ def lines(trials: Sequence[Trial], plan: Plan, seen: Mapping[int, Progress], wid
     """The table with its heading: a row a trial, in the order given. ``seen``: how far each came, where known."""
     varied = columns([trial.settings for trial in trials] or [planned.settings for planned in plan.trials])
     heading = ["trial", *varied.values(), "state", plan.metric, "epoch", "seconds", ""]
-    rows = [heading, *([*_row(trial, list(varied), seen.get(trial.number))] for trial in trials)]
+    rows = [heading, *(_row(trial, list(varied), seen.get(trial.number), plan) for trial in trials)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(heading))]
     numeric = {0, *(place for place, key in enumerate(varied, 1) if _is_numeric(trials, key))}
     numeric |= {len(varied) + place for place in (2, 3, 4)}
@@ -30,14 +30,16 @@ def lines(trials: Sequence[Trial], plan: Plan, seen: Mapping[int, Progress], wid
     ]
 
 
-def _row(trial: Trial, keys: Sequence[str], progress: Progress | None) -> list[str]:
+def _row(trial: Trial, keys: Sequence[str], progress: Progress | None, plan: Plan) -> list[str]:
     told = " ".join((trial.error or "").split())
+    value = progress.value if progress and trial.state == "running" else trial.value
+    epochs = trial.settings.get("train.epochs", plan.trials[0].config.train.epochs)
     return [
         f"{trial.number:04d}",
         *(_cell(trial.settings.get(key)) for key in keys),
         trial.state,
-        "" if trial.value is None else f"{trial.value:.5g}",
-        str(progress.epoch) if progress and progress.step else "",
+        "" if value is None else f"{value:.5g}",
+        f"{progress.epoch}/{epochs}" if progress and progress.step else "",
         f"{progress.wall_s:.0f}" if progress and progress.wall_s else "",
         told if len(told) <= _WORDS else f"{told[: _WORDS - 1]}…",
     ]

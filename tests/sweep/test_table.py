@@ -21,7 +21,7 @@ TRIALS = [
     Trial(3, {"optimizer.lr": 0.2, "optimizer.name": "adam"}, "running"),
     Trial(4, {"optimizer.lr": 0.3, "optimizer.name": "adam"}, "pruned", 0.25),
 ]
-SEEN = {0: Progress(40, 4, 0.5, 12.4), 3: Progress(15, 1, 0.9, 3.0)}
+SEEN = {0: Progress(40, 4, 0.5, 0.5, 12.4), 3: Progress(15, 1, 0.9, 0.45, 3.0)}
 
 
 class Terminal(io.StringIO):
@@ -41,7 +41,7 @@ def test_the_table(plan):
     assert [line.split() for line in lines[:3]] == [
         ["trial", "lr", "name", "state", "top1", "epoch", "seconds"],
         ["0001", "0.2", "sgd", "finished", "0.75"],
-        ["0000", "0.1", "sgd", "finished", "0.5", "4", "12"],
+        ["0000", "0.1", "sgd", "finished", "0.5", "4/4", "12"],
     ]
     assert [line.split()[0] for line in lines[1:]] == ["0001", "0000", "0004", "0003", "0002"]
     assert lines[-1].endswith("…")
@@ -62,7 +62,7 @@ def test_on_a_terminal_the_table_is_drawn_over(plan, monkeypatch):
     shown.show(TRIALS, SEEN)
     first = stream.getvalue()
     assert first.startswith("4 trials: 1 running, 2 finished, 1 pruned, 1 failed\ntrial")
-    assert first.splitlines()[2].split()[:5] == ["0003", "0.2", "adam", "running", "1"]
+    assert first.splitlines()[2].split() == ["0003", "0.2", "adam", "running", "0.45", "1/4", "3"]
     assert first.splitlines()[-1] == "... and 4 more"
     assert len(first.splitlines()) == 4
     shown.say("trial 0004 starts")
