@@ -76,7 +76,7 @@ def _time_by_run(title: str, study: Study, target: Target) -> Chart | None:
     shown = found[:MAX_BARS][::-1]
     bars = {
         "type": "bar", "orientation": "h", "y": [plain(run.label) for run, _ in shown],
-        "x": [at.seconds for _, at in shown], "marker": {"color": "@c0"}, "textposition": "auto",
+        "x": [at.seconds for _, at in shown], "marker": {"color": "@c0"}, "textposition": "auto", "textangle": 0,
         "text": [words.duration(at.seconds) for _, at in shown], "hovertemplate": "%{y}: %{x:.1f} s<extra></extra>",
     }  # fmt: skip
     layout: dict[str, Any] = {

@@ -4,45 +4,67 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from harness.report import words
 from harness.report.charts import MAX_BARS, Chart, plain
-from harness.report.study import Run, Study, short
+from harness.report.study import Run, Study, describe, short
 
 MAX_SLICES = 4
-MAX_MAPS = 4  # world sizes
+MAX_MAPS = 4
+MAX_CELLS = 400
+_ON_THE_MAP = frozenset(["batch.global", "batch.per_rank", "optimizer.lr", "seed"])
+
+
+@dataclass(frozen=True)
+class _Map:
+    """Best values of runs alike but for batch, learning rate and seed: {(global batch, rate): values}. ``where`` says
+    what they are alike in, where other maps differ."""
+
+    where: str
+    cells: dict[tuple[int, float], list[float]]
+
+    @property
+    def batches(self) -> list[int]:
+        return sorted({batch for batch, _ in self.cells})
+
+    @property
+    def rates(self) -> list[float]:
+        return sorted({rate for _, rate in self.cells})
+
+    @property
+    def is_full(self) -> bool:
+        """Whether both were varied, and most pairs of them tried."""
+        area = len(self.batches) * len(self.rates)
+        return min(len(self.batches), len(self.rates)) > 1 and area <= min(MAX_CELLS, 2 * len(self.cells))
 
 
 def heat_maps(study: Study) -> list[Chart]:
-    """Batch × learning rate, a map for each world size; nothing unless both were varied."""
-    charts = []
-    worlds = sorted({run.world for run in study.runs if run.world})
-    for world in worlds[:4]:
-        cells: dict[tuple[int, float], list[float]] = {}
-        for run in study.runs:
-            if run.world == world and run.best is not None and run.batch and run.lr:
-                cells.setdefault((run.batch, run.lr), []).append(run.best)
-        batches, rates = sorted({batch for batch, _ in cells}), sorted({rate for _, rate in cells})
-        if len(batches) < 2 or len(rates) < 2 or len(batches) * len(rates) > 400:
-            continue
-        charts.append(_heat_map(study, world, cells, batches, rates, several=len(worlds) > 1))
-    return charts
+    """Batch × learning rate, a map for each world size and other setting; nothing unless both were varied."""
+    others = [key for key in study.apart if key not in _ON_THE_MAP]
+    several = len({run.world for run in study.runs}) > 1
+    maps: dict[tuple[str, ...], _Map] = {}
+    for run in sorted(study.runs, key=lambda run: run.world or 0):
+        if run.world and run.best is not None and run.batch and run.lr:
+            words_ = [describe(run.settings, others)] + ([words.plural(run.world, "rank")] if several else [])
+            key = (str(run.world), *(str(run.settings.get(other)) for other in others))
+            found = maps.setdefault(key, _Map(" · ".join(filter(None, words_)), {}))
+            found.cells.setdefault((run.batch, run.lr), []).append(run.best)
+    full = [found for found in maps.values() if found.is_full][:MAX_MAPS]
+    return [_heat_map(study, found, number) for number, found in enumerate(full, 1)]
 
 
-def _heat_map(
-    study: Study, world: int, cells: dict[tuple[int, float], list[float]], batches: list[int], rates: list[float],
-    several: bool,
-) -> Chart:  # fmt: skip
-    means = {cell: statistics.fmean(values) for cell, values in cells.items()}
+def _heat_map(study: Study, found: _Map, number: int) -> Chart:
+    means = {cell: statistics.fmean(values) for cell, values in found.cells.items()}
     best = (max if study.direction == "max" else min)(means.values())
-    grid = [[means.get((batch, rate)) for batch in batches] for rate in rates]
+    grid = [[means.get((batch, rate)) for batch in found.batches] for rate in found.rates]
     text = [
         [("★ " if value == best else "") + words.number(value) if value is not None else "" for value in line]
         for line in grid
     ]
     heat = {
-        "type": "heatmap", "z": grid, "x": [words.count(batch) for batch in batches],
-        "y": [words.number(rate) for rate in rates], "text": text, "texttemplate": "%{text}",
+        "type": "heatmap", "z": grid, "x": [words.count(batch) for batch in found.batches],
+        "y": [words.setting(rate) for rate in found.rates], "text": text, "texttemplate": "%{text}",
         "colorscale": [[0, "@heat0"], [1, "@heat1"]], "reversescale": study.direction == "min", "showscale": False,
         "xgap": 3, "ygap": 3, "hovertemplate": "batch %{x}, lr %{y}: %{z}<extra></extra>",
     }  # fmt: skip
@@ -51,27 +73,33 @@ def _heat_map(
         "yaxis": {"title": {"text": "learning rate"}, "type": "category", "showgrid": False},
     }
     rows = [
-        [words.count(batch), words.number(rate), words.number(mean), str(len(cells[batch, rate]))]
+        [words.count(batch), words.setting(rate), words.number(mean), str(len(found.cells[batch, rate]))]
         for (batch, rate), mean in sorted(means.items())
     ]
-    where = f" on {words.plural(world, 'rank')}" if several else ""
-    title = f"Best {words.metric(study.metric)}{where}"
-    place = next(cell for cell, mean in means.items() if mean == best)
-    summary = f"{title}: {words.number(best)} at batch {place[0]}, learning rate {words.number(place[1])}."
+    title = f"Best {words.metric(study.metric)}" + (f", {found.where}" if found.where else "")
+    batch, rate = next(cell for cell, mean in means.items() if mean == best)
+    summary = f"{title}: {words.number(best)} at batch {batch}, learning rate {words.setting(rate)}."
     header = ["global batch", "learning rate", words.metric(study.metric), "runs"]
-    return Chart(f"heat-{world}", title, summary, [heat], layout, header, rows, height=140 + 52 * len(rates))
+    cell_height = max(24, min(52, 420 // len(found.rates)))
+    height = 140 + cell_height * len(found.rates)
+    return Chart(f"heat-{number}", title, summary, [heat], layout, header, rows, height=height)
 
 
 def slices(study: Study) -> list[Chart]:
-    """What each searched setting did to the metric, a point a run; nothing where there are few values."""
+    """What each setting did to the metric, a point a run; nothing where there are few values.
+
+    Of sweeps, the settings that were searched, over the runs that searched them.
+    """
     charts = []
-    known = [run for run in study.runs if run.best is not None]
+    swept = any(run.record.trial for run in study.runs)
     for key in [key for key in study.apart if key != "seed"]:
+        known = [run for run in study.runs if run.best is not None]
+        known = [run for run in known if not swept or (run.record.trial and key in run.record.trial.params)]
         values = [run.settings.get(key) for run in known]
         numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
         if len(numbers) == len(known) and len(set(numbers)) > 3:
             charts.append(_slice(study, key, known))
-    return charts[:4]
+    return charts[:MAX_SLICES]
 
 
 def _slice(study: Study, key: str, runs: Sequence[Run]) -> Chart:

@@ -59,8 +59,8 @@ def _facts(study: Study, target: Target | None, ladders: Sequence[Ladder]) -> di
     """All that is not a figure."""
     best = study.best
     troubled = [(run, table.trouble(run)) for run in study.ranked if table.is_troubled(run)]
-    sweeps = {run.record.sweep.name for run in study.runs if run.record.sweep}
-    kind = "Sweep" if sweeps else "Run" if len(study.runs) == 1 else "Comparison"
+    swept = all(run.record.sweep for run in study.runs)
+    kind = "Sweep" if swept else "Run" if len(study.runs) == 1 else "Comparison"
     return {
         "study": study,
         "kind": kind,

@@ -152,8 +152,7 @@ def _best(past: History) -> float | None:
 
 
 def _title(records: Sequence[Record]) -> str:
-    sweeps = list(dict.fromkeys(record.sweep.name for record in records if record.sweep))
-    names = sweeps or list(dict.fromkeys(record.name for record in records))
+    names = list(dict.fromkeys(record.sweep.name if record.sweep else record.name for record in records))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -261,6 +260,10 @@ def shown_path(record: Record) -> str:
     return str(record.path) if inside.startswith("..") else inside
 
 
+def _name(record: Record) -> str:
+    return f"{record.sweep.name}/{record.path.name}" if record.sweep else record.name
+
+
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], apart: list[str]) -> list[str]:
     """A short name for each run that no other has: its settings, the number of ranks where that differs, the folder."""
     worlds = {record.world_size for record in records}
@@ -269,15 +272,10 @@ def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], apart: li
         words = describe(settings, apart) if settings and (record.sweep or len(apart) <= MAX_APART) else ""
         if words and len(worlds) > 1 and record.world_size:
             words += f" · {record.world_size} rank{'s' if record.world_size > 1 else ''}"
-        labels.append(words or record.name)
-    for distinction in (lambda record: record.name, shown_path):
+        labels.append(words or _name(record))
+    for distinction in (_name, shown_path):
         seen = Counter(labels)
-        labels = [
-            label
-            if seen[label] == 1
-            else distinction(record)
-            if label == record.name
-            else f"{label} ({distinction(record)})"
-            for label, record in zip(labels, records, strict=True)
-        ]
+        for place, record in enumerate(records):
+            if seen[label := labels[place]] > 1:
+                labels[place] = distinction(record) if label == _name(record) else f"{label} ({distinction(record)})"
     return labels
