@@ -1,7 +1,7 @@
 """A gang of ranks on the workers of a Dask cluster, as its client sees it: placed, begun, followed, stopped.
 
 Which workers have room is ``dask_claims``' business, what happens on one ``dask_rank``'s; files that go back and forth
-where there is no disk in common are ``dask_files``'.
+where there is no disk in common are ``dask_home``'s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from harness import configfile, ends
 from harness.engines import dask_claims, dask_rank
 from harness.engines.dask_claims import KEYS
-from harness.engines.dask_files import FOREIGN, Home
+from harness.engines.dask_home import FOREIGN, Home
 from harness.engines.gang import KILL_S, PEERS_S
 from harness.engines.job import Job, Outcome
 from harness.errors import LaunchError
@@ -134,21 +134,18 @@ class Placed:
 
     def _order(self, shared: bool) -> dask_rank.Order:
         job, settings = self._job, self._job.settings.dask
-        if shared:
-            working = settings.working_folder or os.getcwd()
-            words = [f"output={Path(job.config.output).absolute()}"] if settings.working_folder and not job.url else []
-            run_folder = str(job.folder.absolute())
-        else:
-            working, run_folder = settings.working_folder or "", f"{{scratch}}/output/{job.config.name}"
-            words = ["output={scratch}/output"]
+        working = settings.working_folder or (os.getcwd() if shared else "")
+        words, run_folder = [], str(job.folder.absolute())
+        if not shared and not job.url:
+            words, run_folder = ["output={scratch}/output"], f"{{scratch}}/output/{job.config.name}"
             words += [f"checkpoint.resume={{scratch}}/{FOREIGN}"] if self._foreign() else []
-            ranks = {
-                seat.worker: [r for r, s in enumerate(self._seats) if s.worker == seat.worker] for seat in self._seats
-            }
+            ranks = {worker: [r for r, s in enumerate(self._seats) if s.worker == worker] for worker in self._workers}
             self._home = Home(self._client, self._name, job.folder, job.config.checkpoint.keep, ranks)
+        elif settings.working_folder and not job.url:
+            words = [f"output={Path(job.config.output).absolute()}"]
         return dask_rank.Order(
-            self._name, configfile.to_text(job.config), tuple(words), run_folder, working, job.settings.python,
-            job.settings.grace_s,
+            self._name, configfile.to_text(job.config), tuple(words), run_folder, job.url, job.config.data.cache_dir,
+            working, job.settings.python, job.settings.grace_s,
         )  # fmt: skip
 
     def _foreign(self) -> Path | None:
@@ -158,30 +155,26 @@ class Placed:
 
     @contextmanager
     def _marker(self) -> Iterator[str]:
-        """A file in the output folder, which those see who share the disk; "" where the output is a URL."""
-        output = self._job.config.output
-        if "://" in output:
-            yield ""
-            return
+        """A file in the output folder, or here if that is a URL, which those see who share the disk."""
+        output = "." if self._job.url else self._job.config.output
         try:
             Path(output).mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=output, prefix=f".{KEYS}") as file:
                 yield str(Path(file.name).absolute())
         except OSError as error:
-            raise LaunchError(f"the output cannot be written: {error.strerror}", where=output) from None
+            raise LaunchError(f"a file cannot be written: {error.strerror}", where=output) from None
 
     def _shared(self, facts: dict[str, News]) -> bool:
-        """Whether the ranks can write the run folder where it belongs."""
-        if "://" in self._job.config.output:
-            return True
+        """Whether the workers see the disk that the output, or this folder, is on."""
+        wanted = self._job.settings.dask.shared
         blind = sorted(address for address, fact in facts.items() if not fact["sees"])
-        if self._job.settings.dask.shared and blind:
+        if wanted and blind:
             raise LaunchError(
                 f"{', '.join(blind)} cannot see {Path(self._job.config.output).absolute()}",
                 where="launch.dask.shared",
                 hint="mount it there, or leave launch.dask.shared out: then files are sent and fetched",
             )
-        return not blind if self._job.settings.dask.shared is None else self._job.settings.dask.shared
+        return not blind if wanted is None else wanted
 
     def _check_versions(self, facts: dict[str, News]) -> None:
         """Ranks of different releases do not compute the same."""

@@ -1,7 +1,7 @@
 """What runs on a Dask worker: a task that starts one rank and answers for it, and what the client asks beside it.
 
 A rank is a process of its own, so a worker never imports torch. What it prints and writes is told live as events of
-topic ``apex-harness-JOB``; files are carried by ``dask_files``.
+topic ``apex-harness-JOB``; files are carried by ``dask_disk``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from harness.engines.dask_claims import KEYS
 from harness.engines.gang import Gang
 from harness.engines.job import driver
 from harness.errors import LaunchError
+from harness.url_folder import working_folder
 from harness.version import __version__
 
 _TELL_S = 0.2  # between two looks at what a rank has written
@@ -40,6 +41,9 @@ class Order:
     """Further words of the command line; {scratch} in them is the worker's folder for this job."""
     run_folder: str
     """Where rank 0 writes, {scratch} likewise."""
+    url: str
+    """Where the run is kept, if that is a URL; each machine then has a folder of its own for it."""
+    cache_dir: str | None
     working_folder: str
     """Where a rank starts and finds relative paths; empty: where the worker was started."""
     python: str | None
@@ -191,7 +195,7 @@ def _attend(held: _Held, place: Place, tell: Callable[..., None], wanted: Callab
     order = held.order
     folder = order.working_folder or os.getcwd()
     terminal = held.scratch / f"terminal-{place.rank}.txt"
-    run_folder = Path(folder, held.filled(order.run_folder))
+    run_folder = working_folder(order.url, order.cache_dir) if order.url else Path(held.filled(order.run_folder))
     streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in place.streams}
     command = [order.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / "config.yaml")]
     gang = Gang(

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -20,7 +21,7 @@ import yaml
 
 from harness import launch
 from harness.checkpoint import Checkpoints
-from harness.engines import dask_claims, dask_rank
+from harness.engines import dask_claims, dask_disk, dask_rank
 from harness.errors import LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
@@ -73,6 +74,11 @@ def test_what_means_nothing_here(tmp_path, stripes, word):
     for call in (dask.render, dask.start):
         with pytest.raises(LaunchError, match="means nothing to engine dask"):
             call(job)
+
+
+def test_a_worker_never_imports_torch():
+    command = "import sys, harness.engines.dask_disk; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
 # Which workers: in the scheduler
@@ -150,7 +156,7 @@ class Disks:
 @pytest.fixture
 def apart(tmp_path, monkeypatch):
     """The run folder at home, that of rank 0 and that of rank 1, and what stands between them."""
-    from harness.engines.dask_files import Home
+    from harness.engines.dask_home import Home
 
     disks = Disks(monkeypatch, one=tmp_path / "one", two=tmp_path / "two")
     home = Home(disks, "job", tmp_path / "run", 2, {"one": [0], "two": [1]})
@@ -185,9 +191,7 @@ def test_files_come_home_as_they_grow(apart):
 
 
 def test_large_files_come_in_chunks(apart, monkeypatch):
-    from harness.engines import dask_files
-
-    monkeypatch.setattr(dask_files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(dask_disk, "CHUNK_BYTES", 1000)
     home, first, _ = apart.folders
     for size in (2500, 4000, 3000, 0):
         (first / "weights.safetensors").write_bytes(os.urandom(size))

@@ -1,98 +1,28 @@
 """The run folder of ranks that share no disk with the client: sent out to resume from, and brought home as it grows.
 
-Everything goes through the scheduler, in chunks, beside the tasks. At home a kill at any moment leaves what a resume
-can use: files are replaced whole or grow at their end, a checkpoint is checked before it takes its name, and `latest`
-names it only then. Which worker holds which rank is not decided here.
+All goes through the scheduler, in chunks, beside the tasks; ``dask_disk`` is the other end. At home a kill at any
+moment leaves what a resume can use: files are replaced whole or grow at their end, a checkpoint is checked before it
+takes its name, and `latest` names it only then.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from harness.checkpoint import Checkpoints, damage
-from harness.engines import dask_rank
+from harness.engines import dask_disk
 from harness.engines.conclusion import LOST_CONTACT
+from harness.engines.dask_disk import Listing, crc_of, grown, listing, read, write
 from harness.files import write_atomically
 
-CHUNK_BYTES = 8 << 20
 FOREIGN = "from"  # in a job's folder on a worker: a checkpoint of another run that this one starts from
 _OURS = ("config.yaml", "failure.json")  # written at home: the former before the start, the latter when it is known
 _APART = (*_OURS, "checkpoints/")
-
-Listing = dict[str, tuple[int, int, int]]  # {path in the folder: (bytes, time of change in ns, inode)}
-
-
-# On a worker
-
-
-async def listing(job: str, folder: str) -> Listing:
-    """The files below ``folder`` (relative to the job's own), without those that are being written."""
-    return await asyncio.to_thread(_listing, dask_rank.scratch_of(job) / folder)
-
-
-async def read(job: str, name: str, offset: int, known: int | None) -> tuple[bytes, bool, int]:
-    """(bytes from ``offset`` on, whether that was the rest, inode) of a file; ``known``: the inode that the call before
-    told, if this goes on after one. Raises FileNotFoundError where the file is gone, or was replaced since."""
-    return await asyncio.to_thread(_read, dask_rank.scratch_of(job) / name, offset, known)
-
-
-async def grown(job: str, name: str, size: int, checksum: int) -> bool:
-    """Whether the first ``size`` bytes of the file have the CRC-32 ``checksum``."""
-    return checksum == await asyncio.to_thread(crc_of, dask_rank.scratch_of(job) / name, size)
-
-
-async def write(job: str, name: str, offset: int, content: bytes) -> None:
-    """``content`` at ``offset`` of the file, which ends there."""
-    await asyncio.to_thread(_write, dask_rank.scratch_of(job) / name, offset, content)
-
-
-def _listing(folder: Path) -> Listing:
-    found = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        with suppress(OSError):
-            if not any(part.endswith(".tmp") for part in name.parts) and path.is_file():
-                stat = path.stat()
-                found[name.as_posix()] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
-    return found
-
-
-def _read(path: Path, offset: int, known: int | None) -> tuple[bytes, bool, int]:
-    with open(path, "rb") as file:
-        inode = os.fstat(file.fileno()).st_ino
-        if known not in (None, inode):
-            raise FileNotFoundError(f"{path} was replaced")
-        file.seek(offset)
-        content = file.read(CHUNK_BYTES)
-        return content, not file.read(1), inode
-
-
-def _write(path: Path, offset: int, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "r+b" if offset else "wb") as file:
-        file.seek(offset)
-        file.write(content)
-        file.truncate()
-
-
-def crc_of(path: Path, size: int) -> int:
-    """CRC-32 of the first ``size`` bytes; -1, which is none, of a file that is shorter."""
-    value = 0
-    with open(path, "rb") as file:
-        while size > 0 and (chunk := file.read(min(size, CHUNK_BYTES))):
-            value, size = zlib.crc32(chunk, value), size - len(chunk)
-    return value if size == 0 else -1
-
-
-# At home
 
 
 class Home:
@@ -144,7 +74,7 @@ class Home:
             return
         with open(source, "rb") as file:
             offset = 0
-            while (chunk := file.read(CHUNK_BYTES)) or offset == 0:
+            while (chunk := file.read(dask_disk.CHUNK_BYTES)) or offset == 0:
                 self._ask(write, workers, name, offset, chunk)
                 offset += max(len(chunk), 1)
 
