@@ -89,6 +89,7 @@
     div.dataset.height ??= parseInt(div.style.height, 10);
     div.style.height = `${Math.max(tall, Number(div.dataset.height))}px`;
     const layout = { ...figure.layout, template: look(), height: div.clientHeight, autosize: true };
+    if (root.classList.contains("paper")) layout.width = div.clientWidth;  // paper is not measured by itself
     await Plotly.react(div, figure.data, layout, {
       displaylogo: false, responsive: true, displayModeBar: touch.matches ? false : "hover",
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
