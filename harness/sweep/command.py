@@ -58,15 +58,15 @@ def main(
     folder = file.sweep.folder
     try:
         (folder / "trials").mkdir(parents=True, exist_ok=True)
+        with _alone(folder) as lock, _signals() as stops:
+            return _run(plan, lock, stops, retry_failed)
     except OSError as error:
-        raise cannot_write(folder, error) from None
-    with _alone(folder) as lock, _signals() as stops:
-        return _run(plan, lock, stops, retry_failed)
+        raise cannot_write(Path(error.filename or folder), error) from None
 
 
 def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) -> int:
     from harness.sweep.runner import Runner
-    from harness.sweep.study import Study
+    from harness.sweep.study import Study, storage_must_work
 
     folder = plan.file.sweep.folder
     study = Study(plan, folder)
@@ -77,7 +77,8 @@ def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) ->
     if retry_failed and (again := study.retry_failed()):
         log.info("%d failed trials are tried again", again)
     runner = Runner(plan, study, Board(plan), os.environ, lock, stops)
-    done = runner.run()
+    with storage_must_work(folder):
+        done = runner.run()
     _conclude(plan, runner)
     if not done:
         log.info("stopped; the same command goes on where it was")

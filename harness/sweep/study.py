@@ -7,7 +7,8 @@ with the values they had. All writes are Optuna's own transactions. One process 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from optuna.trial import TrialState
 
 from harness import configfile
 from harness.config import NOT_THE_RECIPE, flatten
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 from harness.sweep import samplers
 from harness.sweep.plan import Plan
 from harness.sweep.space import Settings, identity
@@ -197,6 +198,19 @@ class Study:
                 state=TrialState.WAITING, user_attrs=attributes, params=params, distributions=distributions
             )
         )
+
+
+@contextmanager
+def storage_must_work(folder: Path) -> Iterator[None]:
+    """Tell what it means when the storage fails in the body."""
+    try:
+        yield
+    except (optuna.exceptions.OptunaError, sqlalchemy.exc.SQLAlchemyError) as error:
+        raise HarnessError(
+            f"the sweep's state cannot be kept: {str(error).strip().splitlines()[0]}",
+            where=str(folder),
+            hint="mend that (a full disk, a database that is away) and start the same command again: it goes on",
+        ) from None
 
 
 def _run(frozen: optuna.trial.FrozenTrial) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sqlite3
 from collections import Counter
 from pathlib import Path
 
@@ -25,8 +27,6 @@ def folder(tmp_path) -> Path:
 
 
 def behave(folder: Path, **how: str) -> None:
-    import json
-
     (folder / "behaviour.json").write_text(json.dumps({name.strip("t"): what for name, what in how.items()}))
 
 
@@ -216,3 +216,23 @@ def test_two_at_once_where_there_is_room(folder):
     assert sweep(folder) == 0
     events = [line.split()[:2] for line in (folder / "tried" / "who_ran.txt").read_text().splitlines()]
     assert [event for event, _ in events[:2]] == ["start", "start"]
+
+
+def test_a_storage_that_goes_away_ends_the_sweep_and_its_trials(folder):
+    write_sweep(folder, space=SPACE)
+    behave(folder, t0000="slow")
+    running = begin(folder)
+    wait_until(lambda: has_begun(folder, 0), 30, "the first trial trains")
+    with sqlite3.connect(folder / "tried" / "study.db") as database:
+        database.execute("DROP TABLE trial_values")
+        database.execute("DROP TABLE trial_intermediate_values")
+    assert wait_for([running], 20) == [70]
+    assert "the sweep's state cannot be kept" in told(folder)
+    assert "end 0000" in (folder / "tried" / "who_ran.txt").read_text()
+
+
+def test_a_folder_that_cannot_be_written(folder):
+    write_sweep(folder, space=SPACE)
+    (folder / "tried").write_text("a file")
+    assert sweep(folder) == 2
+    assert "cannot be written" in told(folder)
