@@ -30,6 +30,7 @@ VERBS = {
         "--nproc",
         "--rendezvous",
         "--scheduler",
+        "--stopped-code",
         "-c",
         "overrides",
     ],

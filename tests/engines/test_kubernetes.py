@@ -275,6 +275,7 @@ def launchers(run_):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_evicted_and_stopped_and_killed_and_the_same_weights(tmp_path, stripes, cluster):
     """An evicted pod makes all stop and begin again; SIGTERM to the command ends them; so does the loss of a pod."""
     whole, config = write_config(tmp_path / "whole", stripes, **SLOW), write_config(tmp_path / "pods", stripes, **SLOW)
