@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness import assemble, configfile, devices, optim, parallel, precision
+from harness import assemble, configfile, devices, mirrored, optim, parallel, precision
+from harness.config import Config
 from harness.errors import HarnessError
 from harness.runtime import Runtime
 from harness.trackers import mirrors
@@ -22,7 +22,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
     except HarnessError as error:
         return {}, [error]
     problems: list[HarnessError] = []
-    facts: dict[str, Any] = {"run folder": Path(config.output) / config.name}
+    facts: dict[str, Any] = {"run folder": f"{config.output.rstrip('/')}/{config.name}"}
 
     def look(stage: Any, *arguments: Any) -> Any:
         try:
@@ -37,6 +37,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
     size = look(assemble.sizes, config, len(task.train), world_size) if task else None
     model = look(assemble.build_model, config, task) if task else None
     look(mirrors.require, config.trackers)
+    look(_reach, config)
     look(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     if model is not None:
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
@@ -47,3 +48,10 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
         facts |= assemble.describe(config, task, size, world_size, device, chosen.backend)
     look(parallel.check_world, config.parallel, world_size)
     return facts, problems
+
+
+def _reach(config: Config) -> None:
+    """See that the store of a run that is kept at a URL answers. Whether it may be written, the start tells."""
+    folder = mirrored.run_folder(config)
+    if isinstance(folder, mirrored.MirroredFolder):
+        folder.url.sizes()

@@ -135,6 +135,7 @@ class MirroredFolder(RunFolder):
             else:
                 problem = "it was not written to its end"
             log.warning("checkpoint refused: %s/checkpoints/%s: %s", self.where, name, problem)
+            self._steps.discard(int(name[len("step-") :]))  # it must not take the place of one that is whole
         return ""
 
     def _fetch_checkpoint(self, name: str) -> str:

@@ -72,6 +72,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
 
     def blocked(doing: str, reason: str) -> None:
         last_words(EXIT_FAILURE, "blocked", doing, reason)
+        folder.leave(runtime.rank, done=False)
 
     with on_signals(stop), Watch(runtime, stop, parent=parent, last_words=blocked) as watch:
         try:
@@ -94,7 +95,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
         finally:
             if run is not None:
                 run.close()
-            folder.leave(runtime.rank, code == EXIT_DONE)
+            folder.leave(runtime.rank, done=code == EXIT_DONE)
     return code
 
 

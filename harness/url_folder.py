@@ -5,6 +5,7 @@ Which files make a run, and in which order they come and go, is the business of 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -175,6 +176,8 @@ def _remedy(url: str, error: Exception) -> str:
         return f"pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(known)
     if isinstance(error, ValueError) and protocol not in fsspec.available_protocols():
         return "use a folder, or a URL such as s3://BUCKET/runs; fsspec knows s3, gs, abfs, sftp, file and others"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space there, or in the cache (APEX_HARNESS_CACHE, data.cache_dir)"
     if isinstance(error, FileNotFoundError):
         return "is there such a bucket, and are you allowed to see it? Make it, or mend the address"
     if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import fsspec
 import pytest
 
 from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config, write_images
-from tests.end_to_end.processes import drive_in_terminal
+from tests.end_to_end.processes import drive_in_terminal, started
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 SETTINGS: dict[str, Any] = {
@@ -88,12 +89,14 @@ class Place:
         return {path.removeprefix(f"{self.path}/") for path in self.fs.find(self.path)}
 
 
-@pytest.fixture(params=["file", "s3"])
-def place(request, tmp_path) -> Place:
-    if request.param == "file":
-        return Place(f"file://{tmp_path}/store/runs")
-    address = request.getfixturevalue("s3")
-    return Place(f"s3://bucket/{tmp_path.name}/runs", s3_environment(address), **_keys(address))
+@pytest.fixture
+def bucket(s3, tmp_path) -> Place:
+    return Place(f"s3://bucket/{tmp_path.name}/runs", s3_environment(s3), **_keys(s3))
+
+
+@pytest.fixture
+def disk(tmp_path) -> Place:
+    return Place(f"file://{tmp_path}/store/runs")
 
 
 class Upload(Kill):
@@ -151,19 +154,20 @@ def said(config: Path, rank: int = 0) -> str:
     return (config.parent / f"terminal-{rank}.txt").read_text()
 
 
-def test_two_machines_without_a_shared_disk(tmp_path, data, unbroken, place):
+@pytest.mark.slow
+def test_two_machines_without_a_shared_disk(tmp_path, data, unbroken, bucket):
     """Each rank has a cache of its own, which is lost with every kill: what a resume needs comes from the URL."""
-    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=bucket.url, data={"num_workers": 1})
     caches = [tmp_path / "one", tmp_path / "two"]
     for kill in (Kill(1, 4), Kill(0, 8, "evaluation"), Kill(0, 11, "save")):
-        codes = train(config, caches, place.environ, kill=kill)
+        codes = train(config, caches, bucket.environ, kill=kill)
         assert codes[kill.rank] == -signal.SIGKILL, said(config)
         assert codes[1 - kill.rank] == 70, said(config)
         for cache in caches:
             shutil.rmtree(cache)
     caches.reverse()
-    assert train(config, caches, place.environ) == [0, 0], said(config)
-    there = place.bring("run", tmp_path / "there")
+    assert train(config, caches, bucket.environ) == [0, 0], said(config)
+    there = bucket.bring("run", tmp_path / "there")
     assert_same_run(unbroken[2], there)
     assert (there / "predictions.csv").read_bytes() == (unbroken[2] / "predictions.csv").read_bytes()
     assert {path.name for path in (there / "logs").iterdir()} == {
@@ -171,7 +175,7 @@ def test_two_machines_without_a_shared_disk(tmp_path, data, unbroken, place):
     }  # fmt: skip
     assert said(config).count("resumed from") >= 2
     assert [path for cache in caches for path in cache.rglob("*.pt")] == []  # done and arrived: the caches are empty
-    steps = {name.split("/")[2] for name in place.names() if "/step-" in name}
+    steps = {name.split("/")[2] for name in bucket.names() if "/step-" in name}
     assert len(steps) <= 3, steps
 
 
@@ -186,61 +190,59 @@ def test_two_machines_without_a_shared_disk(tmp_path, data, unbroken, place):
         ("best", 1),
     ],
 )
-def test_killed_in_an_upload(tmp_path, data, unbroken, name, number):
+def test_killed_in_an_upload(tmp_path, data, unbroken, disk, name, number):
     """Whatever file is on its way, the URL holds a whole state; with the cache gone, the run goes on from there."""
-    place = Place(f"file://{tmp_path}/store/runs")
-    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=disk.url)
     assert train(config, [tmp_path / "cache"], {}, kill=Upload(name, number)) == [-signal.SIGKILL]
     shutil.rmtree(tmp_path / "cache")
     assert train(config, [tmp_path / "cache"], {}) == [0], said(config)
-    assert_same_run(unbroken[1], place.bring("run", tmp_path / "there"))
+    assert_same_run(unbroken[1], disk.bring("run", tmp_path / "there"))
 
 
-def test_what_a_kill_kept_from_arriving_is_brought_by_the_next_start(tmp_path, data, unbroken, place):
-    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+def test_what_a_kill_kept_from_arriving_is_brought_by_the_next_start(tmp_path, data, unbroken, bucket):
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=bucket.url)
     cache = tmp_path / "cache"
-    assert train(config, [cache], place.environ, kill=Upload("state.pt", 1)) == [-signal.SIGKILL]
-    assert not any(name.endswith("manifest.json") for name in place.names())
+    assert train(config, [cache], bucket.environ, kill=Upload("state.pt", 1)) == [-signal.SIGKILL]
+    assert not any(name.endswith("manifest.json") for name in bucket.names())
     kept = sorted(path.parent.name for path in cache.rglob("state.pt") if path.with_name("manifest.json").exists())
     assert kept, "the run was killed before there was a checkpoint"
-    assert train(config, [cache], place.environ) == [0]
+    assert train(config, [cache], bucket.environ) == [0]
     assert f"checkpoints/{kept[-1]}" in said(config)
     assert "resumed from" in said(config)
-    assert_same_run(unbroken[1], place.bring("run", tmp_path / "there"))
+    assert_same_run(unbroken[1], bucket.bring("run", tmp_path / "there"))
 
 
-def test_a_cache_that_is_behind_is_not_believed(tmp_path, data, unbroken):
+def test_a_cache_that_is_behind_is_not_believed(tmp_path, data, unbroken, disk):
     """The run went on elsewhere meanwhile; what lies here is of an earlier start."""
-    place = Place(f"file://{tmp_path}/store/runs")
-    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=disk.url)
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     assert train(config, [here], {}, kill=Kill(0, 5)) == [-signal.SIGKILL]
     assert train(config, [elsewhere], {}, kill=Kill(0, 13)) == [-signal.SIGKILL]
     shutil.rmtree(elsewhere)
     assert train(config, [here], {}) == [0]
     assert said(config).count("resumed from") == 2
-    assert_same_run(unbroken[1], place.bring("run", tmp_path / "there"))
+    assert_same_run(unbroken[1], disk.bring("run", tmp_path / "there"))
 
 
-def test_another_recipe_moves_the_run_aside(tmp_path, data, place):
-    config = write_config(tmp_path / "run", data, **SETTINGS, output=place.url)
+def test_another_recipe_moves_the_run_aside(tmp_path, data, bucket):
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=bucket.url)
     cache = [tmp_path / "cache"]
-    assert train(config, cache, place.environ) == [0]
+    assert train(config, cache, bucket.environ) == [0]
     before = {
-        path.name: path.read_bytes() for path in place.bring("run", tmp_path / "before").iterdir() if path.is_file()
+        path.name: path.read_bytes() for path in bucket.bring("run", tmp_path / "before").iterdir() if path.is_file()
     }
-    assert train(config, cache, place.environ, "optimizer.lr=0.01", "train.epochs=1") == [0]
-    assert f"the earlier run was moved to {place.url}/run.1: its recipe differs (optimizer.lr 0.05 -> 0.01)" in said(
+    assert train(config, cache, bucket.environ, "optimizer.lr=0.01", "train.epochs=1") == [0]
+    assert f"the earlier run was moved to {bucket.url}/run.1: its recipe differs (optimizer.lr 0.05 -> 0.01)" in said(
         config
     )
-    aside = place.bring("run.1", tmp_path / "aside")
+    aside = bucket.bring("run.1", tmp_path / "aside")
     assert {path.name: path.read_bytes() for path in aside.iterdir() if path.is_file()} == before
-    assert json.loads((place.bring("run", tmp_path / "now") / "summary.json").read_text())["epoch"] == 1
-    other = f"checkpoint.resume={place.url}/run.1/checkpoints/{(aside / 'checkpoints' / 'latest').read_text().strip()}"
-    assert train(config, cache, place.environ, other, "name=next", "train.epochs=3") == [0], said(config)
-    assert json.loads((place.bring("next", tmp_path / "next") / "summary.json").read_text())["epoch"] == 3
-    own = f"checkpoint.resume={place.url}/next/checkpoints/step-3"
-    assert train(config, cache, place.environ, own, "name=next") == [2]
+    assert json.loads((bucket.bring("run", tmp_path / "now") / "summary.json").read_text())["epoch"] == 1
+    other = f"checkpoint.resume={bucket.url}/run.1/checkpoints/{(aside / 'checkpoints' / 'latest').read_text().strip()}"
+    assert train(config, cache, bucket.environ, other, "name=next", "train.epochs=3") == [0], said(config)
+    assert json.loads((bucket.bring("next", tmp_path / "next") / "summary.json").read_text())["epoch"] == 3
+    own = f"checkpoint.resume={bucket.url}/next/checkpoints/step-3"
+    assert train(config, cache, bucket.environ, own, "name=next") == [2]
     assert "is a checkpoint of the very run" in said(config)
 
 
@@ -253,3 +255,107 @@ def test_no_bucket_is_said_before_training(tmp_path, data, s3):
     assert "is there such a bucket" in text
     assert "epoch" not in text
     assert "nowhere" not in str(fsspec.filesystem("s3", **_keys(s3)).ls(""))  # nor was it made
+
+
+class Term(Kill):
+    """Is asked to stop, by a scheduler, at the end of a step."""
+
+    def arm(self) -> None:
+        from harness import loop
+
+        book = loop.count
+
+        def count(run: Any, *args: Any) -> None:
+            book(run, *args)
+            if run.state.step == self.step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        loop.count = count
+
+
+def test_stopped_early_everything_has_arrived(tmp_path, data, unbroken, disk):
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=disk.url)
+    assert train(config, [tmp_path / "one"], {}, kill=Term(0, 5)) == [75]
+    assert disk.fs.cat(f"{disk.path}/run/checkpoints/latest") == b"step-5\n"
+    assert json.loads(disk.fs.cat(f"{disk.path}/run/logs/rank-0.end.json"))["how"] == "stopped"
+    assert train(config, [tmp_path / "two"], {}) == [0]
+    assert_same_run(unbroken[1], disk.bring("run", tmp_path / "there"))
+
+
+class Away(Kill):
+    """The store takes nothing from the ``number``-th upload on, and is given up soon."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(0, 0)
+        self.left = number
+
+    def arm(self) -> None:
+        from harness import courier
+        from harness.url_folder import UrlFolder
+
+        put = UrlFolder.put
+        courier.STALLED_S = 1.0
+
+        def refuse(folder: UrlFolder, *args: Any) -> None:
+            self.left -= 1
+            if self.left <= 0:
+                raise ConnectionError("the network is down")
+            put(folder, *args)
+
+        UrlFolder.put = refuse  # type: ignore[method-assign]
+
+
+def test_results_that_do_not_arrive_are_a_failure(tmp_path, data, unbroken, disk):
+    """Training goes on without the store; at its end that is told, and the same command brings what there is."""
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=disk.url)
+    cache = tmp_path / "cache"
+    assert train(config, [cache, cache], {}, kill=Away(8)) == [70, 70]
+    text = said(config)
+    assert text.count("does not arrive at file://") == 1
+    assert "error: " in text
+    assert "the network is down" in text
+    assert "start the same command again on" in text
+    assert train(config, [cache, cache], {}) == [0, 0]
+    assert_same_run(unbroken[2], disk.bring("run", tmp_path / "there"))
+
+
+def launch(config: Path, environ: dict[str, str], *words: str) -> tuple[int, str]:
+    """``harness launch`` on two ranks of this machine: its exit code, and what is on the terminal."""
+    command = [sys.executable, "-m", "harness", "launch", "-c", config, "--nproc", "2", *words]
+    with started(command, config.parent / "terminal.txt", **environ) as process:
+        code = process.wait(90)
+        assert not process.alive()
+        return code, process.text()
+
+
+@pytest.mark.slow
+def test_harness_launch_reports_on_a_run_at_a_url(tmp_path, data, unbroken, bucket):
+    environ = {**bucket.environ, "APEX_HARNESS_CACHE": str(tmp_path / "cache")}
+    raises = {"name": "tests.end_to_end.models.Raises", "args": {"rank": 1, "step": 5}}
+    config = write_config(
+        tmp_path / "run", data, **{**SETTINGS, "model": raises}, output=bucket.url, data={"cache_dir": None}
+    )
+    code, text = launch(config, environ)
+    assert code == 70, text
+    assert "failed: rank 1" in text
+    assert f"the report: {bucket.url}/run/failure.json" in text
+    there = bucket.bring("run", tmp_path / "there")
+    report = json.loads((there / "failure.json").read_text())
+    assert (report["rank"], report["error"]) == (1, "ArithmeticError")
+    assert set(report["ranks"]) == {"0", "1"}
+    assert "a layer went wrong" in (there / "logs" / "rank-1.log").read_text()
+
+    config = write_config(tmp_path / "run", data, **SETTINGS, output=bucket.url, data={"cache_dir": None})
+    code, text = launch(config, environ)
+    assert code == 0, text
+    assert f"the earlier run was moved to {bucket.url}/run.1" in text
+    assert f"done: {bucket.url}/run, 16 steps; best top1" in text
+    there = bucket.bring("run", tmp_path / "there")
+    assert_same_run(unbroken[2], there)
+    assert not list((tmp_path / "cache").rglob("*.pt"))
+
+    command = [sys.executable, "-m", "harness", "predict", f"{bucket.url}/run", "--csv", data / "eval.csv"]
+    with started([*command, "--out", tmp_path / "guesses.csv"], tmp_path / "said.txt", **environ) as process:
+        assert process.wait(60) == 0, process.text()
+    guesses = [line.split(",")[1] for line in (tmp_path / "guesses.csv").read_text().splitlines()]
+    assert guesses == [line.split(",")[1] for line in (there / "predictions.csv").read_text().splitlines()]
