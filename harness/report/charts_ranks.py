@@ -49,7 +49,7 @@ def _time_by_world(title: str, ladders: Sequence[Ladder]) -> Chart:
     bars = {
         "type": "bar", "x": [groups, ranks], "y": seconds, "name": "measured", "marker": {"color": "@c0"},
         "text": [words.duration(value) if value else "" for value in seconds], "textposition": "inside",
-        "insidetextanchor": "start", "textangle": 0, "hovertemplate": "%{x}: %{y:.1f} s<extra></extra>",
+        "insidetextanchor": "start", "textangle": 0, "constraintext": "none", "hovertemplate": "%{x}: %{y:.1f} s<extra></extra>",
     }  # fmt: skip
     layout: dict[str, Any] = {
         "yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
@@ -58,7 +58,7 @@ def _time_by_world(title: str, ladders: Sequence[Ladder]) -> Chart:
     }
     summary = f"{title}: bars of seconds by number of ranks for {words.plural(len(ladders), 'recipe')}, with the ideal."
     header = ["recipe", "ranks", "seconds to target", "ideal", "times sooner"]
-    narrow, wide = 76 * len(seconds), 170 * len(seconds) + 120
+    narrow, wide = 88 * len(seconds), 170 * len(seconds) + 120
     figure = [bars, *data]
     return Chart("time-to-target", title, summary, figure, layout, header, rows, min_width=narrow, max_width=wide)
 

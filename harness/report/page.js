@@ -168,7 +168,12 @@
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
       for (const link of links.values()) link.removeAttribute("aria-current");
-      links.get(entry.target.id)?.setAttribute("aria-current", "true");
+      const link = links.get(entry.target.id);
+      if (!link) continue;
+      link.setAttribute("aria-current", "true");
+      const bar = link.closest("ul");
+      const [left, right] = [link.offsetLeft - bar.offsetLeft, link.offsetLeft - bar.offsetLeft + link.offsetWidth];
+      if (left < bar.scrollLeft || right > bar.scrollLeft + bar.clientWidth) bar.scrollLeft = left - 14;
     }
   }, { rootMargin: "-20% 0px -70% 0px" });
   for (const section of document.querySelectorAll("main section")) seen.observe(section);
