@@ -178,6 +178,8 @@ def _remedy(url: str, error: Exception) -> str:
         return "use a folder, or a URL such as s3://BUCKET/runs; fsspec knows s3, gs, abfs, sftp, file and others"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space there, or in the cache (APEX_HARNESS_CACHE, data.cache_dir)"
+    if isinstance(error, NotImplementedError):
+        return f"{protocol}:// can only be read; use a store that can be written, such as s3://BUCKET/runs"
     if isinstance(error, FileNotFoundError):
         return "is there such a bucket, and are you allowed to see it? Make it, or mend the address"
     if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":

@@ -18,8 +18,6 @@ def conflicts(sweep: Sweep) -> Iterator[Conflict]:
     yield from _kind_conflicts(sweep)
     yield from _range_conflicts(sweep)
     if "://" in sweep.output:
-        yield Conflict(("output",), "a sweep is kept in a folder, not at a URL", "for example output: runs")
-    if "://" in sweep.output:
         yield Conflict(
             ("output",), "a sweep reads its trials' records as they are written", "name a folder: output=runs"
         )
