@@ -178,6 +178,7 @@ class Config(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run folder is OUTPUT/NAME."""
     output: str = "runs"
+    """A folder, or a URL such as s3://bucket/runs where machines have no disk in common (docs/engines.md)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     task: TaskSection
     data: DataSection = DataSection()
