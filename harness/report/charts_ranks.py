@@ -49,7 +49,8 @@ def _time_by_world(title: str, ladders: Sequence[Ladder]) -> Chart:
     bars = {
         "type": "bar", "x": [groups, ranks], "y": seconds, "name": "measured", "marker": {"color": "@c0"},
         "text": [words.duration(value) if value else "" for value in seconds], "textposition": "inside",
-        "insidetextanchor": "start", "textangle": 0, "constraintext": "none", "hovertemplate": "%{x}: %{y:.1f} s<extra></extra>",
+        "insidetextanchor": "start", "textangle": 0, "constraintext": "none",
+        "hovertemplate": "%{x}: %{y:.1f} s<extra></extra>",
     }  # fmt: skip
     layout: dict[str, Any] = {
         "yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},

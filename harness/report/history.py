@@ -22,6 +22,7 @@ AXES = ("epoch", "samples", "seconds")
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of a step; shares are in time_PHASE
 TRAIN_POINTS = 400  # of a run's training curve
 EVAL_POINTS = 200  # of each held-out curve
+_MIN_WINDOWS = 5  # lines of a record that tell whether its pace was even
 _NOT_METRICS = frozenset(
     ["step", "epoch", "samples", "skipped", "wall_s", "lr", "loss_scale", "samples_per_s", "data_wait", "rows_used",
      "rows", "bad_rows", *(f"time_{phase}" for phase in PHASES)]
@@ -55,7 +56,8 @@ def no_curve() -> Curve:
 class History:
     """``gains``: the evaluations that were better than all before them, with the deciding metric as ``value``; the last
     one is the best. ``shares``: of the time, by phase, adding up to 1; of an old run ``data`` and ``rest`` alone.
-    ``rows_per_s``: rows trained a second of training, evaluations left out."""
+    ``rows_per_s``: rows trained a second of training, evaluations left out. ``swing``: how many times that the
+    fastest tenth of the record's lines is; 1 where the pace was even."""
 
     train: Curve = field(default_factory=no_curve)
     held_out: Curve = field(default_factory=no_curve)
@@ -63,6 +65,7 @@ class History:
     last: dict[str, float] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     rows_per_s: float | None = None
+    swing: float | None = None
     train_s: float | None = None
     wall_s: float | None = None
     steps: int = 0
@@ -91,6 +94,7 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
         last={name: float(values[-1]) for name, values in evaluated.values.items() if len(values)},
         shares=_shares(train, times_s),
         rows_per_s=_ratio(_rows(train)[times_s > 0].sum(), times_s.sum()),
+        swing=_swing(_rows(train), times_s),
         train_s=float(times_s.sum()) or None,
         wall_s=_last(seconds, largest=True),
         steps=int(np.nanmax(np.concatenate([trained.steps, evaluated.steps, [0.0]]))),
@@ -182,6 +186,17 @@ def _window_s(train: pa.Table) -> np.ndarray:
     """Seconds of training since the line before; 0 where a line does not tell its speed."""
     speed = np.nan_to_num(_numbers(train, "samples_per_s"))
     return np.divide(_rows(train), speed, out=np.zeros(len(speed)), where=speed > 0)
+
+
+def _swing(rows: np.ndarray, times_s: np.ndarray) -> float | None:
+    """Of whole windows alone: the short one at the end of an epoch has a speed of its own."""
+    if len(rows) < _MIN_WINDOWS:
+        return None
+    whole = (times_s > 0) & (rows >= np.median(rows))
+    if whole.sum() < _MIN_WINDOWS:
+        return None
+    mean = rows[whole].sum() / times_s[whole].sum()
+    return float(np.quantile(rows[whole] / times_s[whole], 0.9) / mean)
 
 
 def _shares(train: pa.Table, times_s: np.ndarray) -> dict[str, float]:

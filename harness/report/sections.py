@@ -12,6 +12,7 @@ from harness.report.mistakes import Mistake
 from harness.report.scaling import Ladder, Target
 from harness.report.study import Run, Study
 
+MAX_SWING = 1.25  # of a run's pace, above which its speed is said to be rough
 _NUMBERS_A_LINE = 12  # evaluations of a line in the table behind the curves
 
 
@@ -161,6 +162,14 @@ def _speed_up(ladders: Sequence[Ladder], left_out: list[str]) -> Group | None:
         notes.append(
             "Some of them did not use data.shard: global: their batches hold other rows at each number of ranks, so "
             "their curves differ by chance besides."
+        )
+    restless = [run.place for ladder in ladders for point in ladder.points for run in point.runs
+                if (run.history.swing or 1.0) > MAX_SWING]  # fmt: skip
+    if restless:
+        shown = ", ".join(restless[:6]) + (f" and {len(restless) - 6} more" if len(restless) > 6 else "")
+        notes.append(
+            f"The machine was not quiet: the pace of {shown} swung in training (the fastest tenth of the record is "
+            f"more than {MAX_SWING:g} times as fast as the whole). Take speed-ups with them as rough."
         )
     header, rows = table.scaling_rows(ladders)
     return Group("speed", "Speed-up", figures, notes, header, rows, "What was compared with what")
