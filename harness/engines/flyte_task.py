@@ -50,7 +50,7 @@ def train_node(path: str, overrides: Sequence[str]) -> Results:
     stopped, so that Flyte's retries go on from the checkpoint, and HarnessError where trying again is of no use."""
     job = _job(path, overrides)
     _bring_back(job.folder)
-    aftermath = Aftermath(job.folder, url=job.url)
+    aftermath = Aftermath(job.folder, job.world_size, job.url)
     asked = os.environ.get(OUTCOME)
     if asked:
         threading.Thread(target=_end_with_whoever_asked, daemon=True).start()

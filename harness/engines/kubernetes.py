@@ -48,9 +48,10 @@ def submit(job: Job) -> str:
         if not _condition(before):
             raise LaunchError(
                 f"the job {name} is running in namespace {job.settings.kubernetes.namespace}",
-                hint=f"{shutil.which('kubectl')} delete pytorchjob {name} ends it; or launch.kubernetes.name=…",
+                hint=f"kubectl delete pytorchjob {name} ends it; or launch.kubernetes.name=…",
             )
-        kubectl("delete", "pytorchjob", name, timeout_s=job.settings.grace_s + _ENDING_S)
+        # With its pods, which would have the names of the new ones.
+        kubectl("delete", "pytorchjob", name, "--cascade=foreground", timeout_s=job.settings.grace_s + _ENDING_S)
     kubectl("apply", "-f", "-", text=text)
     return f"pytorchjob/{name}"
 
@@ -199,7 +200,7 @@ class Log:
         self.close()
         self._of = container
         self._last.clear()
-        command = self._kubectl.command("logs", "--follow", self._pod)
+        command = self._kubectl.command("logs", "--follow", "--container", pytorchjob.CONTAINER, self._pod)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self._process = process
         self._thread = threading.Thread(target=self._copy, args=(process,), daemon=True)

@@ -23,7 +23,7 @@ from harness.errors import LaunchError
 # The operator starts a pod again that ended with 128 or more, and takes less for a failure: restartPolicy ExitCode.
 STOPPED_CODE = 143
 CONFIG = "/etc/apex-harness/config.yaml"
-_CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456  # names that the operator looks for
+CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456  # names that the operator looks for
 _MARGIN_S = 30  # beyond the ranks' own grace period
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")  # of a job: with "-worker-999" a name that DNS takes
 
@@ -103,7 +103,7 @@ def _pod(job: Job) -> dict[str, Any]:
     claims = [{"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
               for number, claim in enumerate(section.claims)]  # fmt: skip
     container = {
-        "name": _CONTAINER,
+        "name": CONTAINER,
         "image": section.image,
         **({"workingDir": section.workdir} if section.workdir else {}),
         "command": _command(job),
@@ -151,7 +151,7 @@ def _elastic(job: Job) -> bool:
 def _outlives_pods(job: Job) -> bool:
     section, output = job.settings.kubernetes, job.config.output
     folder = posixpath.normpath(posixpath.join(section.workdir or "/", output))
-    return "://" in output or any(posixpath.commonpath([path, folder]) == posixpath.normpath(path)
+    return bool(job.url) or any(posixpath.commonpath([path, folder]) == posixpath.normpath(path)
                                   for path in section.claims.values())  # fmt: skip
 
 
