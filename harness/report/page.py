@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from importlib import resources
@@ -114,12 +115,13 @@ def _cards(study: Study, best: Run, target: Target | None, ladders: Sequence[Lad
             {"what": f"time to {sign} {words.number(target.value)}", "figure": words.duration(at.seconds),
              "how": f"{words.count(at.samples)} rows; {target.why}"}
         )  # fmt: skip
-    tops = [ladder.points[-1] for ladder in ladders if ladder.points[-1].speed_up is not None]
+    most = max((ladder.points[-1].world for ladder in ladders), default=0)
+    tops = [point.speed_up for ladder in ladders if (point := ladder.points[-1]).world == most and point.speed_up]
     if tops:
-        top = max(tops, key=lambda point: (point.world, point.speed_up or 0.0))
+        several = f"median of {len(tops)} recipes, from {words.times(min(tops))} to {words.times(max(tops))}"
         cards.append(
-            {"what": f"speed-up on {words.plural(top.world, 'rank')}", "figure": words.times(top.speed_up),
-             "how": f"{words.percent(top.efficiency)} of the ideal, the best of {words.plural(len(tops), 'recipe')}"}
+            {"what": f"speed-up on {words.plural(most, 'rank')}", "figure": words.times(statistics.median(tops)),
+             "how": several if len(tops) > 1 else "rows a second, over the smallest number of ranks"}
         )  # fmt: skip
     cards.append(
         {"what": "training speed", "figure": f"{words.count(best.history.rows_per_s)} rows/s",
