@@ -1,7 +1,7 @@
 """A gang of ranks on the workers of a Dask cluster, as its client sees it: placed, begun, followed, stopped.
 
-Which workers have room is ``dask_claims``' business, what happens on one ``dask_rank``'s; files that go back and forth
-where there is no disk in common are ``dask_home``'s.
+Which workers have room is the business of ``dask_places``, what happens on one that of ``dask_rank``, and files that go
+back and forth where there is no disk in common that of ``dask_home``.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from harness import configfile, ends
-from harness.engines import dask_claims, dask_rank
+from harness.engines import dask_places, dask_rank
 from harness.engines.dask_claims import KEYS
 from harness.engines.dask_home import FOREIGN, Home
+from harness.engines.dask_places import Seat, ask
 from harness.engines.gang import KILL_S, PEERS_S
 from harness.engines.job import Job, Outcome
 from harness.errors import LaunchError
 from harness.folder import RunFolder
 from harness.runtime import Launch, environment
-from harness.version import __version__
 
 BY = "harness launch, engine dask"
 _FETCH_S = 2.0  # between two looks at what is new in a run folder elsewhere
@@ -38,16 +36,6 @@ _ORPHAN_S = 15.0  # harness.watch ends a rank within 13 s of its worker's death
 _POLL_S = 0.1
 
 News = dict[str, Any]  # an event: {"rank": 0, and here=HOST, or file=NAME with lines=[…], or exit=CODE}
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a rank is."""
-
-    worker: str
-    takes: dict[str, float]  # of the worker's resources
-    host: str
-    devices: str | None  # CUDA_VISIBLE_DEVICES there
 
 
 class Placed:
@@ -80,10 +68,18 @@ class Placed:
 
     def _start(self) -> None:
         deadline = time.monotonic() + self._job.settings.dask.timeout_s
-        order = self._prepare(self._claim(deadline))
+        self._seats, shared = dask_places.find(self._client, self._job, self._name, deadline)
+        ask(self._client, dask_rank.prepare, self._order(shared), workers=self._workers)
         self._client.subscribe_topic(f"{KEYS}{self._name}", self._on_event)
-        port = self._run(dask_rank.hold_port, self._name, workers=[self._seats[0].worker])[self._seats[0].worker]
-        self._submit(port)
+        first = self._seats[0].worker
+        self._submit(ask(self._client, dask_rank.hold_port, self._name, workers=[first])[first])
+        self._wait_for_all(deadline)
+        if self._home is not None:
+            self._send(self._home)
+        ask(self._client, dask_rank.begin, self._name, workers=self._workers)
+
+    def _wait_for_all(self, deadline: float) -> None:
+        """Until each rank's task runs: a worker may have been given other work just now."""
         while len(self._here) < len(self._seats):
             self._look_at_futures()
             if self._why_lost:
@@ -95,42 +91,6 @@ class Placed:
                     where=self._scheduler, hint="wait for it, or raise launch.dask.timeout_s",
                 )  # fmt: skip
             time.sleep(_POLL_S / 2)
-        if order.words and self._home is not None:
-            self._send()
-        self._run(dask_rank.begin, self._name, workers=self._workers)
-
-    def _claim(self, deadline: float) -> list[tuple[str, dict[str, float]]]:
-        """Workers for all ranks, which no other run of ours is given meanwhile."""
-        import cloudpickle  # type: ignore[import-untyped]
-
-        cloudpickle.register_pickle_by_value(dask_claims)
-        needs, count = self._job.settings.dask.resources, self._job.world_size
-        while True:
-            found = self._client.run_on_scheduler(dask_claims.claim, self._name, self._client.id, count, needs)
-            if found["places"]:
-                return list(found["places"])
-            if time.monotonic() > deadline:
-                asked = f" that have {needs} each" if needs else ""
-                seen = "".join(f"\n  {line}" for line in found["seen"]) or " none"
-                raise LaunchError(
-                    f"{count} rank(s) need {count} worker(s) with a free thread{asked}; seen within "
-                    f"{self._job.settings.dask.timeout_s:g} s:{seen}",
-                    where=self._scheduler,
-                    hint="start more workers (dask worker ADDRESS --nthreads 1), or ask for fewer ranks (--nproc N)",
-                )
-            time.sleep(0.5)
-
-    def _prepare(self, places: Sequence[tuple[str, dict[str, float]]]) -> dask_rank.Order:
-        """Have a look at the workers, number the ranks, and tell the workers what is to be run."""
-        addresses = sorted({address for address, _ in places})
-        with self._marker() as marker:
-            facts = self._run(dask_rank.look, marker, workers=addresses)
-        self._check_versions(facts)
-        seats = [Seat(at, takes, facts[at]["host"], facts[at]["devices"]) for at, takes in places]
-        self._seats = sorted(seats, key=lambda seat: ("GPU" not in seat.takes, seat.host, seat.worker))
-        order = self._order(self._shared(facts))
-        self._run(dask_rank.prepare, order, workers=addresses)
-        return order
 
     def _order(self, shared: bool) -> dask_rank.Order:
         job, settings = self._job, self._job.settings.dask
@@ -153,41 +113,14 @@ class Placed:
         resume = self._job.config.checkpoint.resume
         return Path(resume) if resume not in ("auto", "never") and Path(resume).is_dir() else None
 
-    @contextmanager
-    def _marker(self) -> Iterator[str]:
-        """A file in the output folder, or here if that is a URL, which those see who share the disk."""
-        output = "." if self._job.url else self._job.config.output
+    def _send(self, home: Home) -> None:
+        """Go on with the run folder here, or move it aside, as a rank would; then send out what it has."""
+        if told := RunFolder(self._job.folder).claim(self._job.config):
+            print(told, file=sys.stderr)
         try:
-            Path(output).mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=output, prefix=f".{KEYS}") as file:
-                yield str(Path(file.name).absolute())
+            home.send(self._foreign())
         except OSError as error:
-            raise LaunchError(f"a file cannot be written: {error.strerror}", where=output) from None
-
-    def _shared(self, facts: dict[str, News]) -> bool:
-        """Whether the workers see the disk that the output, or this folder, is on."""
-        wanted = self._job.settings.dask.shared
-        blind = sorted(address for address, fact in facts.items() if not fact["sees"])
-        if wanted and blind:
-            raise LaunchError(
-                f"{', '.join(blind)} cannot see {Path(self._job.config.output).absolute()}",
-                where="launch.dask.shared",
-                hint="mount it there, or leave launch.dask.shared out: then files are sent and fetched",
-            )
-        return not blind if wanted is None else wanted
-
-    def _check_versions(self, facts: dict[str, News]) -> None:
-        """Ranks of different releases do not compute the same."""
-        seen = {address: fact["versions"] for address, fact in facts.items()}
-        first = next(iter(seen.values())) | {"harness": __version__}
-        for address, versions in seen.items():
-            for package, version in versions.items():
-                if version != first[package]:
-                    raise LaunchError(
-                        f"{address} has {package} {version}, {'this machine' if package == 'harness' else 'others'} "
-                        f"{first[package]}",
-                        where=self._scheduler, hint="give all workers, and this machine, one environment",
-                    )  # fmt: skip
+            raise LaunchError(f"the run could not be sent to the workers: {error}", where=self._scheduler) from None
 
     def _submit(self, port: int) -> None:
         from distributed.comm.addressing import get_address_host
@@ -205,13 +138,6 @@ class Placed:
                 allow_other_workers=False, resources=seat.takes or None, retries=0,
             )  # fmt: skip
             print(f"rank {rank}: worker {seat.worker} on {seat.host}", file=sys.stderr)
-
-    def _send(self) -> None:
-        """Go on with the run folder at home, or move it aside, as a rank would; then send out what it has."""
-        assert self._home is not None
-        if told := RunFolder(self._job.folder).claim(self._job.config):
-            print(told, file=sys.stderr)
-        self._home.send(self._foreign())
 
     # Following
 
@@ -237,7 +163,7 @@ class Placed:
 
         def tell() -> None:
             with suppress(Exception):  # who cannot be told is gone, or its future will say so
-                self._run(dask_rank.stop, self._name, workers=self._alive(), on_error="ignore")
+                self._client.run(dask_rank.stop, self._name, workers=self._alive(), on_error="ignore")
 
         threading.Thread(target=tell, name="harness-stop", daemon=True).start()
 
@@ -339,24 +265,13 @@ class Placed:
             return []  # to ask would be to wait for half a minute
         return list(self._client.nthreads(self._workers))
 
-    def _run(self, function: Callable[..., Any], *words: Any, **options: Any) -> dict[str, Any]:
-        try:
-            answers: dict[str, Any] = self._client.run(function, *words, **options)
-        except ImportError as error:
-            raise LaunchError(
-                f"a worker cannot import what it is to run: {error}",
-                where=self._scheduler,
-                hint="install the project, with its extra dask, in the environment of the workers",
-            ) from None
-        return answers
-
     def _clear(self) -> None:
         """Leave nothing of this run on the cluster; what else runs there is left alone."""
         with suppress(Exception):  # of a cluster that is gone
             if self._client.status == "running":
                 self._client.cancel(list(self._futures.values()))
                 self._client.unsubscribe_topic(f"{KEYS}{self._name}")
-                self._client.run_on_scheduler(dask_claims.release, self._name)
+                dask_places.release(self._client, self._name)
                 self._client.run(dask_rank.forget, self._name, workers=self._alive(), on_error="ignore")
         self._copying.shutdown(wait=False, cancel_futures=True)
         self._closing.close()

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -76,13 +75,6 @@ def marked(mark: str) -> dict[int, dict[str, str]]:
 def ranks(mark: str) -> dict[int, int]:
     """Process ids by rank."""
     return {int(environ["RANK"]): pid for pid, environ in sorted(marked(mark).items(), reverse=True)}
-
-
-def wait_for_file(path: str) -> str:
-    """Somebody else's task."""
-    while not os.path.exists(path):
-        time.sleep(0.1)
-    return "went on"
 
 
 class Running(threading.Thread):

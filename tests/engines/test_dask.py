@@ -26,7 +26,7 @@ from harness.errors import LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
-from tests.engines.dask_cluster import START_S, Running, cluster, marked, ranks, wait_for_file
+from tests.engines.dask_cluster import START_S, Running, cluster, marked, ranks
 
 pytest.importorskip("distributed", reason="engine dask needs dask.distributed: pip install 'apex-harness[dask]'")
 MODELS = "tests.end_to_end.models"
@@ -303,8 +303,9 @@ def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, mark)
     plain = write_config(tmp_path / "plain", stripes, **constant)
     assert run(plain, 2) == [0, 0]
     content = yaml.safe_load(write_config(tmp_path / "dask", stripes, **constant, **TWO).read_text())
-    other = dask_cluster.client.submit(wait_for_file, str(tmp_path / "over"), pure=False)
-    wait_until(lambda: any(dask_cluster.client.processing().values()), 10, "the other task runs")
+    waiting = ["sh", "-c", f"while [ -d {tmp_path}/dask ]; do sleep 0.1; done"]
+    other = dask_cluster.client.submit(subprocess.run, waiting, pure=False)
+    wait_until(lambda: any(dask_cluster.client.processing().values()), START_S, "the other task runs")
     first = Running(dask_cluster.client, content, "train.epochs=1", marking(mark))
     assert first.end(START_S).exit_code == 0
     second = Running(dask_cluster.client, content, marking(mark))
@@ -317,8 +318,8 @@ def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, mark)
     assert "24 in all" in "".join(line for event in second.events for line in event.get("lines", ()))
     assert told[1, "logs/rank-1.log"]
     assert other.status == "pending"
-    (tmp_path / "over").touch()
-    assert other.result(10) == "went on"
+    (tmp_path / "dask").rename(tmp_path / "over")
+    assert other.result(END_S).returncode == 0
 
 
 @pytest.mark.slow
@@ -453,7 +454,8 @@ def test_interrupt_in_a_terminal_of_a_cluster_for_the_run_alone(tmp_path, stripe
         wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
         os.killpg(run_.process.pid, signal.SIGINT)
         assert run_.wait(END_S) == 75
-        assert not run_.alive()
+        assert not run_.ranks()
+        wait_until(lambda: not run_.alive(), 10, "multiprocessing's resource tracker ends by itself")
     assert "stopped early with a checkpoint" in run_.text().splitlines()[-1]
 
 
