@@ -22,6 +22,7 @@ import pytest
 
 from harness import launch
 from harness.engines import flyte
+from harness.engines.job import Outcome
 from harness.errors import LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
@@ -52,12 +53,12 @@ SLOW = {"model": {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}, "train": {
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, stripes):
-    """The run folders of two ranks that nobody disturbed, under no engine at all: a quick and a slow experiment."""
-    folders = []
-    for settings in ({}, SLOW):
+    """The run folders of two ranks that nobody disturbed, under no engine at all, by the length of their steps."""
+    folders = {}
+    for name, settings in {"quick": {}, "slow": SLOW}.items():
         folder = tmp_path_factory.mktemp("unbroken")
         assert run(write_config(folder, stripes, **settings), 2) == [0, 0]
-        folders.append(folder / "runs" / "run")
+        folders[name] = folder / "runs" / "run"
     return folders
 
 
@@ -105,17 +106,23 @@ def test_without_flytekit(tmp_path, stripes, monkeypatch):
     assert "pip install" in refused.value.hint
 
 
-@needs_flytekit
-@pytest.mark.slow
-def test_the_same_weights_as_under_any_launcher(tmp_path, stripes, unbroken):
-    with started(command(write_config(tmp_path, stripes)), tmp_path / "terminal.txt") as run_:
-        assert run_.wait(START_S + END_S) == 0, run_.text()
-        assert not run_.alive()
-    folder = tmp_path / "runs" / "run"
-    assert_same_run(unbroken[0], folder)
-    assert "done: " in run_.text().splitlines()[-1]
-    epochs = [json.loads(line)["epoch"] for line in (folder / "epochs.jsonl").read_text().splitlines()]
-    assert epochs == [1, 2, 3]  # finished
+@pytest.mark.parametrize(
+    ("does", "outcome"),
+    [
+        (f'echo \'{{"exits": {{"0": 0, "1": 0}}}}\' > ${flyte.OUTCOME}', Outcome({0: 0, 1: 0})),
+        (f'echo \'{{"exits": {{"1": -9, "0": 70}}}}\' > ${flyte.OUTCOME}; exit 70', Outcome({0: 70, 1: -9})),
+        ("exit 1", Outcome()),  # flytekit itself could not go on, and has said why
+        ("kill -9 $$", Outcome(lost="flytekit's local runner died of signal 9")),
+    ],
+)
+def test_what_becomes_of_the_runner(tmp_path, stripes, does, outcome):
+    """A shell script in the place of the interpreter that runs flytekit."""
+    runner = tmp_path / "python"
+    runner.write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/folder.txt\n{does}\n")
+    runner.chmod(0o755)
+    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.python={runner}"])
+    assert flyte.start(job).follow() == outcome
+    assert not Path((tmp_path / "folder.txt").read_text().strip()).exists()
 
 
 @needs_flytekit
@@ -171,12 +178,14 @@ def test_stopped_and_killed_and_the_same_weights_in_the_end(tmp_path, stripes, u
     with started([*PYFLYTE, "run", PAGE, *words], tmp_path / "last.txt", TMPDIR=str(tmp_path)) as run_:
         assert run_.wait(START_S + END_S) == 0, run_.text()
         assert not run_.alive()
-    assert_same_run(unbroken[1], folder)
+    assert_same_run(unbroken["slow"], folder)
     returned = dict(re.findall(r"(\w+)=([^,\s)]+)", run_.text().rpartition("Results(")[2]))
     names = {"weights": "weights.safetensors", "epochs": "epochs.jsonl", "summary": "summary.json",
              "record": "metrics.jsonl"}  # fmt: skip
     assert {key: Path(returned[key]).name for key in names} == names
     assert all(Path(returned[key]).stat().st_size for key in names)
+    epochs = [json.loads(line)["epoch"] for line in Path(returned["epochs"]).read_text().splitlines()]
+    assert epochs == [1, 2, 3, 4, 5]  # finished
 
 
 @needs_flytekit
@@ -205,7 +214,7 @@ def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
     told = one.text() + other.text()
     assert codes == {0, 1}, told  # what the machine without rank 0 returns is IgnoreOutputs, as a pod's
     assert "IgnoreOutputs" in told
-    assert_same_run(unbroken[0], tmp_path / "runs" / "run")
+    assert_same_run(unbroken["quick"], tmp_path / "runs" / "run")
 
 
 @needs_flytekit
