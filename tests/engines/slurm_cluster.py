@@ -20,10 +20,11 @@ from pathlib import Path
 from tests.end_to_end.processes import environment_of, wait_until
 from tests.ranks import free_port
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 NODES = ("n0", "n1")
 
-# cred_expire is also what a requeued job waits before it starts again; 120 s if nothing is said.
+# cred_expire is also what a requeued job waits before it starts again; 120 s if nothing is said. Nothing else shortens
+# it: a job whose StartTime is set to now is ended at once, for nodes remember that its credential was revoked.
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -55,7 +56,7 @@ MailProg=/bin/true
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=main Nodes={names} Default=YES MaxTime=60 PriorityTier=1 GraceTime=20
+PartitionName=main Nodes={names} Default=YES MaxTime=60 PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes={names} MaxTime=60 PriorityTier=2 PreemptMode=OFF
 """
 
@@ -97,7 +98,7 @@ class Cluster:
     def _daemon(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | self.environ,
+                ["setpriv", "--pdeathsig=KILL", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | self.environ,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -139,10 +140,6 @@ class Cluster:
         """What ``scontrol show job`` says."""
         words = self.ask("scontrol", "show", "job", "-o", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def hurry(self, number: str) -> None:
-        """Let a requeued job start now rather than when its credentials have run out."""
-        self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def processes(self) -> dict[int, dict[str, str]]:
         """{process id: environment} of all that came of this cluster, and of nothing else."""

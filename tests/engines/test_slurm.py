@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness import launch
+from harness.cli import main
 from harness.engines import slurm
 from harness.errors import LaunchError
 from tests.conftest import ROOT
@@ -77,21 +78,8 @@ def ranks(run_: Started) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-def test_the_same_weights_and_nothing_left(cluster, tmp_path, stripes, unbroken):
-    config = configured(tmp_path, stripes, step_s=0.0)
-    with launched(cluster, config) as run_:
-        assert run_.wait(START_S) == 0, run_.text()
-        assert not run_.alive()
-    assert_same_run(unbroken, tmp_path / "runs" / "run")
-    text = run_.text()
-    assert "launched by: srun" in text
-    assert re.fullmatch(r"done: .*/runs/run, 24 steps; best top1 \d\.\d+ at step \d+", text.splitlines()[-1])
-
-
 def test_slurm_accepts_what_is_rendered(cluster, tmp_path, stripes):
-    job = launch.plan(
-        str(configured(tmp_path, stripes, slurm={"time": "1:00:00", "mem": "100M", "extra": ["--nice=5"]})), []
-    )
+    job = launch.plan(str(configured(tmp_path, stripes, time="1:00:00", mem="100M", extra=["--nice=5"])), [])
     script = tmp_path / "job.sh"
     for text in (slurm.render(job), slurm.array_script([job, job], "several")):
         script.write_text(text)
@@ -149,23 +137,24 @@ def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, mon
     with launched(cluster, config) as run_:
         assert run_.wait(START_S) == 0, run_.text()
         assert "resumed from" in run_.text()
+        assert "launched by: srun" in run_.text()
+        last = run_.text().splitlines()[-1]
+        assert re.fullmatch(r"done: .*/runs/run, 24 steps; best top1 \d\.\d+ at step \d+", last)
     assert_same_run(unbroken, folder)
 
 
 def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
     """A more urgent job takes the nodes (SIGTERM), then the time limit draws near (SIGUSR1): each time a checkpoint and
     another start of the same job, which nobody but Slurm asks for."""
-    config = configured(tmp_path, stripes, step_s=2.0, time="1", signal_s=30, partition="main")
-    folder = tmp_path / "runs" / "run"
+    config, folder = configured(tmp_path, stripes, step_s=2.0, time="60"), tmp_path / "runs" / "run"
     with launched(cluster, config) as run_:
         number = number_of(run_)
         wait_for_steps(folder, 1, START_S)
-        urgent = ["sbatch", "--wait", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"]
-        cluster.ask(*urgent, timeout_s=END_S)
-        starts(cluster, run_, number, 2)
-        assert "(SIGTERM)" in run_.text()
-        starts(cluster, run_, number, 3)
-        assert "(SIGUSR1)" in run_.text()
+        cluster.ask("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=true")
+        begins_again(cluster, run_, number, 2, minutes=2)  # launch.slurm.signal_s: it is told as soon as Slurm looks
+        assert "stopped early (SIGTERM)" in run_.text()
+        begins_again(cluster, run_, number, 3, minutes=60)
+        assert "stopped early (SIGUSR1)" in run_.text()
         (tmp_path / "fast").touch()
         assert run_.wait(START_S) == 0, run_.text()
         assert not run_.alive()
@@ -173,10 +162,10 @@ def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
     assert_same_run(unbroken, folder)
 
 
-def starts(cluster, run_: Started, number: str, count: int) -> None:
-    """Until the job trains for the ``count``-th time; it need not wait as long as a requeued one does."""
-    wait_until(lambda: "to go on at" in run_.text().rpartition("start ")[2], START_S, run_.text())
-    cluster.hurry(number)
+def begins_again(cluster, run_: Started, number: str, count: int, minutes: int) -> None:
+    """Until the job is started for the ``count``-th time, with another time limit."""
+    wait_until(lambda: "to go on at" in run_.text().rpartition(", start ")[2], START_S, "a requeued job")
+    cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
     wait_until(lambda: f"job {number}, start {count}" in run_.text(), START_S, f"start {count}")
 
 
@@ -193,27 +182,34 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
         assert re.search(r"failed: rank 1 .*at step \d+: Lost: .*n1", run_.text()), run_.text()
     cluster.start_node("n1")
     with launched(cluster, config) as run_:
-        number = number_of(run_)
         wait_for_steps(folder, 3, START_S)
         cluster.lose_node("n1")
         (tmp_path / "fast").touch()
         wait_until(lambda: "waits (Nodes required for job are DOWN" in run_.text(), 60, "Slurm's notice")
         cluster.start_node("n1")
-        cluster.hurry(number)
         assert run_.wait(START_S) == 0, run_.text()
         assert not run_.alive()
     assert_same_run(unbroken, folder)
 
 
-def test_detached_array(cluster, tmp_path, stripes, unbroken, monkeypatch, capsys):
-    """Two runs as one array, each followed by its number; and a run that is handed over."""
+def test_the_same_weights_from_tasks_of_an_array(cluster, tmp_path, stripes, unbroken, monkeypatch):
+    """Two trials at once, each followed by its own number."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     config = str(configured(tmp_path, stripes, step_s=0.0))
     jobs = [launch.plan(config, [f"name={name}", "launch.nnodes=1", "launch.nproc=2"]) for name in ("one", "two")]
-    for job, number in zip(jobs, slurm.submit_array(jobs, "several", at_once=1), strict=True):
-        assert set(slurm.Slurm(job, number).follow().exits.values()) <= {0}
-    assert launch.main(config, ["name=three"], dry_run=False, detach=True) == 0
+    for job, number in zip(jobs, slurm.submit_array(jobs, "several"), strict=True):
+        assert slurm.Slurm(job, number).follow() == slurm.Outcome()
+        assert_same_run(unbroken, job.folder)
+
+
+def test_handed_over(cluster, tmp_path, stripes, monkeypatch, capsys):
+    """--detach prints the job's number, and nobody follows it."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    config = configured(tmp_path, stripes)
+    assert main(["launch", "-c", str(config), "--detach", "launch.slurm.extra=[--hold]"]) == 0
     number = capsys.readouterr().out.strip()
-    wait_until(lambda: cluster.job(number)["JobState"] == "COMPLETED", START_S, "the job's end")
-    for name in ("one", "two", "three"):
-        assert_same_run(unbroken, tmp_path / "runs" / name)
+    assert cluster.job(number)["JobState"] == "PENDING"
+    run_ = slurm.Slurm(launch.plan(str(config), []), number)
+    run_.stop()
+    assert run_.follow() == slurm.Outcome(stopped=True)
+    assert cluster.job(number)["JobState"] == "CANCELLED"
