@@ -137,11 +137,11 @@ class _Places:
 
 
 def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    """A column as float64; NaN where there is no number."""
+    """A column as float64; NaN where there is no finite number."""
     if name not in table.column_names or not _is_number(table.schema.field(name).type):
         return np.full(len(table), np.nan)
     values: np.ndarray = table[name].cast(pa.float64()).to_numpy()
-    return values
+    return values if np.isfinite(values).all() else np.where(np.isfinite(values), values, np.nan)
 
 
 def _is_number(kind: pa.DataType) -> bool:

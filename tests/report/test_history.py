@@ -102,6 +102,8 @@ def test_a_long_run_is_thinned_but_keeps_its_spike(tmp_path):
         {"split": "train", "step": 1, "time_data": "much", "lr": None},
         {"split": "eval", "step": 0, "epoch": 0, "top1": {"a": 1}},
         {"split": "other", "step": 3},
+        {"split": "eval", "step": 1, "epoch": 1, "top1": float("inf"), "wall_s": float("-inf")},
+        {"split": "train", "step": 1, "samples": 5, "loss_scale": float("inf"), "samples_per_s": float("inf")},
     ],
 )
 def test_odd_lines_are_no_error(tmp_path, line):

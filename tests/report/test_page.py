@@ -199,6 +199,27 @@ def test_any_file_may_be_damaged(tmp_path, damage, content, monkeypatch):
     Elements(render(run, other))
 
 
+def test_numbers_that_are_not_finite_have_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "_plotly", lambda: "")
+    runs = []
+    for number, odd in enumerate(("Infinity", "-Infinity", "NaN", "1e999", "null")):
+        run = write_run(tmp_path / str(number), Fake(epochs=1, lr=0.1 + number))
+        text = (run / "metrics.jsonl").read_text().replace("65536.0", odd).replace('"skipped": 0', f'"skipped": {odd}')
+        (run / "metrics.jsonl").write_text(text + f'{{"split": "eval", "step": 1, "epoch": {odd}, "top1": {odd}}}\n')
+        runs.append(run)
+    Elements(render(*runs))
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "failed"])
+def test_a_sweep_of_which_nothing_is_there_yet_has_a_page(tmp_path, monkeypatch, state):
+    monkeypatch.setattr(page, "_plotly", lambda: "")
+    trials = [{"number": n, "run": f"trials/{n}", "params": {"optimizer.lr": n}, "state": state} for n in range(3)]
+    (tmp_path / "sweep.json").write_text(json.dumps({"name": "s", "metric": "top1", "trials": trials}))
+    text = render(tmp_path)
+    Elements(text)
+    assert ("○ waiting" in text) == (state != "failed")
+
+
 def test_settings_of_odd_kinds_have_a_page(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "_plotly", lambda: "")
     odd = {"optimizer.lr": "fast", "batch.global": "many", "seed": [1, 2], "data": 3, "train.epochs": {"a": None}}
