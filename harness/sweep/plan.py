@@ -54,7 +54,8 @@ def make(file: SweepFile, engine: str | None, parallel: int | None, machine: Mac
     facts, wrong = _examine(file, engine, trials)
     problems += wrong
     most = parallel or sweep.parallel
-    found = list(findings(trials, most, lambda config: "batch norm" in facts[_built(config)]))
+    at_once = most if is_here(trials[0].config) else 1  # elsewhere each has places of its own
+    found = list(findings(trials, at_once, lambda config: "batch norm" in facts[_built(config)]))
     refused = [finding for finding in found if finding.refused and sweep.comparable]
     problems += [f"{finding.message}\n     -> {finding.hint}" for finding in refused]
     if refused:

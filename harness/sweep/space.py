@@ -66,11 +66,13 @@ def _reads_as(text: str, value: Any) -> bool:
     return type(read) is type(value) and bool(read == value) and text == text.strip()
 
 
+_SHORT = {"launch.nproc": "world", "batch.global": "batch"}
+
+
 def columns(trials: Iterable[Settings]) -> dict[str, str]:
     """{setting: heading}: as short as tells them apart."""
     keys = list(dict.fromkeys(key for trial in trials for key in trial))
     short = [key.rsplit(".", 1)[-1] for key in keys]
     return {
-        key: ("world" if key == "launch.nproc" else name if short.count(name) == 1 else key)
-        for key, name in zip(keys, short, strict=True)
+        key: _SHORT.get(key) or (name if short.count(name) == 1 else key) for key, name in zip(keys, short, strict=True)
     }

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,8 +23,8 @@ SPACE = [
 SWEEP_S = 180
 
 
-def make(folder: Path, data: Path) -> list[str]:
-    """The command of a sweep in ``folder``."""
+def make(folder: Path, data: Path, space: list[dict[str, Any]]) -> list[str]:
+    """The command of a sweep over ``space`` in ``folder``."""
     sections = {
         "data": {"shard": "global"},
         "batch": {"global": 8},
@@ -31,7 +32,7 @@ def make(folder: Path, data: Path) -> list[str]:
         "checkpoint": {"every_steps": 3, "keep": 2},
     }
     write_config(folder, data, **sections)
-    sweep = {"name": "tried", "output": str(folder), "base": "config.yaml", "space": SPACE, "comparable": False}
+    sweep = {"name": "tried", "output": str(folder), "base": "config.yaml", "space": space, "comparable": False}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     return [sys.executable, "-m", "harness", "sweep", "-c", str(folder / "sweep.yaml")]
 
@@ -61,9 +62,9 @@ def test_killed_in_all_its_parts(tmp_path):
         pytest.skip("a trial of two ranks needs two cores, and there is one")
     data = write_images(tmp_path / "data")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    with started(make(whole, data), tmp_path / "whole.txt") as sweep:
+    with started(make(whole, data, SPACE), tmp_path / "whole.txt") as sweep:
         assert sweep.wait(SWEEP_S) == 0, sweep.text()
-    command = make(broken, data)
+    command = make(broken, data, SPACE)
     with started(command, tmp_path / "first.txt") as sweep:
         trains(broken, 0, 5)
         sweep.signal(signal.SIGKILL, parts(sweep, 0, "driver.py")[0])
