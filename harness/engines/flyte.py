@@ -70,7 +70,7 @@ def render(job: Job) -> str:
     settings = job.settings
     several = settings.nnodes > 1
     asked = {"cpu": settings.flyte.cpu, "mem": settings.flyte.memory, "gpu": str(settings.flyte.gpu or "") or None}
-    elastic = f"Elastic(nnodes={settings.nnodes}, nproc_per_node={settings.nproc})"
+    elastic = f"Elastic(nnodes={settings.nnodes}, nproc_per_node={settings.nproc}, monitor_interval=1)"
     workflow, config, *overrides = (shlex.join(pair) for pair in _inputs(job))
     words = [f"{FILE} {workflow} {config}", *overrides]
     return _SOURCE.format(

@@ -74,7 +74,7 @@ def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
     outcome: Outcome = attend(gang, _STOPPING)
     code = outcome.exits[0]
     if code != EXIT_DONE:
-        raise _error(code, f"a rank ended with exit code {code}; {job.folder / 'failure.json'} tells why, if it failed")
+        raise _error(code, f"a rank ended with exit code {code}{_first_failure(job.folder)}")
     return _results(job.folder) if detect(os.environ).rank == 0 else None  # the others may not see the run folder
 
 
@@ -92,6 +92,14 @@ def _error(exit_code: int, text: str) -> Exception:
     if exit_code in (EXIT_USAGE, EXIT_DATA):
         return HarnessError(text)
     return FlyteRecoverableException(text)
+
+
+def _first_failure(folder: Path) -> str:
+    """What the rank that failed first has left, as far as this machine can see it."""
+    with suppress(OSError, ValueError, KeyError):
+        told = json.loads((folder / "failure.json").read_text(encoding="utf-8"))
+        return f"; rank {told['rank']} failed at step {told['step']}: {told['error']}: {told['message']}"
+    return ""
 
 
 def _results(folder: Path) -> Results:
