@@ -15,6 +15,7 @@
 #
 # Code, configuration and data must be the same on all nodes. The run folder is written by node 0; on a shared disk all
 # logs lie together. Stop any node with SIGTERM: all ranks write one checkpoint; the same commands go on from it.
+# Restarts, and machines that come and go: harness launch --engine torchrun --nnodes 1:4 --max-restarts 3.
 set -euo pipefail
 
 usage() {

@@ -11,7 +11,8 @@
 #                    On a CPU the last bits of a result depend on it: set it where runs must agree between machines.
 #
 # Stop with Ctrl-C or SIGTERM: a checkpoint is written, and the same command goes on from it.
-# Exit code: 0 when training is done, else 1; torch's launchers do not pass on the ranks' own code, they print it.
+# Exit code: 0 when training is done, else 1; torch's launchers do not pass on the ranks' own code, they print it
+# (harness launch --engine torchrun does).
 set -euo pipefail
 
 usage() {

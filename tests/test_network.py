@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness.network import address_of, interface_towards
+from harness.network import address_of, interface_towards, interfaces, is_here, is_loopback
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
@@ -22,3 +22,19 @@ def test_unknown(host):
 
 def test_no_such_interface():
     assert address_of("nope0") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_what_is_here():
+    assert interfaces()["lo"] == "127.0.0.1"
+    assert all(is_here(address) for address in interfaces().values())
+    assert is_here("localhost")
+    assert is_here("127.0.1.1")  # as Debian writes a host's own name
+    assert not is_here("192.0.2.1")
+    assert not is_here("no.such.host.invalid")
+
+
+@pytest.mark.parametrize(("host", "expected"), [("localhost", True), ("127.1.2.3", True), ("::1", True), ("n0", False),
+                                                ("10.0.0.1", False), (None, False)])  # fmt: skip
+def test_loopback_by_its_spelling(host, expected):
+    assert is_loopback(host) is expected
