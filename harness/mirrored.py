@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -37,7 +38,7 @@ from harness.url_folder import START, UrlFolder, cache_of_runs, is_url, working_
 log = logging.getLogger("harness")
 
 LEAVE_S = 10.0  # for the last words of a rank to arrive: its launcher may be about to kill it
-_LOCK_S = 60.0  # for another process of this machine to prepare the same folder
+_LOCK_S = 3600.0  # for another process of this machine, which may be fetching a large checkpoint
 _MOVED = "moved-to"
 _HERE = ("config.yaml", "metrics.jsonl", "summary.json", "weights.safetensors")  # without which a folder is not whole
 _STEP = re.compile(r"checkpoints/step-(\d+)/(state\.pt|manifest\.json)")
@@ -199,18 +200,19 @@ class MirroredFolder(RunFolder):
         """All of the folder but what other ranks bring, and checkpoints that neither are the newest nor the best."""
         pointers = {name: self._local(f"checkpoints/{name}").strip() for name in ("latest", "best")}
         ways = {f"checkpoints/{name}" for name in ("latest", "best", *filter(None, pointers.values()))}
+        files = (Path(folder, file) for folder, _, names in os.walk(self.path) for file in names)
         names = []
-        for path in sorted(self.path.rglob("*")):
+        for path in files:
             name = path.relative_to(self.path).as_posix()
             top = name.partition("/")[0]
             if top == "checkpoints" and not {name, name.rpartition("/")[0]} & ways:
                 continue
             others = top == "logs" and not name.startswith("logs/rank-0.")
-            if path.is_file() and not path.is_symlink() and not others and name not in (START, "failure.json"):
+            passing = name in (START, "failure.json") or name.endswith(".tmp") or path.is_symlink()
+            if not others and not passing:
                 names.append(name)
         assert self._outbox is not None  # made by claim
-        kept = [name for name in names if not name.endswith(".tmp")]
-        return self._outbox.pack(self.path, kept, self._arrived, pointers)
+        return self._outbox.pack(self.path, names, self._arrived, pointers)
 
     def _bring(self, parcel: Parcel) -> None:
         """Bring ``parcel`` to the URL, in the order in which a kill at any moment does no harm."""
@@ -263,8 +265,9 @@ class MirroredFolder(RunFolder):
         except Exception as error:
             log.warning("the log of rank %d did not arrive: %s", rank, error)
         else:
-            if done:
-                self._clear(rank)
+            with contextlib.suppress(OSError):
+                if done:
+                    self._clear(rank)
 
     def _clear(self, rank: int) -> None:
         """Leave nothing of a run in the cache that is done and has arrived, but for the logs of ranks that still run:
@@ -333,7 +336,7 @@ def borrow(config: Config) -> None:
         return
     target, source = borrowed(config), UrlFolder(wanted)
     target.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(target / "lock", timeout=_LOCK_S * 10):
+    with filelock.FileLock(target / "lock", timeout=_LOCK_S):
         manifest = source.read("manifest.json")
         if manifest is None:
             raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -51,13 +52,14 @@ class Outbox:
         files = {}
         for number, name in enumerate(names):
             source, link = run / name, folder / str(number)
-            identity = identify(source)
-            if arrived.get(name) != identity:
-                try:
-                    os.link(source, link)
-                except OSError:  # a file system without hard links
-                    shutil.copy2(source, link)
-                files[name] = (identity, link)
+            with suppress(FileNotFoundError):  # a tracker's thread has taken it away since it was seen
+                identity = identify(source)
+                if arrived.get(name) != identity:
+                    try:
+                        os.link(source, link)
+                    except OSError:  # a file system without hard links
+                        shutil.copy2(source, link)
+                    files[name] = (identity, link)
         return Parcel(folder, files, pointers)
 
     def whole(self, identity: Identity, link: Path) -> Path:
