@@ -96,10 +96,11 @@ class Cluster:
         wait_until(lambda: self.states() == dict.fromkeys(NODES, "idle"), 30, f"idle nodes; see {self.folder}/*.log")
 
     def _daemon(self, name: str, *command: str) -> None:
+        """Start it; it does not outlive this process, however that ends."""
         with open(self.folder / f"{name}.out", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig=KILL", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | self.environ,
-                start_new_session=True,
+                ["setpriv", "--pdeathsig=KILL", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                env=os.environ | self.environ, start_new_session=True,
             )  # fmt: skip
 
     def start_node(self, name: str) -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from harness import launch
+from harness.cli import main
 from harness.engines import sbatch, slurm
 from harness.engines.joboutput import JobOutput
 from harness.engines.scontrol import JobState, NoAnswer, parse
@@ -50,6 +51,14 @@ def test_the_whole_array(planned):
     jobs = [planned(f"name=trial-{n}", f"optimizer.lr=0.{n}", "launch.slurm.requeue=false") for n in (1, 2)]
     text = sbatch.array_script(jobs, "sweep", at_once=1).replace(sys.executable, "PYTHON")
     assert text == (GOLDEN / "slurm_array.txt").read_text()
+    assert_shell(text)
+
+
+def test_dry_run_prints_it(planned, capsys):
+    words = ["--engine", "slurm", "--nnodes", "2", "--nproc", "4", "--dry-run"]
+    assert main(["launch", "-c", "config.yaml", *words]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in text
     assert_shell(text)
 
 

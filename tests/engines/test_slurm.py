@@ -192,14 +192,25 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
     assert_same_run(unbroken, folder)
 
 
-def test_the_same_weights_from_tasks_of_an_array(cluster, tmp_path, stripes, unbroken, monkeypatch):
-    """Two trials at once, each followed by its own number."""
+def test_the_same_weights_from_an_array_and_from_a_copied_script(cluster, tmp_path, stripes, unbroken, monkeypatch):
+    """Two trials at once, each followed by its own number; and launch/slurm.sbatch, edited as a person would."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     config = str(configured(tmp_path, stripes, step_s=0.0))
     jobs = [launch.plan(config, [f"name={name}", "launch.nnodes=1", "launch.nproc=2"]) for name in ("one", "two")]
-    for job, number in zip(jobs, slurm.submit_array(jobs, "several"), strict=True):
+    numbers = slurm.submit_array(jobs, "several")
+    script = (ROOT / "launch" / "slurm.sbatch").read_text()
+    mine = {"config": config, "folder": f"{tmp_path}/runs/copied", "python": sys.executable,
+            "#SBATCH --output": f"{tmp_path}/%j.txt"}  # fmt: skip
+    for name, value in mine.items():
+        script, count = re.subn(rf"^{name}=\S+", f"{name}={value}", script, flags=re.M)
+        assert count == 1, name
+    (tmp_path / "mine.sbatch").write_text(script)
+    copied = cluster.ask("sbatch", "--parsable", str(tmp_path / "mine.sbatch"), "name=copied").strip()
+    for job, number in zip(jobs, numbers, strict=True):
         assert slurm.Slurm(job, number).follow() == slurm.Outcome()
         assert_same_run(unbroken, job.folder)
+    wait_until(lambda: cluster.job(copied)["JobState"] == "COMPLETED", START_S, f"the end of job {copied}")
+    assert_same_run(unbroken, tmp_path / "runs" / "copied")
 
 
 def test_handed_over(cluster, tmp_path, stripes, monkeypatch, capsys):
