@@ -93,6 +93,11 @@ class Running(threading.Thread):
         except Exception as error:
             self.error = error
 
+    def lines(self, rank: int, file: str) -> list[str]:
+        """What was told live of a file of a rank."""
+        told = [event for event in self.events if event["rank"] == rank and event.get("file") == file]
+        return [line for event in told for line in event["lines"]]
+
     def end(self, timeout_s: float) -> Any:
         """The Conclusion, within ``timeout_s``."""
         self.join(timeout_s)

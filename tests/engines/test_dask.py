@@ -45,6 +45,14 @@ def dask_cluster(tmp_path_factory):
         yield there
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, stripes):
+    """The run folder of two ranks that nobody disturbed, of a model that takes its time."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert run(write_config(folder, stripes, model=SLOW, checkpoint={"every_steps": 2}), 2) == [0, 0]
+    return folder / "runs" / "run"
+
+
 @pytest.fixture
 def mark():
     """For launch.env: whoever carries it is one of the test's ranks."""
@@ -127,6 +135,64 @@ def test_a_rank_a_gpu_and_workers_with_gpus_first():
     there = scheduler(worker("a:1"), worker("b:1", BIG=1.0), worker("c:1", threads=4, BIG=3.0))
     assert places(dask_claims.claim("one", "me", 2, {"BIG": 1.0}, there)) == ["b:1", "c:1"]
     assert dask_claims.claim("two", "me", 1, {"BIG": 1.0}, there)["places"] == []
+
+
+def refusing(error):
+    def run(*words, **options):
+        raise error
+
+    return SimpleNamespace(run=run, scheduler=SimpleNamespace(address="tcp://there:1"))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ModuleNotFoundError("No module named 'harness'"), "install the project"), (ConnectionError("reset"), "reset")],
+)
+def test_a_worker_that_cannot_be_asked(error, told):
+    from harness.engines.dask_places import ask
+
+    with pytest.raises(LaunchError, match=told):
+        ask(refusing(error), dask_rank.look, "")
+
+
+def test_workers_of_different_releases_are_refused(tmp_path, stripes):
+    from harness.engines import dask_places
+    from harness.version import __version__
+
+    def facts(**versions):
+        known = {"harness": __version__, "torch": "2.15.0", "python": "3.11.7"}
+        return {"host": "a", "devices": None, "sees": True, "versions": known | versions}
+
+    seen = {"a:1": facts(), "b:1": facts()}
+    there = SimpleNamespace(
+        run_on_scheduler=lambda *words: {"places": [("b:1", {}), ("a:1", {})]}, run=lambda *words, workers: seen,
+        scheduler=SimpleNamespace(address="tcp://there:1"), id="me",
+    )  # fmt: skip
+    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2"])
+    seats, shared = dask_places.find(there, job, "name", 0.0)
+    assert [seat.worker for seat in seats] == ["a:1", "b:1"]
+    assert shared
+    for versions, told in (({"torch": "2.6.0"}, "b:1 has torch 2.6.0, others 2.15.0"), ({"harness": "0"}, "harness 0")):
+        seen["b:1"] = facts(**versions)
+        with pytest.raises(LaunchError, match=told):
+            dask_places.find(there, job, "name", 0.0)
+    seen["b:1"] = facts() | {"sees": False}
+    assert dask_places.find(there, job, "name", 0.0)[1] is False
+    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2", "launch.dask.shared=true"])
+    with pytest.raises(LaunchError, match="b:1 cannot see"):
+        dask_places.find(there, job, "name", 0.0)
+
+
+def test_a_path_a_dictionary_or_a_config_may_be_given(tmp_path, stripes):
+    from harness.engines import dask
+
+    path = write_config(tmp_path, stripes, **TWO)
+    jobs = [dask._job(each, ["train.epochs=2"]) for each in (path, str(path), yaml.safe_load(path.read_text()))]
+    jobs.append(dask._job(jobs[0].config, []))
+    assert all(job.config == jobs[0].config for job in jobs)
+    assert jobs[0].world_size == jobs[0].config.train.epochs == 2
+    with pytest.raises(LaunchError, match="asynchronous"):
+        dask.run(SimpleNamespace(asynchronous=True), path)
 
 
 # Files, without a disk in common
@@ -295,17 +361,26 @@ def test_lines_are_told_once_each(tmp_path):
 # On a cluster
 
 
+@pytest.fixture
+def others_task(tmp_path, dask_cluster):
+    """Somebody else's work on the cluster, which ends when the test does: (future, what ends it)."""
+    flag = tmp_path / "flag"
+    flag.touch()
+    waiting = ["sh", "-c", f"while [ -e {flag} ]; do sleep 0.1; done"]
+    future = dask_cluster.client.submit(subprocess.run, waiting, pure=False)
+    wait_until(lambda: any(dask_cluster.client.processing().values()), START_S, "the other task runs")
+    yield future, flag.unlink
+    flag.unlink(missing_ok=True)
+
+
 @pytest.mark.slow
-def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, mark):
+def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, others_task, mark):
     """Two submissions of one configuration, the second for more epochs: each trains, and together they are one run.
     Other work on the cluster goes on meanwhile."""
     constant = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the rate is not to depend on the epochs
     plain = write_config(tmp_path / "plain", stripes, **constant)
     assert run(plain, 2) == [0, 0]
     content = yaml.safe_load(write_config(tmp_path / "dask", stripes, **constant, **TWO).read_text())
-    waiting = ["sh", "-c", f"while [ -d {tmp_path}/dask ]; do sleep 0.1; done"]
-    other = dask_cluster.client.submit(subprocess.run, waiting, pure=False)
-    wait_until(lambda: any(dask_cluster.client.processing().values()), START_S, "the other task runs")
     first = Running(dask_cluster.client, content, "train.epochs=1", marking(mark))
     assert first.end(START_S).exit_code == 0
     second = Running(dask_cluster.client, content, marking(mark))
@@ -313,20 +388,18 @@ def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, mark)
     assert "done: " in second.conclusion.text
     assert not marked(mark)
     assert_same_run(tmp_path / "plain" / "runs" / "run", tmp_path / "dask" / "runs" / "run")
-    told = {(event["rank"], event["file"]): event["lines"] for event in second.events if "file" in event}
-    assert json.loads([line for line in told[0, "metrics.jsonl"] if '"train"' in line][-1])["step"] == 24
-    assert "24 in all" in "".join(line for event in second.events for line in event.get("lines", ()))
-    assert told[1, "logs/rank-1.log"]
-    assert other.status == "pending"
-    (tmp_path / "dask").rename(tmp_path / "over")
-    assert other.result(END_S).returncode == 0
+    assert json.loads([line for line in second.lines(0, "metrics.jsonl") if '"train"' in line][-1])["step"] == 24
+    assert any("24 in all" in line for line in second.lines(0, "terminal"))
+    assert second.lines(1, "logs/rank-1.log")
+    future, end = others_task
+    assert future.status == "pending"
+    end()
+    assert future.result(END_S).returncode == 0
 
 
 @pytest.mark.slow
-def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, stripes, dask_cluster, mark):
+def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, stripes, unbroken, dask_cluster, mark):
     """What the second start goes on from has come home, and is sent to workers that have nothing."""
-    whole = write_config(tmp_path / "whole", stripes, model=SLOW)
-    assert run(whole, 2) == [0, 0]
     settings = {"launch": {"nproc": 2, "dask": {"shared": False}}, "checkpoint": {"every_steps": 2}}
     config = write_config(tmp_path / "killed", stripes, model=SLOW, **settings)
     folder = tmp_path / "killed" / "runs" / "run"
@@ -343,8 +416,8 @@ def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, str
     assert not scratch(dask_cluster)
     second = Running(dask_cluster.client, config, marking(mark))
     assert second.end(START_S).exit_code == 0
-    assert any("resumed from" in line for event in second.events for line in event.get("lines", ()))
-    assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
+    assert any("resumed from" in line for line in second.lines(0, "terminal"))
+    assert_same_run(unbroken, folder)
     assert not scratch(dask_cluster)
     assert len((folder / "logs" / "rank-1.log").read_text().split("resumed from")) == 2
 
@@ -413,10 +486,8 @@ def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
 
 
 @pytest.mark.slow
-def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, dask_cluster, mark):
+def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, unbroken, dask_cluster, mark):
     """kill -9 of a worker and of its nanny: its rank does not outlive it, and its peers end."""
-    whole = write_config(tmp_path / "whole", stripes, model=SLOW)
-    assert run(whole, 2) == [0, 0]
     config = write_config(tmp_path / "killed", stripes, model=SLOW, **TWO)
     folder = tmp_path / "killed" / "runs" / "run"
     first = Running(dask_cluster.client, config, marking(mark))
@@ -430,7 +501,7 @@ def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, dask_cl
     assert not marked(mark)
     second = Running(dask_cluster.client, config, marking(mark))
     assert second.end(START_S).exit_code == 0
-    assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
+    assert_same_run(unbroken, folder)
 
 
 @pytest.mark.slow
