@@ -5,7 +5,7 @@ Only ``harness launch`` and the engines read it; ``driver.py`` takes its place a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -27,6 +27,13 @@ Quantity = Annotated[
 ]
 
 
+def _not_a_number(value: Any) -> Any:
+    """YAML 1.1 reads 12:00:00 as 43200 and 30 as 30; Slurm would take both for minutes."""
+    if isinstance(value, int | float):
+        raise ValueError(f"YAML reads this as the number {value}; write the days too, such as 0-12:00:00")
+    return value
+
+
 class SlurmSection(Section):
     """For engine slurm."""
 
@@ -38,8 +45,8 @@ class SlurmSection(Section):
     """Quality of service; null: the account's default."""
     constraint: Word | None = None
     """Features that the nodes must have, such as a100|h100; null: any."""
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None
-    """Time limit, such as 1-12:00:00, or a number of minutes; null: the partition's."""
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$"), BeforeValidator(_not_a_number)] | None = None
+    """Time limit with its days, such as 0-12:00:00; null: the partition's. (YAML takes 12:00:00 for a number.)"""
     gpus_per_node: Positive | None = None
     """GPUs of each node, all of them seen by each of its ranks; null: none is asked for."""
     cpus_per_task: Positive | None = None

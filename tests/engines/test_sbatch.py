@@ -105,7 +105,7 @@ def test_settings_that_cannot_be(planned, words, message):
             call(planned(*words))
 
 
-@pytest.mark.parametrize("word", ["partition=a b", "time=tomorrow", "mem=lots", "extra=[exclusive]", "signal_s=0"])
+@pytest.mark.parametrize("word", ["partition=a b", "time=tomorrow", "time=12:00:00", "mem=lots", "extra=[exclusive]", "signal_s=0"])
 def test_settings_that_no_script_should_hold(planned, word):
     with pytest.raises(ConfigError, match=f"launch.slurm.{word.partition('=')[0]}"):
         planned(f"launch.slurm.{word}")
@@ -170,6 +170,27 @@ def test_output_is_shown_as_it_comes_and_understood(tmp_path, capsys):
     assert output.exits == {2: -11, 3: -11, 0: 70}
     assert next(iter(output.exits)) == 2
     assert output.lost == "Node failure on n1"
+    assert not output.over
+
+
+@pytest.mark.parametrize(("again", "over"), [("no", True), ("yes", False), ("no, Slurm was told not to", True)])
+def test_whether_the_script_is_over(tmp_path, again, over):
+    lines = ["harness: job 7, start 1, on n0", f"harness: job 7: exit code 70, another start: {again}"]
+    (tmp_path / "7.txt").write_text("\n".join(lines))
+    output = JobOutput()
+    output.path = str(tmp_path / "7.txt")
+    output.show(last=True)
+    assert output.over == over
+
+
+def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
+    """Slurm keeps the job for minutes when all that there is to know is known."""
+    Answers(monkeypatch, "RUNNING", "COMPLETING")
+    monkeypatch.setattr(slurm, "_LINGER_S", 0.05)
+    monkeypatch.setattr(slurm, "down", lambda nodes: "n1 (completing*)")
+    run = slurm.Slurm(planned(), "7")
+    run._output.over = True
+    assert run.follow().lost == "nodes that Slurm has lost: n1 (completing*)"
 
 
 class Answers:
