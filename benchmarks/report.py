@@ -71,11 +71,13 @@ def main() -> None:
         records = sorted(folder.glob("*/metrics.jsonl"))
         size = sum(path.stat().st_size for path in records) / 1e9
         lines = records[0].read_bytes().count(b"\n")
+        load = os.getloadavg()[0]
         rows = [measure(folder, Path(name) / f"report.{form}", form) for form in ("html", "md", "csv")]
     text = f"""`harness report` over {len(records):,} made-up runs of {lines:,} records each, {size:.1f} GB of
 metrics.jsonl in the page cache; a fresh process each, counted from its start. Every record is read; what is drawn is
 thinned, with the least and the largest value of every stretch kept, and the best runs alone are lines: all are in the
-table.
+table. The load average before it was {load:.1f} on {os.cpu_count()} cores: where it is more than a little, time has
+waited for other work, and processor time tells what the report itself needs.
 
 {machine.table(["form", "time", "processor time", "peak memory", "file"], rows)}"""
     machine.write("report", "Reports of many runs", text)
