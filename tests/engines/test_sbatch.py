@@ -105,7 +105,9 @@ def test_settings_that_cannot_be(planned, words, message):
             call(planned(*words))
 
 
-@pytest.mark.parametrize("word", ["partition=a b", "time=tomorrow", "time=12:00:00", "mem=lots", "extra=[exclusive]", "signal_s=0"])
+@pytest.mark.parametrize(
+    "word", ["partition=a b", "time=tomorrow", "time=12:00:00", "mem=lots", "extra=[exclusive]", "signal_s=0"]
+)
 def test_settings_that_no_script_should_hold(planned, word):
     with pytest.raises(ConfigError, match=f"launch.slurm.{word.partition('=')[0]}"):
         planned(f"launch.slurm.{word}")
