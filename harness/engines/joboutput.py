@@ -7,7 +7,8 @@ import signal
 import sys
 from contextlib import suppress
 
-_START = re.compile(r"^harness: job \S+, start \d+, ")  # harness.engines.sbatch has the script say so
+_START = re.compile(r"^harness: job \S+, start \d+, ")  # harness.engines.sbatch has the script say so, and this
+_OVER = re.compile(r"^harness: job \S+: exit code \d+, another start: no")
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$")
 _NODE = re.compile(r"^srun: error: (Node failure on \S+)")
 _SIGNALS = {signal.strsignal(number): -number for number in signal.valid_signals()} | {"Out Of Memory": -signal.SIGKILL}
@@ -23,6 +24,8 @@ class JobOutput:
         """Exit code of each task of the newest start that did not end well, or minus the signal it died of; the first
         to end comes first."""
         self.lost = ""
+        self.over = False
+        """The script has come to its end, for good."""
         self._offset, self._rest = offset, b""
 
     def show(self, last: bool = False) -> bool:
@@ -43,7 +46,9 @@ class JobOutput:
 
     def _note(self, line: str) -> None:
         if _START.match(line):
-            self.exits, self.lost = {}, ""
+            self.exits, self.lost, self.over = {}, "", False
+        elif _OVER.match(line):
+            self.over = True
         elif found := _NODE.match(line):
             self.lost = found.group(1)
         elif found := _TASKS.match(line):

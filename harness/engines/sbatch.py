@@ -26,7 +26,6 @@ echo "harness: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $
 # One rank a task. When one has failed the others end by themselves, each with a report; --wait is for one that cannot.
 srun --kill-on-bad-exit=0 --wait=20 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${rank[@]}"
 code=$?
-echo "harness: job $SLURM_JOB_ID: exit code $code"
 
 # Another start, when there is reason to hope: after a stop (75) that brought a new checkpoint, and max_restarts times
 # after a failure. Never when the configuration (2) or the data (65) are wrong.
@@ -36,7 +35,8 @@ case $code in
     75) [ "$(newest)" = "$before" ] || again=yes ;;
     *) [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ] || again=yes ;;
 esac
-[ $again = no ] || scontrol requeue "$SLURM_JOB_ID" 2>/dev/null || echo "harness: Slurm was told not to start it again"
+[ $again = no ] || scontrol requeue "$SLURM_JOB_ID" 2>/dev/null || again="no, Slurm was told not to"
+echo "harness: job $SLURM_JOB_ID: exit code $code, another start: $again"
 exit "$code"
 """
 

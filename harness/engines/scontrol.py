@@ -75,7 +75,7 @@ def down(nodes: str) -> str:
 
 
 def ask(*command: str, stdin: str | None = None) -> str:
-    """What a Slurm command prints. Raises NoAnswer with what it complains of, LaunchError if there is no such command."""
+    """What a Slurm command prints. Raises NoAnswer with its complaint, LaunchError if there is no such command."""
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except FileNotFoundError:

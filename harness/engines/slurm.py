@@ -23,6 +23,7 @@ from harness.errors import LaunchError
 _POLL_S = 0.5  # for news in the job's output
 _SOON_S, _SELDOM_S = 1.0, 10.0  # between two questions to slurmctld, which serves a whole site
 _DEAF_S = 600.0  # without an answer, until the job is given up on
+_LINGER_S = 5.0  # for Slurm to close a job whose script has ended; while a node does not answer, it waits for minutes
 
 
 def render(job: Job) -> str:
@@ -85,12 +86,15 @@ class Slurm:
         print(f"job {self._number} is handed to Slurm", file=sys.stderr)
         state: JobState | None = JobState("PENDING")
         heard = asked_at = time.monotonic()
-        pause, nodes = 0.0, ""
+        pause, nodes, over_at = 0.0, "", float("inf")
         while state is not None and not state.over:
             time.sleep(_POLL_S)
             now = time.monotonic()
             if self._output.show() or self._asked:
                 pause = min(pause, _SOON_S)
+            over_at = min(over_at, now) if self._output.over else float("inf")
+            if now > over_at + _LINGER_S:
+                break
             if now > self._deadline:
                 self._deadline = now + self._job.settings.grace_s
                 _quietly("scancel", self._number)
@@ -123,7 +127,7 @@ class Slurm:
         self._output.show(last=True)
         silent = self._job.world_size - len(ends.read(self._job.folder / "logs"))
         lost = self._output.lost
-        if state is not None and state.name not in ("COMPLETED", "FAILED"):
+        if state is not None and state.over and state.name not in ("COMPLETED", "FAILED"):
             lost = lost or f"Slurm ended job {self._number}: {state.name}"
         if (state is None or state.name != "COMPLETED") and (gone := down(nodes)):
             lost = f"{lost}; " * bool(lost) + f"nodes that Slurm has lost: {gone}"
