@@ -11,7 +11,7 @@ import sys
 import pytest
 import yaml
 
-from harness import configfile
+from harness import cli, configfile
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_images
 from tests.ranks import run_ranks
@@ -47,7 +47,18 @@ def test_commands_are_the_known_ones():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
     assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh"}
-    assert len(commands()) == 14
+    assert len(commands()) == 23
+
+
+def test_launches_are_those_of_the_engines_page():
+    """tests/engines/test_page.py renders every command there, and the engines' tests run them."""
+    page = (ROOT / "docs" / "engines.md").read_text()
+    launches = [line for line in commands() if line.startswith("harness launch")]
+    assert len(launches) == 6
+    for line in launches:
+        engine = re.search(r"--engine (\w+)", line)
+        assert f"\n## {engine[1] if engine else 'local'}".lower() in page.lower(), line
+        assert cli.main([*shlex.split(line)[1:], "--dry-run"]) == 0, line
 
 
 def test_make_targets_exist():
@@ -102,7 +113,8 @@ def test_launch_commands(tmp_path):
         "APEX_HARNESS_CACHE": str(tmp_path),
     }
     # tests/test_strategies_page.py runs the benchmark
-    found = [line for line in commands() if "configs/digits.yaml" in line and " bench " not in line]
+    # and tests/engines those of harness launch
+    found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith("harness ")]
     assert len(found) == 3
     for number, line in enumerate(found):
         for name, value in re.findall(r"(\w+)=(\S+) (?=.*launch/)", line):
