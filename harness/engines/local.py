@@ -14,10 +14,9 @@ _NO_NODES = "one machine is all it knows; use launch.engine=torchrun, slurm, das
 
 def render(job: Job) -> str:
     _check(job)
-    line = shell(job.command(), job.environ())
+    first = shell(job.command(), job.environ() | _place(0, job.world_size, "PORT" if job.world_size > 1 else 0))
     if job.world_size == 1:
-        return line + "\n"
-    first = shell(job.command(), job.environ() | _place(0, job.world_size, "PORT"))
+        return first + "\n"
     return (
         f"# {job.world_size} processes, RANK and LOCAL_RANK from 0 to {job.world_size - 1}; PORT is a free one, where "
         f"harness launch holds the store in which they meet\n{first}\n"
@@ -34,10 +33,9 @@ class Local:
 
     def __init__(self, job: Job) -> None:
         world, environ = job.world_size, {**os.environ, **job.environ()}
-        self._store, environs = None, {0: environ}
-        if world > 1:
-            self._store = _store()
-            environs = {rank: environ | _place(rank, world, self._store.port) for rank in range(world)}
+        self._store = _store() if world > 1 else None
+        port = self._store.port if self._store else 0
+        environs = {rank: environ | _place(rank, world, port) for rank in range(world)}
         self._gang = Gang(job.command(), environs, job.settings.grace_s)
 
     def follow(self) -> Outcome:

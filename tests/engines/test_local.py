@@ -36,7 +36,8 @@ def test_render(tmp_path, stripes):
     environ = "OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo A='b c'"
     words = ["launch.interface=lo", "launch.env={A: b c}"]
     text = local.render(launch.plan(config, words))
-    assert text == f"{environ} {sys.executable} driver.py -c {config} launch.interface=lo 'launch.env={{A: b c}}'\n"
+    assert text.startswith(f"{environ} RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 ")
+    assert text.endswith(f" {sys.executable} driver.py -c {config} launch.interface=lo 'launch.env={{A: b c}}'\n")
     note, line = local.render(launch.plan(config, [*words, "launch.nproc=3"])).splitlines()
     assert "RANK and LOCAL_RANK from 0 to 2" in note
     assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=3" in line
@@ -135,9 +136,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path, stripes):
 
 
 @pytest.mark.slow
-def test_ranks_do_not_outlive_a_killed_launcher(tmp_path, stripes):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path, stripes, world_size):
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
-    with started(command(config), tmp_path / "terminal.txt") as run_:
+    with started(command(config, "--nproc", str(world_size)), tmp_path / "terminal.txt") as run_:
         wait_for_steps(tmp_path / "runs" / "run", 2)
         run_.signal(signal.SIGKILL)
         run_.process.wait()
