@@ -7,7 +7,7 @@ import signal
 import sys
 from contextlib import suppress
 
-_START = re.compile(r"^harness: job \S+, start \d+, ")  # harness.engines.sbatch has the script say so, and this
+_START = re.compile(r"^harness: job \S+, start (\d+), ")  # harness.engines.sbatch has the script say so, and this
 _OVER = re.compile(r"^harness: job \S+: exit code \d+, another start: no")
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$")
 _NODE = re.compile(r"^srun: error: (Node failure on \S+)")
@@ -24,8 +24,10 @@ class JobOutput:
         """Exit code of each task of the newest start that did not end well, or minus the signal it died of; the first
         to end comes first."""
         self.lost = ""
+        self.start = 0
+        """Which start of the job the newest is, from 1."""
         self.over = False
-        """The script has come to its end, for good."""
+        """Its script has come to its end, and does not ask for another start."""
         self._offset, self._rest = offset, b""
 
     def show(self, last: bool = False) -> bool:
@@ -45,8 +47,8 @@ class JobOutput:
         return bool(lines)
 
     def _note(self, line: str) -> None:
-        if _START.match(line):
-            self.exits, self.lost, self.over = {}, "", False
+        if found := _START.match(line):
+            self.exits, self.lost, self.over, self.start = {}, "", False, int(found.group(1))
         elif _OVER.match(line):
             self.over = True
         elif found := _NODE.match(line):

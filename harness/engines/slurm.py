@@ -90,11 +90,11 @@ class Slurm:
         while state is not None and not state.over:
             time.sleep(_POLL_S)
             now = time.monotonic()
-            if self._output.show() or self._asked:
+            if self._output.show() or self._output.over or self._asked:
                 pause = min(pause, _SOON_S)
             over_at = min(over_at, now) if self._output.over else float("inf")
-            if now > over_at + _LINGER_S:
-                break
+            if now > over_at + _LINGER_S and state.restarts < self._output.start:
+                break  # else Slurm, which lost a node, starts it again by itself
             if now > self._deadline:
                 self._deadline = now + self._job.settings.grace_s
                 _quietly("scancel", self._number)

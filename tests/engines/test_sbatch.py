@@ -191,7 +191,7 @@ def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
     monkeypatch.setattr(slurm, "_LINGER_S", 0.05)
     monkeypatch.setattr(slurm, "down", lambda nodes: "n1 (completing*)")
     run = slurm.Slurm(planned(), "7")
-    run._output.over = True
+    run._output.over, run._output.start = True, 1
     assert run.follow().lost == "nodes that Slurm has lost: n1 (completing*)"
 
 
@@ -210,7 +210,8 @@ class Answers:
         name = self._states.pop(0) if len(self._states) > 1 else self._states[0]
         if name == "deaf":
             raise NoAnswer("Unable to contact slurm controller (connect failure)")
-        return JobState(name) if name else None
+        name, _, restarts = (name or "").partition(" ")
+        return JobState(name, restarts=int(restarts or 0)) if name else None
 
 
 def test_a_controller_that_is_away_for_a_while(planned, monkeypatch):
@@ -234,6 +235,16 @@ def test_jobs_that_slurm_ended(planned, monkeypatch, name):
 def test_a_job_that_slurm_has_forgotten(planned, monkeypatch):
     Answers(monkeypatch, "RUNNING", None)
     assert slurm.Slurm(planned(), "7").follow() == slurm.Outcome()
+
+
+def test_slurm_starts_it_again_where_its_script_would_not(planned, monkeypatch):
+    """A lost node, which Slurm notices while the ranks' failure comes to the script."""
+    answers = Answers(monkeypatch, "COMPLETING 1", "PENDING 1", "RUNNING 1", "COMPLETED 1")
+    monkeypatch.setattr(slurm, "_LINGER_S", 0.0)
+    run = slurm.Slurm(planned(), "7")
+    run._output.over, run._output.start = True, 1
+    assert run.follow() == slurm.Outcome()
+    assert answers.asked == 4
 
 
 def test_stopping_asks_then_insists(planned, monkeypatch):
