@@ -186,7 +186,13 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
         cluster.lose_node("n1")
         (tmp_path / "fast").touch()
         wait_until(lambda: "waits (Nodes required for job are DOWN" in run_.text(), 60, "Slurm's notice")
+        number = number_of(run_)
+        cluster.ask("scontrol", "hold", number)
         cluster.start_node("n1")
+        # A node that comes back is told to end what it had, which is this job: not in the very moment that it begins.
+        wait_until(lambda: cluster.states()["n1"] == "idle", 30, "the node")
+        time.sleep(2)
+        cluster.ask("scontrol", "release", number)
         assert run_.wait(START_S) == 0, run_.text()
         assert not run_.alive()
     assert_same_run(unbroken, folder)
