@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -92,3 +93,10 @@ def whereabouts(frame: FrameType | None) -> str:
             return f"{frame.f_code.co_name} ({name}:{frame.f_lineno}){called}"
         frame = frame.f_back
     return innermost
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -82,7 +82,19 @@ ONLY = {
     "engines": {"errors", "files", "ends", "engines.settings", "version", "config", "configfile", "network", "runtime"}
     | {"folder", "checkpoint", "url_folder"},  # of a run that is brought home, or kept at a URL
     "launch": {"errors", "configfile", "engines"},
-    "sweep": {"section", "errors", "files", "console", "config", "conflicts", "optim", "configfile", "folder", "check"}
+    "sweep": {
+        "section",
+        "errors",
+        "files",
+        "ends",
+        "console",
+        "config",
+        "conflicts",
+        "optim",
+        "configfile",
+        "folder",
+        "check",
+    }
     | {"doctor"},
     "config": {"section", "engines.settings"},
     "conflicts": {"config"},

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import ends
-from harness.ends import End
+from harness.ends import End, signal_name
 from harness.engines.job import Outcome
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
-from harness.files import write_atomically
+from harness.files import identity, write_atomically
 from harness.url_folder import START, UrlFolder
 
 # What harness.train says of a rank whose peer is gone: the peer's end is the cause, and this one a consequence.
@@ -37,7 +37,7 @@ class Aftermath:
         another machine's disk, or gone. Raises ConfigError where that cannot be read."""
         self._folder, self._world_size = folder, world_size
         self._failure = folder / "failure.json"
-        self._before = _identity(self._failure)
+        self._before = identity(self._failure)
         self._url = UrlFolder(url) if url else None
         self._start = self._url.read(START) if self._url else None
         self._shown = url or str(folder)
@@ -48,7 +48,7 @@ class Aftermath:
         known of each rank under ``ranks``."""
         begun = self._bring_home()
         left = ends.read(self._folder / "logs")
-        told = _read(self._failure) if _identity(self._failure) != self._before else None
+        told = _read(self._failure) if identity(self._failure) != self._before else None
         failure = _first_failure(told, left, outcome, outcome.world_size or self._world_size)
         if failure is None:
             code = _quiet_code(left, outcome)
@@ -113,7 +113,7 @@ def _first_failure(
     if killed and not (outcome.stopped and told is None):
         rank, number = next(iter(killed.items()))
         why = "out of memory, a person or a scheduler" if number == signal.SIGKILL else "see its log"
-        return _made_up(rank, left, told, "Killed", f"it died of {_signal_name(number)} ({why})")
+        return _made_up(rank, left, told, "Killed", f"it died of {signal_name(number)} ({why})")
     if outcome.lost:
         silent = next((rank for rank in range(world_size) if rank not in left), 0)
         return _made_up(silent, left, told, "Lost", outcome.lost)
@@ -146,7 +146,7 @@ def _each(left: dict[int, End], outcome: Outcome) -> dict[str, str]:
             reason = f" ({end.reason})" if end.reason else ""
             told[str(rank)] = f"{end.how} on {end.host} at step {end.step}{doing}; exit code {end.exit_code}{reason}"
         elif code is not None and code < 0:
-            told[str(rank)] = f"died of {_signal_name(-code)}, without a word"
+            told[str(rank)] = f"died of {signal_name(-code)}, without a word"
         else:
             told[str(rank)] = f"ended with exit code {code}, without a word"
     return told
@@ -161,21 +161,6 @@ def _quiet_code(left: dict[int, End], outcome: Outcome) -> int:
     if any(code not in (EXIT_DONE, EXIT_STOPPED) for code in codes) or not codes:
         return EXIT_FAILURE
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _read(path: Path) -> dict[str, Any] | None:

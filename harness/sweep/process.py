@@ -19,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.ends import signal_name
 from harness.errors import EXIT_DONE, EXIT_STOPPED
+from harness.files import identity
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _ORPHAN_S = 30.0  # for what a killed trial left behind, to end by itself with a checkpoint
@@ -40,7 +42,7 @@ class Process:
         """``keep``: file descriptors that stay open as long as it lives."""
         self._run, self._log = run, run.with_name(f"{run.name}.log")
         run.parent.mkdir(parents=True, exist_ok=True)
-        self._failure = _identity(run / "failure.json")
+        self._failure = identity(run / "failure.json")
         self.asked = self.killed = False
         with open(self._log, "ab") as log:
             self._said_before = log.tell()
@@ -79,7 +81,7 @@ class Process:
         if code == EXIT_DONE:
             return "done", ""
         if code < 0:
-            return "interrupted", f"killed by {_signal_name(-code)}"
+            return "interrupted", f"killed by {signal_name(-code)}"
         failure = self._reported()
         if code == EXIT_STOPPED:
             return "interrupted", "stopped with a checkpoint"
@@ -92,7 +94,7 @@ class Process:
     def _reported(self) -> dict[str, Any]:
         """The failure that this start left, if any."""
         path = self._run / "failure.json"
-        if _identity(path) == self._failure:
+        if identity(path) == self._failure:
             return {}
         with contextlib.suppress(OSError, ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -171,20 +173,5 @@ def _prctl(option: int, value: int) -> None:
         _libc.prctl(option, value, 0, 0, 0)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
 def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
