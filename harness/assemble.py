@@ -97,6 +97,14 @@ def open_task(config: Config, runtime: Runtime) -> Any:
     return opened
 
 
+def rehearse(config: Config, world_size: int) -> None:
+    """Raise what would keep ``config`` from beginning on ``world_size`` ranks: its data, and how they are dealt."""
+    parallel.check_world(config.parallel, world_size)
+    task: Any = config.task
+    opened = task.open(config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
+    sizes(config, len(opened.train), world_size)
+
+
 def build_model(config: Config, task: Any) -> nn.Module:
     """The model on the CPU in float32; its first weights depend on the seed alone, not on rank or world size."""
     rng.seed_all(rng.INITIAL_WEIGHTS, config.seed)

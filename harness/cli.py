@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, HarnessError
 
 log = logging.getLogger("harness")
 
@@ -149,6 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _import_from_here()
     try:
         code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except HarnessError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

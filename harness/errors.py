@@ -10,6 +10,7 @@ EXIT_DONE = 0
 EXIT_USAGE = 2
 EXIT_DATA = 65
 EXIT_FAILURE = 70
+EXIT_INTERRUPTED = 130  # Ctrl-C before there was anything to stop, as shells say it
 EXIT_STOPPED = 75  # stopped early with a checkpoint: a scheduler should start the same command again
 
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pandas as pd
 import torch
 import yaml
@@ -24,6 +25,9 @@ from harness.files import finite, write_atomically
 from harness.runtime import Runtime
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
+
+
+_HOLD_S = 20.0  # a rank that has lost its peers or its launcher is gone by then
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
@@ -50,11 +54,41 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.where = str(path)  # for people
+        self.claimed = False  # by this start: before that, what lies there may be another's
+        self._lock: filelock.BaseFileLock | None = None
         self.begun: Any = None  # what ``claim`` has to tell the other ranks, for ``join``
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.weights = path / "weights.safetensors"
+
+    def hold(self) -> None:
+        """Keep other starts out of the folder until ``release``, or until this process ends, however it does. Waits a
+        moment for one that is about to end. Only one rank calls it. Raises ConfigError."""
+        lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        with contextlib.suppress(OSError, NotImplementedError):  # claim tells of the one; some disks know no locks
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=_HOLD_S)
+            except filelock.Timeout:
+                raise ConfigError(
+                    "another start is training in this run folder",
+                    where=str(self.path),
+                    hint="wait for it or stop it, and type the same again; or give this one a name=NAME",
+                ) from None
+            self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release(force=True)
+
+    def moves(self, config: Config) -> bool:
+        """Whether ``claim`` would move aside what is there."""
+        saved = self.path / "config.yaml"
+        return saved.exists() and (
+            config.checkpoint.resume == "never"
+            or bool(recipe_difference(_saved_tree(saved), configfile.as_tree(config)))
+        )
 
     def claim(self, config: Config) -> str:
         """Make the folder this run's; return what to tell the user about what was there. Only one rank calls it.

@@ -65,6 +65,9 @@ class MirroredFolder(RunFolder):
         self._outbox: Outbox | None = None
         self._courier: Courier[Parcel] = Courier(self.where, self._bring, Outbox.drop)
 
+    def hold(self) -> None:
+        """The URL says which start is the newest, and an earlier one ends; the cache is this process's in any case."""
+
     def claim(self, config: Config) -> str:
         """As of any run folder, with the URL's content fetched into the cache, or the URL brought up to date from it.
         Raises ConfigError where the URL cannot be used or written."""

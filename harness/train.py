@@ -67,7 +67,8 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     def last_words(
         exit_code: int, how: str, doing: str = "", reason: str = "", at: float = 0.0, everything: str = ""
     ) -> None:
-        ends.leave(folder.logs, runtime.rank, run.state.step if run else 0, exit_code, how, doing, reason)
+        if folder.claimed:
+            ends.leave(folder.logs, runtime.rank, run.state.step if run else 0, exit_code, how, doing, reason)
         tell_launcher(runtime.launch, exit_code, everything or f"{how}: {reason}", at)
 
     def blocked(doing: str, reason: str) -> None:
@@ -96,6 +97,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             if run is not None:
                 run.close()
             folder.leave(runtime.rank, done=code == EXIT_DONE)
+            folder.release()
     return code
 
 
@@ -118,7 +120,10 @@ def let_go(launch: Launch, stop: Stop) -> None:
 
 def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
     """The run folder as this start's, on every rank. Collective."""
-    told = runtime.patiently("preparing the run folder", lambda: folder.claim(config) if runtime.rank == 0 else "")
+    told = runtime.patiently(
+        "preparing the run folder", lambda: claim(config, runtime, folder) if runtime.rank == 0 else ""
+    )
+    folder.claimed = True
     begun = runtime.from_first(folder.begun)
     runtime.patiently("fetching the run", lambda: folder.join(runtime.rank, begun))
     runtime.patiently("fetching the checkpoint to resume from", lambda: mirrored.borrow(config))
@@ -131,6 +136,15 @@ def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
             raise cannot_write(folder.logs, error) from None
     if told:
         log.info(told)
+
+
+def claim(config: Config, runtime: Runtime, folder: RunFolder) -> str:
+    """Take the folder for this start, on rank 0; what to tell the user of what was there. A run is moved aside only for
+    one that can begin."""
+    folder.hold()
+    if folder.moves(config):
+        assemble.rehearse(config, runtime.world_size)
+    return folder.claim(config)
 
 
 def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
@@ -191,7 +205,7 @@ def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, err
     shown = _explained(error)
     report = failure_report(runtime, run.state.step if run else 0, shown, traceback.format_exception(error))
     known = watch.report(report)
-    written = folder.failure(known or report)
+    written = folder.failure(known or report) if folder.claimed else known or report
     first = known or written  # where the ranks cannot talk any more, the file decides
     if first["rank"] != runtime.rank:
         log.info("ended, since rank %s failed; %s tells why", first["rank"], f"{folder.where}/failure.json")

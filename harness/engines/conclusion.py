@@ -21,6 +21,9 @@ from harness.url_folder import START, UrlFolder
 # What harness.train says of a rank whose peer is gone: the peer's end is the cause, and this one a consequence.
 LOST_CONTACT = "lost contact with the other ranks"
 
+# Of a rank that was asked to stop; the last before it had begun to listen.
+_AS_ASKED = (EXIT_STOPPED, -signal.SIGTERM)
+
 
 @dataclass(frozen=True)
 class Conclusion:
@@ -87,6 +90,8 @@ class Aftermath:
             shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
                             if name != "step" and isinstance(value, float))  # fmt: skip
             return f"done: {self._shown}, {summary.get('step', '?')} steps{shown}"
+        if code == EXIT_STOPPED and outcome.stopped and EXIT_STOPPED not in outcome.exits.values() and outcome.exits:
+            return f"stopped before it had begun: {self._shown}; the same command goes on with what is there"
         if code == EXIT_STOPPED:
             return f"stopped early with a checkpoint: {self._shown}; the same command goes on from it"
         if outcome.stopped:
@@ -158,6 +163,8 @@ def _quiet_code(left: dict[int, End], outcome: Outcome) -> int:
     for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
         if code in codes:
             return code
+    if outcome.stopped and codes and all(code in _AS_ASKED for code in codes):
+        return EXIT_STOPPED
     if any(code not in (EXIT_DONE, EXIT_STOPPED) for code in codes) or not codes:
         return EXIT_FAILURE
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE

@@ -51,7 +51,7 @@ def submit(job: Job) -> str:
             where=str(job.folder),
             hint=f"scancel {running}, wait for it, or name this one with name=NAME",
         )
-    return _sbatch(text)
+    return _sbatch(text, f"--comment={_comment(job)}")
 
 
 def submit_array(jobs: Sequence[Job], name: str, at_once: int | None = None) -> list[str]:
@@ -134,24 +134,29 @@ class Slurm:
         return Outcome(self._output.exits, lost if silent and not self._asked else "", bool(self._asked))
 
 
-def _sbatch(text: str) -> str:
+def _sbatch(text: str, *options: str) -> str:
     """Submit a script; the number of its job."""
     # Within a job, such as an interactive one, the new job would take over the other's shape.
     outer = [name for name in os.environ if name.startswith("SLURM_") and not name.endswith("_CONF")]
     clean = [word for name in outer for word in ("-u", name)]
     try:
-        return ask("env", *clean, "sbatch", "--parsable", stdin=text).strip().partition(";")[0]
+        return ask("env", *clean, "sbatch", "--parsable", *options, stdin=text).strip().partition(";")[0]
     except NoAnswer as error:
         raise LaunchError(f"sbatch refused the job: {error}", hint="--dry-run prints what it was given") from None
 
 
 def _same_run(job: Job) -> str:
-    """The number of a job of this user, of this name and from this folder; empty if there is none."""
+    """The number of a job of this user that trains into the same run folder; empty if there is none."""
     with suppress(NoAnswer):
-        lines = ask("squeue", "--me", "--noheader", f"--name={job.config.name}", "--format=%i %Z").splitlines()
-        return next((number for number, _, folder in (line.partition(" ") for line in lines)
-                     if Path(folder) == Path.cwd()), "")  # fmt: skip
+        lines = ask("squeue", "--me", "--noheader", f"--name={job.config.name}", "--format=%i %k").splitlines()
+        return next((number for number, _, comment in (line.partition(" ") for line in lines)
+                     if comment == _comment(job)), "")  # fmt: skip
     return ""
+
+
+def _comment(job: Job) -> str:
+    """What a job is known by: trials of two sweeps have the same names."""
+    return f"run folder {job.folder.resolve()}"
 
 
 def _quietly(*command: str) -> None:

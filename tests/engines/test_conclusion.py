@@ -131,6 +131,12 @@ def test_ended_at_once_on_request(folder):
     assert "ended as asked" in ended.text
 
 
+def test_stopped_before_it_had_begun(folder):
+    ended = Aftermath(folder).conclude(Outcome({0: -15, 1: -15}, stopped=True))
+    assert ended.exit_code == 75
+    assert "before it had begun" in ended.text
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     ended = Aftermath(tmp_path / "runs" / "x").conclude(Outcome({0: -9}))
     assert "died of SIGKILL" in ended.text
