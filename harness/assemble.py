@@ -46,16 +46,9 @@ class Sizes:
 def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     """Raises ConfigError where the batch cannot be dealt to ``world_size`` ranks, DataError for too few rows."""
     batch = config.batch
+    if misfit := batch.misfit(world_size):
+        raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
     if batch.global_ is not None:
-        unit = world_size * batch.accumulate
-        if batch.global_ % unit:
-            down, up = batch.global_ // unit * unit, -(-batch.global_ // unit) * unit
-            nearest = f"{down} or {up}" if down else str(up)
-            raise ConfigError(
-                f"{batch.global_} rows cannot be dealt to {world_size} ranks in {batch.accumulate} micro-batches each",
-                where="batch.global",
-                hint=f"the nearest that can: {nearest}",
-            )
         per_rank = batch.global_ // world_size
     else:
         assert batch.per_rank is not None  # conflicts() saw to it

@@ -58,6 +58,17 @@ class BatchSection(Section):
     eval_per_rank: Positive | None = None
     """Rows a rank evaluates at once; null: as many as a training micro-batch."""
 
+    def misfit(self, world_size: int) -> tuple[str, str] | None:
+        """Why these rows cannot be dealt to ``world_size`` ranks, and what to do about it; None if they can."""
+        unit = world_size * self.accumulate
+        if self.global_ is None or self.global_ % unit == 0:
+            return None
+        down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
+        return (
+            f"{self.global_} rows cannot be dealt to {world_size} ranks in {self.accumulate} micro-batches each",
+            f"the nearest that can: {f'{down} or {up}' if down else up}",
+        )
+
 
 class LarcSection(Section):
     """Layer-wise adaptive rates: no parameter moves further than its own size allows (You et al. 2017)."""

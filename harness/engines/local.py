@@ -8,6 +8,8 @@ from typing import Any
 
 from harness.engines.gang import Gang
 from harness.engines.job import Job, Outcome, refuse, shell
+from harness.errors import LaunchError
+from harness.network import interfaces
 
 _NO_NODES = "one machine is all it knows; use launch.engine=torchrun, slurm, dask, flyte or kubernetes"
 
@@ -51,6 +53,12 @@ def _check(job: Job) -> None:
         node_rank=_NO_NODES,
         max_restarts="the same command goes on from the newest checkpoint; launch.engine=torchrun restarts by itself",
     )  # fmt: skip
+    wanted, there = job.settings.interface, interfaces()
+    if wanted is not None and wanted not in there:
+        raise LaunchError(
+            f"there is no network interface {wanted} with an IPv4 address here", where="launch.interface",
+            hint=f"interfaces of this machine: {', '.join(f'{name} ({has})' for name, has in there.items())}",
+        )  # fmt: skip
 
 
 def _place(rank: int, world_size: int, port: Any) -> dict[str, str]:

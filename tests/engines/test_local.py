@@ -13,7 +13,7 @@ import pytest
 
 from harness import launch
 from harness.engines import local
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -38,9 +38,9 @@ def test_render(tmp_path, stripes):
     text = local.render(launch.plan(config, words))
     assert text.startswith(f"{environ} RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 ")
     assert text.endswith(f" {sys.executable} driver.py -c {config} launch.interface=lo 'launch.env={{A: b c}}'\n")
-    note, line = local.render(launch.plan(config, [*words, "launch.nproc=3"])).splitlines()
-    assert "RANK and LOCAL_RANK from 0 to 2" in note
-    assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=3" in line
+    note, line = local.render(launch.plan(config, [*words, "launch.nproc=4"])).splitlines()
+    assert "RANK and LOCAL_RANK from 0 to 3" in note
+    assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=4" in line
 
 
 @pytest.mark.parametrize("word", ["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
@@ -49,6 +49,17 @@ def test_what_means_nothing_here(tmp_path, stripes, word):
     for call in (local.render, local.start):
         with pytest.raises(LaunchError, match="means nothing to engine local"):
             call(job)
+
+
+def test_an_interface_that_is_not_there(tmp_path, stripes):
+    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.interface=eth9"])
+    with pytest.raises(LaunchError, match=r"no network interface eth9(.|\n)*lo \(127.0.0.1\)"):
+        local.start(job)
+
+
+def test_a_batch_that_cannot_be_dealt(tmp_path, stripes):
+    with pytest.raises(ConfigError, match="8 rows cannot be dealt to 100 ranks"):
+        launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=100"])
 
 
 def test_dry_run_does_nothing(tmp_path, stripes, capsys):
