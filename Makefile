@@ -11,7 +11,7 @@ train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC proces
 
 # Much of the suite waits for processes to start and to end, so three files at a time keep two cores busy.
 test: $(VENV)/.test  ## the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
 
 check: $(VENV)/.dev  ## lint and types
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ log = logging.getLogger("harness")
 _KEY = "failed"
 PERIOD_S = 1.0
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
+JOIN_S = 5.0  # for the thread to come back from a question to the store
 NEWS_S = 3.0  # for the news of a failure to reach all ranks, before the one that failed takes its connections along
 
 
@@ -82,6 +83,9 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        # A thread that Python finds alive at its end may be torn out of a C++ call, which aborts the process.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
 
     def report(self, failure: dict[str, Any]) -> dict[str, Any] | None:
         """Tell the peers of ``failure`` (of JSON types); return the launch's first, which is this one if none was

@@ -159,7 +159,8 @@ def _each(left: dict[int, End], outcome: Outcome) -> dict[str, str]:
 
 def _quiet_code(left: dict[int, End], outcome: Outcome) -> int:
     """The exit code where no rank reported a failure."""
-    codes = {**{rank: end.exit_code for rank, end in left.items()}, **outcome.exits}.values()
+    # What a rank wrote at its end counts: a library that aborts after that, while Python is torn down, does no harm.
+    codes = {**outcome.exits, **{rank: end.exit_code for rank, end in left.items()}}.values()
     for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
         if code in codes:
             return code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -62,7 +63,7 @@ def test_launch_killed_rank_then_interrupt_then_the_end(tmp_path, data):
         assert run.wait(END_S) == 1
         assert not run.alive()
         assert f"Signal 9 (SIGKILL) received by PID {killed}" in run.text()
-        assert "exitcode  : 70" in run.text()
+        assert re.search(r"exitcode  : (70|-15)", run.text())  # it may be told to end before it has ended by itself
         assert run.text().count("lost contact with the other ranks") == 1
     failure = json.loads((folder / "failure.json").read_text())
     assert failure["message"].startswith("lost contact with the other ranks")
@@ -98,7 +99,7 @@ def test_torchrun_killed_launcher_then_sigterm_then_the_end(tmp_path, data):
         run.signal(signal.SIGKILL)
         run.wait(5)
         wait_until(lambda: not run.alive(), END_S, "the ranks end after their launcher")
-        assert "the launcher is gone" in run.text()
+        assert "the launcher is gone" in run.text() or "rank 0, or the launcher, is gone" in run.text()
     assert checkpoint_of(folder) == max(steps(folder)) < 24
 
     with started(command, tmp_path / "terminated.txt", LAUNCHER="torchrun") as run:

@@ -131,6 +131,12 @@ def test_ended_at_once_on_request(folder):
     assert "ended as asked" in ended.text
 
 
+def test_a_library_that_aborts_after_the_end(folder):
+    aftermath = Aftermath(folder)
+    leave(folder, 0, 0, "done")
+    assert aftermath.conclude(Outcome({0: -6})).exit_code == 0
+
+
 def test_stopped_before_it_had_begun(folder):
     ended = Aftermath(folder).conclude(Outcome({0: -15, 1: -15}, stopped=True))
     assert ended.exit_code == 75

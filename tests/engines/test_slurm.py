@@ -91,7 +91,7 @@ def test_slurm_accepts_what_is_rendered(cluster, tmp_path, stripes):
 def test_refused(cluster, tmp_path, stripes, monkeypatch):
     """What is wrong is told by Slurm itself, before anything is left behind."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
-    job = launch.plan(str(configured(tmp_path, stripes)), ["launch.slurm.partition=gpu", "launch.nnodes=7"])
+    job = launch.plan(str(configured(tmp_path, stripes)), ["launch.slurm.partition=gpu", "launch.nnodes=8"])
     with pytest.raises(LaunchError, match="sbatch refused the job: .*invalid partition"):
         slurm.start(job)
     monkeypatch.setenv("PATH", "/nowhere")
