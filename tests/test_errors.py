@@ -42,4 +42,4 @@ def test_crosses_a_process_border_whole(cls, code):
 
 def test_exit_codes_differ():
     codes = [getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")]
-    assert sorted(codes) == [0, 2, 65, 70, 75]
+    assert sorted(codes) == [0, 2, 65, 70, 75, 130]
