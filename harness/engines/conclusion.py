@@ -44,13 +44,15 @@ class Aftermath:
         self._url = UrlFolder(url) if url else None
         self._start = self._url.read(START) if self._url else None
         self._shown = url or str(folder)
-        ends.forget(folder / "logs")
+        # Remembered, not removed: another machine's ranks may be writing theirs to the same disk.
+        self._earlier = ends.read(folder / "logs")
 
     def conclude(self, outcome: Outcome) -> Conclusion:
         """The report on the run that ``outcome`` was seen of; a failure is also left as ``failure.json``, with what is
         known of each rank under ``ranks``."""
         begun = self._bring_home()
-        left = ends.read(self._folder / "logs")
+        found = ends.read(self._folder / "logs")
+        left = {rank: end for rank, end in found.items() if end != self._earlier.get(rank)}
         told = _read(self._failure) if identity(self._failure) != self._before else None
         failure = _first_failure(told, left, outcome, outcome.world_size or self._world_size)
         if failure is None:
