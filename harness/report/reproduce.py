@@ -27,7 +27,7 @@ def commands(run: Run) -> list[str]:
     hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
     world = run.world or 1
     if len(hosts) > 1:
-        where = f"NNODES={len(hosts)} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500"
+        where = f"NNODES={len(hosts)} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=PORT"
         lines.append(f"{where} launch/multi_node.sh {world // len(hosts)} {config} {name}   # and so on, on each node")
     elif world > 1:
         lines.append(f"launch/single_node.sh {world} {config} {name}")

@@ -107,7 +107,7 @@ class Follower:
         import that is under way in another thread would stay locked in them for ever."""
         self.name, self._facts = name, facts
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
-        self._off = threading.Event()
+        self._off, self._turning_off = threading.Event(), threading.Lock()
         self._mirror: Mirror | None = None
         self._thread = threading.Thread(target=self._run, name=f"harness-{name}", daemon=True)
         try:
@@ -145,12 +145,10 @@ class Follower:
     def join(self, timeout_s: float) -> None:
         if self._thread.is_alive() and not self._off.is_set():
             self._thread.join(timeout_s)
-            if self._thread.is_alive() and not self._off.is_set():
-                self._off.set()
-                log.warning(
-                    "tracker %s has not taken everything within %.0f s: what it shows is not whole; metrics.jsonl is",
-                    self.name, timeout_s,
-                )  # fmt: skip
+            if self._thread.is_alive():
+                self._turn_off(
+                    f"has not taken everything within {timeout_s:.0f} s: what it shows is not whole; metrics.jsonl is"
+                )
 
     def _put(self, call: Callable[[], None] | None) -> None:
         if self._off.is_set():
@@ -171,16 +169,20 @@ class Follower:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        if not self._off.is_set():
-            self._off.set()
-            reason = next(iter(str(error).strip().splitlines()), "") or "no reason given"
-            log.warning(
-                "tracker %s is off for the rest of this start: %s: %s (metrics.jsonl has everything)",
-                self.name, type(error).__name__, reason,
-            )  # fmt: skip
+        reason = next(iter(str(error).strip().splitlines()), "") or "no reason given"
+        text = f"{type(error).__name__}: {reason} (metrics.jsonl has everything)"
+        self._turn_off(f"is off for the rest of this start: {text}", error)
+
+    def _turn_off(self, why: str, error: Exception | None = None) -> None:
+        """The warning is out before ``_off`` says so: who sees it set waits for nothing more."""
+        with self._turning_off:
+            if self._off.is_set():
+                return
+            log.warning("tracker %s %s", self.name, why)
             log.debug("what %s raised", self.name, exc_info=error)
-            with self._calls.mutex:
-                self._calls.queue.clear()
+            self._off.set()
+        with self._calls.mutex:
+            self._calls.queue.clear()
 
 
 def _lines(path: Path, offset: int) -> Iterator[Line]:

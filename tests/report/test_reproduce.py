@@ -41,7 +41,7 @@ def test_several_machines(place):
     ranks = [f"{host}: cuda:{card} (NVIDIA H100)" for host in ("one", "two") for card in (0, 1)]
     found = run(write_run(place / "runs" / "fake", Fake(world=4)), ranks=ranks)
     assert reproduce.commands(found)[1].startswith(
-        "NNODES=2 NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500 launch/multi_node.sh 2 runs/fake/config.yaml"
+        "NNODES=2 NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=PORT launch/multi_node.sh 2 runs/fake/config.yaml"
     )
     assert dict(reproduce.provenance(found))["machine"] == "2 × one: cuda (NVIDIA H100), 2 × two: cuda (NVIDIA H100)"
 
