@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from harness import configfile
 from harness.trackers import mirrors
 from harness.trackers.mirror import Sample, scalars
+from tests.end_to_end.processes import wait_until
 from tests.fixtures import make_config, write_rows
 
 IMAGES = np.arange(3 * 64, dtype=np.uint8).reshape(3, 1, 8, 8)
@@ -132,9 +134,16 @@ def records_of(file: Path) -> Iterator[bytes]:
 
 def history_of(file: Path) -> tuple[list[dict], list]:
     """The rows that were logged, and all records, as wandb's own classes understand them."""
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
-    records = [Record.FromString(record) for record in records_of(file)]
+    def whole() -> list[Record]:
+        with suppress(struct.error, DecodeError):
+            found = [Record.FromString(record) for record in records_of(file)]
+            return found if any(record.WhichOneof("record_type") == "exit" for record in found) else []
+        return []
+
+    records = wait_until(whole, 30, "the end of the file, which a process of wandb's writes after finish() returned")
     rows = [
         {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
         for record in records
