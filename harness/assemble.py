@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from harness import configfile, mirrored, optim, parallel, precision, rng
-from harness.checkpoint import Checkpoints, damage
+from harness.checkpoint import Checkpoints
 from harness.config import Config
 from harness.console import Progress
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.shards import bounds, num_steps
-from harness.errors import CheckpointError, ConfigError, DataError
+from harness.errors import ConfigError, DataError
 from harness.folder import RunFolder
 from harness.run import Run
 from harness.runtime import Runtime
@@ -173,42 +173,26 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
 
 
 def restore(run: Run) -> None:
-    """Go on from where the configuration says; a new run starts its record anew. Collective."""
-    with run.runtime.together("looking for a checkpoint"):
-        path = find_checkpoint(run) if run.runtime.rank == 0 else None
-    path, ours = run.runtime.from_first((path, path is not None and path.parent == run.folder.checkpoints))
-    if path is not None:  # ranks without a disk in common have it at places of their own
-        path = run.folder.checkpoints / path.name if ours else mirrored.borrowed(run.config)
-    with run.runtime.together("restoring"):
+    """Go on from where the configuration says: this run's newest whole checkpoint, else the one that checkpoint.resume
+    names; a new run starts its record anew. Collective."""
+    runtime, wanted = run.runtime, run.config.checkpoint.resume
+    with runtime.together("looking for a checkpoint"):
+        newest = run.checkpoints.newest() if runtime.rank == 0 and wanted != "never" else None
+    newest = runtime.from_first(newest)
+    path: Path | None = None
+    if newest is not None:  # ranks without a disk in common have it at places of their own
+        path = run.folder.checkpoints / newest.name
+    elif wanted not in ("auto", "never"):
+        path = runtime.patiently("fetching the checkpoint to resume from", lambda: mirrored.borrow(run.config))
+    with runtime.together("restoring"):
         if path is not None:
             run.restore(path)
         # A checkpoint of this run knows how much of the record was written before it; all after that comes again.
-        run.tracker.rewind(run.log_offset if ours else 0)
-    if path is not None and not ours:
+        run.tracker.rewind(run.log_offset if newest else 0)
+    if path is not None and newest is None:
         run.state.forget_best()  # those weights are in the other run's folder
         run.saved_step = -1
         run.save()  # from here on the run stands on its own
-
-
-def find_checkpoint(run: Run) -> Path | None:
-    """The checkpoint to go on from: this run's newest whole one, else the one that checkpoint.resume names."""
-    wanted = run.config.checkpoint.resume
-    if wanted == "never":
-        return None
-    if newest := run.checkpoints.newest():
-        return newest
-    if wanted == "auto":
-        return None
-    path = mirrored.borrowed(run.config)
-    if not path.is_dir():
-        raise ConfigError(
-            f"there is no checkpoint folder {wanted}",
-            where="checkpoint.resume",
-            hint="name one such as runs/digits/checkpoints/step-100, or use auto or never",
-        )
-    if problem := damage(path):
-        raise CheckpointError(problem, where=wanted, hint="name another one, or use checkpoint.resume=auto")
-    return path
 
 
 def warn_of_skew(config: Config, task: Any, runtime: Runtime) -> None:

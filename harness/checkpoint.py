@@ -91,10 +91,9 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole; a damaged one is named in the log and passed over."""
-        steps = sorted(self._steps(), key=_step_of, reverse=True)
-        named = self._named("latest")
+        there, named = [path for _, path in sorted(steps(self.folder).items(), reverse=True)], self._named("latest")
         # What `latest` names comes first: a folder of a higher number was abandoned by a resume from an earlier one.
-        for path in sorted(steps, key=lambda path: path != named):
+        for path in sorted(there, key=lambda path: path != named):
             problem = damage(path)
             if not problem:
                 return path
@@ -106,9 +105,6 @@ class Checkpoints:
             return self.folder / (self.folder / pointer).read_text(encoding="utf-8").strip()
         except OSError:
             return None
-
-    def _steps(self) -> list[Path]:
-        return list(steps(self.folder).values())
 
     def sweep(self) -> None:
         """Remove all but the newest ``keep`` and the best, and what a crash left half written."""

@@ -95,4 +95,4 @@ class Courier(Generic[Parcel]):
         if superseded:
             self._drop(parcel)
         if not self.refused:
-            time.sleep(min(MOST_PAUSE_S, 2.0 ** (failures - 1)))
+            time.sleep(min(MOST_PAUSE_S, 2.0 ** min(failures - 1, 10)))

@@ -5,7 +5,6 @@ A copy in the cache: only what has changed since the last time is fetched. Nothi
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ import filelock
 
 from harness.errors import ConfigError
 from harness.files import write_atomically
-from harness.url_folder import UrlFolder, cache_of_runs, is_url
+from harness.url_folder import UrlFolder, is_url, working_folder
 
 _LOCK_S = 600.0  # for another process to fetch the same
 _LOG = "logs/rank-0.log"
@@ -34,8 +33,7 @@ def at_hand(place: str, checkpoint: bool = False) -> Path:
     names = [name for name in there if name == _LOG or not name.startswith(("checkpoints/", "logs/"))]
     if checkpoint and (newest := (url.read("checkpoints/latest") or "").strip()):
         names += [name for name in there if name.startswith(f"checkpoints/{newest}/")] + ["checkpoints/latest"]
-    key = hashlib.sha256(url.url.encode()).hexdigest()[:16]
-    folder = cache_of_runs(None) / "read" / key / url.url.rpartition("/")[2]
+    folder = working_folder(url.url, None, "read")
     folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder.parent / "lock", timeout=_LOCK_S):
         _fetch(url, names, folder)

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from harness.files import finite, write_atomically
 from harness.runtime import Runtime
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
-
-
 _HOLD_S = 20.0  # a rank that has lost its peers or its launcher is gone by then
 
 
@@ -73,7 +72,7 @@ class RunFolder:
             except filelock.Timeout:
                 raise ConfigError(
                     "another start is training in this run folder",
-                    where=str(self.path),
+                    where=self.where,
                     hint="wait for it or stop it, and type the same again; or give this one a name=NAME",
                 ) from None
             self._lock = lock
@@ -82,25 +81,18 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release(force=True)
 
-    def moves(self, config: Config) -> bool:
-        """Whether ``claim`` would move aside what is there."""
-        saved = self.path / "config.yaml"
-        return saved.exists() and (
-            config.checkpoint.resume == "never"
-            or bool(recipe_difference(_saved_tree(saved), configfile.as_tree(config)))
-        )
-
-    def claim(self, config: Config) -> str:
+    def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
         """Make the folder this run's; return what to tell the user about what was there. Only one rank calls it.
 
         The same recipe goes on where it was. Another one, or ``resume: never``, moves the old folder aside (NAME.1, …),
-        so that nothing written is lost. Raises ConfigError where the folder cannot be written.
+        so that nothing written is lost; before that ``rehearse`` raises what would keep the new one from beginning.
+        Raises ConfigError where the folder cannot be written.
         """
         told = ""
         if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
             raise own_checkpoint(config.checkpoint.resume)
         if (saved := self.path / "config.yaml").exists():
-            told = self._continue_or_move(saved, config)
+            told = self._continue_or_move(saved, config, rehearse)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
@@ -115,10 +107,11 @@ class RunFolder:
         (self.path / "failure.json").unlink(missing_ok=True)
         ends.forget(self.logs)
 
-    def _continue_or_move(self, saved: Path, config: Config) -> str:
+    def _continue_or_move(self, saved: Path, config: Config, rehearse: Callable[[], None]) -> str:
         difference = recipe_difference(_saved_tree(saved), configfile.as_tree(config))
         if config.checkpoint.resume != "never" and not difference:
             return ""
+        rehearse()
         aside = self._move_aside()
         changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
         changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""

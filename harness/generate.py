@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
-from harness import configfile
+from harness import saved
 from harness.data.names import ALPHABET, BLANK, BLANK_CODE, STOP, STOP_CODE, clean, encode
-from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
+from harness.errors import ConfigError, DataError, HarnessError
 from harness.tasks import pet_names
 
 MAX_LENGTH = 40  # characters, after which a name that has not ended is given up; the longest of Seattle's pets has 45
@@ -42,9 +40,8 @@ def names(run: Path, wish: Wish) -> Iterator[str]:
     where ``run`` or ``wish`` cannot be used, and HarnessError where fewer names are found than are asked for.
     """
     start = _checked(wish)
-    task = _task(run)
+    task, model = _trained(run)
     told = set() if wish.keep_existing else _existing(task)
-    model = _best(run, task)
     generator = torch.Generator().manual_seed(wish.seed % 2**63)
     num_left, num_tries = wish.num, 0
     while num_left and num_tries < max(wish.num, 10) * MAX_TRIES:
@@ -95,15 +92,19 @@ def _checked(wish: Wish) -> str:
     return start
 
 
-def _task(run: Path) -> pet_names.Task:
-    """The task of the run folder ``run``. Raises ConfigError."""
-    hint = "name the folder of a run of the task pet_names, such as runs/pet_names"
-    if not (run / "config.yaml").is_file():
-        raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
-    task = configfile.load(run / "config.yaml").task
+def _trained(run: Path) -> tuple[pet_names.Task, nn.Module]:
+    """The task of the run folder ``run``, and its model with the best weights, on the CPU, in float32."""
+    config = saved.configuration(run, ())
+    task = config.task
     if not isinstance(task, pet_names.Task):
-        raise ConfigError(f"a run of the task {task.name} has no names to generate", where=str(run), hint=hint)
-    return task
+        raise ConfigError(
+            f"a run of the task {task.name} has no names to generate",
+            where=str(run),
+            hint="name the folder of a run of the task pet_names, such as runs/pet_names",
+        )
+    model = task.model(config.model)
+    saved.load(model, saved.best(run), run)
+    return task, model.eval()
 
 
 def _existing(task: pet_names.Task) -> set[str]:
@@ -113,17 +114,3 @@ def _existing(task: pet_names.Task) -> set[str]:
         hint = f"{error.hint}; or add --keep-existing, which needs no list of names"
         raise DataError(error.message, where=error.where, hint=hint) from None
     return {*opened.trained, *opened.held_out}
-
-
-def _best(run: Path, task: pet_names.Task) -> nn.Module:
-    """The model with the best weights of ``run``, on the CPU, in float32."""
-    model, path = task.model(configfile.load(run / "config.yaml").model), run / "weights.safetensors"
-    if not path.exists():
-        raise ConfigError(
-            "the run has no weights.safetensors yet", where=str(run), hint="they are written after the first evaluation"
-        )
-    try:
-        model.load_state_dict(load_file(path))
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"the weights cannot be used: {str(error).splitlines()[0]}", where=str(path)) from None
-    return model.eval()

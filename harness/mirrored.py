@@ -1,16 +1,16 @@
 """A run folder at a URL: training works in a folder of this machine's cache, and the URL is kept in step with it.
 
-The URL is the truth. Whatever moment a run is killed at, it holds a whole state: a checkpoint goes there before the
-record that it vouches for, both before ``latest`` names it, and the rest, such as the best weights, after that. The
-folder in the cache is believed only where it is of the newest start, which ``start.json`` in both tells, and has all
-that the URL has: then the URL is brought up to date from it, and nothing that a kill kept from arriving is lost.
-Links, threads and protocols live in ``outbox``, ``courier`` and ``url_folder``.
+The URL is the truth. Whatever moment a run is killed at, it holds a whole state: what a checkpoint vouches for, such as
+the record and the best weights, goes there before it, and ``latest`` names it after that. The folder in the cache is
+believed only where it is of the newest start, which ``start.json`` in both tells, and has all that the URL has: then
+the URL is brought up to date from it, and nothing that a kill kept from arriving is lost. Links, threads and protocols
+live in ``outbox``, ``courier`` and ``url_folder``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
 import json
 import logging
 import os
@@ -20,7 +20,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from harness.errors import CheckpointError, ConfigError
 from harness.files import write_atomically
 from harness.folder import RunFolder, own_checkpoint
 from harness.outbox import Identity, Outbox, Parcel, identify
-from harness.url_folder import START, UrlFolder, cache_of_runs, is_url, working_folder
+from harness.url_folder import START, UrlFolder, is_url, working_folder
 
 log = logging.getLogger("harness")
 
@@ -56,7 +56,7 @@ class MirroredFolder(RunFolder):
         self.url = UrlFolder(f"{config.output.rstrip('/')}/{config.name}")
         super().__init__(working_folder(self.url.url, config.data.cache_dir))
         self._place = self.path.parent
-        self.where = self.url.url
+        self.where = self.url.url  # an earlier start on another machine is not held off: it ends
         self._keep = config.checkpoint.keep
         self._arrived: dict[str, Identity] = {}  # what the URL has, as it was when it was sent
         self._steps: set[int] = set()  # checkpoints at the URL
@@ -65,10 +65,7 @@ class MirroredFolder(RunFolder):
         self._outbox: Outbox | None = None
         self._courier: Courier[Parcel] = Courier(self.where, self._bring, Outbox.drop)
 
-    def hold(self) -> None:
-        """The URL says which start is the newest, and an earlier one ends; the cache is this process's in any case."""
-
-    def claim(self, config: Config) -> str:
+    def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
         """As of any run folder, with the URL's content fetched into the cache, or the URL brought up to date from it.
         Raises ConfigError where the URL cannot be used or written."""
         if config.checkpoint.resume.startswith(self.url.url + "/"):
@@ -84,7 +81,7 @@ class MirroredFolder(RunFolder):
                 shutil.rmtree(self.path, ignore_errors=True)
                 if "config.yaml" in there:
                     self.url.get("config.yaml", self.path / "config.yaml")
-            told = super().claim(config)
+            told = super().claim(config, rehearse)
             there = {} if self._moved else there
             self._steps = {int(found[1]) for name in there if (found := _STEP.fullmatch(name))}
             if newest and not self._moved:
@@ -223,6 +220,8 @@ class MirroredFolder(RunFolder):
         self._check_ours()
         for name in sorted(parcel.files, key=_turn):
             identity, link = parcel.files[name]
+            if self._arrived.get(name) == identity:  # since it was packed, or in an attempt that failed later
+                continue
             self.url.put(self._outbox.whole(identity, link), name, self._courier.moved)
             self._arrived[name] = identity
             if found := _STEP.fullmatch(name):
@@ -290,8 +289,8 @@ class MirroredFolder(RunFolder):
     def _move_aside(self) -> str:
         """Object stores cannot rename: the files are copied there and removed here. ``moved-to`` is there meanwhile,
         so that a move that was cut short is gone on with."""
-        number = next(n for n in range(1, 1 << 30) if not self.url.beside(f"{self._name()}.{n}").sizes())
-        aside = f"{self._name()}.{number}"
+        names = (f"{self.path.name}.{number}" for number in itertools.count(1))
+        aside = next(name for name in names if not self.url.beside(name).sizes())
         self.url.write(_MOVED, aside)
         self._finish_moving()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -305,9 +304,6 @@ class MirroredFolder(RunFolder):
         for file in files:
             self.url.copy(file, aside)
         self.url.remove([*files, _MOVED])
-
-    def _name(self) -> str:
-        return self.path.name
 
     def _local(self, name: str) -> str:
         """The text of a small file in the cache; empty if there is none."""
@@ -332,40 +328,48 @@ class MirroredFolder(RunFolder):
             ) from error
 
 
-def borrow(config: Config) -> None:
-    """Fetch the checkpoint that ``checkpoint.resume`` names by a URL. Raises ConfigError where there is none."""
+def borrow(config: Config) -> Path:
+    """The checkpoint that ``checkpoint.resume`` names, on this machine: fetched where that is a URL. Raises ConfigError
+    where there is none, CheckpointError where it is damaged."""
     wanted = config.checkpoint.resume
-    if not is_url(wanted):
-        return
-    target, source = borrowed(config), UrlFolder(wanted)
+    if is_url(wanted):
+        path = working_folder(wanted, config.data.cache_dir, "borrowed")
+        problem = _fetch_borrowed(UrlFolder(wanted), path)
+    else:
+        path = Path(wanted)
+        if not path.is_dir():
+            raise ConfigError(
+                f"there is no checkpoint folder {wanted}",
+                where="checkpoint.resume",
+                hint="name one such as runs/digits/checkpoints/step-100, or use auto or never",
+            )
+        problem = damage(path)
+    if problem:
+        raise CheckpointError(problem, where=wanted, hint="name another one, or use checkpoint.resume=auto")
+    return path
+
+
+def _fetch_borrowed(source: UrlFolder, target: Path) -> str:
+    """Have the checkpoint ``source`` at ``target``; return what is wrong with it."""
     target.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(target / "lock", timeout=_LOCK_S):
-        manifest = source.read("manifest.json")
+    with filelock.FileLock(target.parent / "lock", timeout=_LOCK_S):
+        manifest, here = source.read("manifest.json"), target / "manifest.json"
         if manifest is None:
             raise ConfigError(
-                "there is no checkpoint there", where=wanted, hint="name one such as s3://BUCKET/runs/NAME/checkpoints/"
-                "step-100",
+                "there is no checkpoint there", where=source.url,
+                hint="name one such as s3://BUCKET/runs/NAME/checkpoints/step-100",
             )  # fmt: skip
-        here = target / "manifest.json"
-        if not here.exists() or here.read_text(encoding="utf-8") != manifest or damage(target):
-            source.get("state.pt", target / "state.pt")
-            source.get("manifest.json", here)
-
-
-def borrowed(config: Config) -> Path:
-    """Where the checkpoint that ``checkpoint.resume`` names is on this machine."""
-    wanted = config.checkpoint.resume
-    if not is_url(wanted):
-        return Path(wanted)
-    key = hashlib.sha256(wanted.encode()).hexdigest()[:16]
-    return cache_of_runs(config.data.cache_dir) / "borrowed" / key / Path(wanted).name
+        if here.exists() and here.read_text(encoding="utf-8") == manifest and not damage(target):
+            return ""
+        source.get("state.pt", target / "state.pt")
+        source.get("manifest.json", here)
+        return damage(target)
 
 
 def _turn(name: str) -> tuple[int, str]:
     """Who goes first to the URL."""
-    order = ("/state.pt", "/manifest.json", "metrics.jsonl", "checkpoints/latest", "weights.safetensors")
-    place = next((number for number, end in enumerate(order) if name.endswith(end)), len(order))
-    return place, name
+    last = ("/state.pt", "/manifest.json", "checkpoints/latest")
+    return next((number for number, end in enumerate(last, 1) if name.endswith(end)), 0), name
 
 
 def _step(name: str | None) -> int | None:

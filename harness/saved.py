@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness import configfile
@@ -32,8 +34,20 @@ def configuration(run: Path, overrides: Sequence[str]) -> Config:
 
 
 def weights(run: Path) -> Path:
-    """The best weights of ``run``."""
+    """Where the best weights of ``run`` are."""
     return run / "weights.safetensors"
+
+
+def best(run: Path) -> dict[str, Tensor]:
+    """The best weights of ``run``, on the CPU. Raises CheckpointError where they cannot be read."""
+    try:
+        return load_file(weights(run))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the best weights cannot be read: {error}",
+            where=str(weights(run)),
+            hint="each evaluation that is the best so far writes them: train for another epoch",
+        ) from None
 
 
 def learned(run: Path) -> dict[str, Any]:

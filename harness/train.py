@@ -126,7 +126,6 @@ def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
     folder.claimed = True
     begun = runtime.from_first(folder.begun)
     runtime.patiently("fetching the run", lambda: folder.join(runtime.rank, begun))
-    runtime.patiently("fetching the checkpoint to resume from", lambda: mirrored.borrow(config))
     with runtime.together("opening the logs"):
         try:
             if runtime.launch.local_rank == 0 < runtime.rank:
@@ -142,9 +141,7 @@ def claim(config: Config, runtime: Runtime, folder: RunFolder) -> str:
     """Take the folder for this start, on rank 0; what to tell the user of what was there. A run is moved aside only for
     one that can begin."""
     folder.hold()
-    if folder.moves(config):
-        assemble.rehearse(config, runtime.world_size)
-    return folder.claim(config)
+    return folder.claim(config, lambda: assemble.rehearse(config, runtime.world_size))
 
 
 def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
@@ -173,6 +170,8 @@ def announce(run: Run) -> None:
         if runtime.rank == 0:
             run.folder.provenance(runtime, run.precision.backend, topology)
             run.folder.learned(getattr(run.task, "learned", {}))
+    if run.finished():
+        log.info("nothing left to train: step %d was the last; a larger train.epochs goes on with it", run.state.step)
 
 
 def finish(run: Run, done: bool) -> None:

@@ -31,15 +31,12 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def cache_of_runs(cache_dir: str | None) -> Path:
-    """Where this machine works on runs that are kept at a URL; ``cache_dir``: the setting of that name."""
-    return Path(cache_dir or default_cache_dir()).expanduser().absolute() / "runs"
-
-
-def working_folder(url: str, cache_dir: str | None) -> Path:
-    """Where this machine works on the run at ``url``, alone in a folder of its own."""
-    name, key = url.rpartition("/")[2], hashlib.sha256(url.encode()).hexdigest()[:16]
-    return cache_of_runs(cache_dir) / f"{name}-{key}" / name
+def working_folder(url: str, cache_dir: str | None, purpose: str = "") -> Path:
+    """Where this machine has the run or checkpoint at ``url``, alone in a folder of its own; ``cache_dir``: the setting
+    of that name. ``purpose``: of a copy that is only read."""
+    name, key = url.rstrip("/").rpartition("/")[2], hashlib.sha256(url.encode()).hexdigest()[:16]
+    cache = Path(cache_dir or default_cache_dir()).expanduser().absolute()
+    return cache / "runs" / purpose / f"{name}-{key}" / name
 
 
 class UrlFolder:
@@ -100,13 +97,13 @@ class UrlFolder:
         self._place(name, lambda path: self._fs.put_file(str(source), path, callback=_Moved(moved)))
         moved()
 
-    def get(self, name: str, target: Path, moved: Callable[[], None] = lambda: None) -> None:
+    def get(self, name: str, target: Path) -> None:
         """Download into ``target``. Raises ConfigError where there is no such file."""
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(target.name + ".tmp")
         try:
             with _asking(self._url(name)):
-                self._fs.get_file(self._at(name), str(temporary), callback=_Moved(moved))
+                self._fs.get_file(self._at(name), str(temporary))
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)

@@ -58,6 +58,14 @@ def test_what_fails_is_tried_again(caplog):
     ]
 
 
+def test_a_place_that_is_away_for_days(monkeypatch):
+    monkeypatch.setattr(courier, "MOST_PAUSE_S", 0.0)
+    place = Place([OSError("away")] * 1100)
+    place.courier.send(1)
+    assert place.courier.wait(20)
+    assert place.brought == [1]
+
+
 def test_a_newer_parcel_replaces_one_that_failed():
     place = Place([OSError("away")])
     place.open.clear()

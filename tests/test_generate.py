@@ -92,8 +92,7 @@ def test_the_same_for_a_seed_and_more_of_the_same(run):
 
 def test_as_likely_as_the_model_says(run):
     """Not the soonest ended first; and a temperature sharpens."""
-    task = generate._task(run(LETTERS))
-    model = generate._best(run(LETTERS), task)
+    task, model = generate._trained(run(LETTERS))
 
     def shares(temperature: float) -> list[float]:
         rng = torch.Generator().manual_seed(0)
@@ -147,14 +146,14 @@ def test_refusals(run, tmp_path):
     assert f"40 characters, of at most {MAX_LENGTH}" in refused(ConfigError, Wish(1, start="a" * 40))
     assert "not a run folder" in refused(ConfigError, path=tmp_path / "none")
     (folder / "weights.safetensors").write_bytes(b"half")
-    assert "cannot be used" in refused(CheckpointError)
+    assert "the best weights cannot be read" in refused(CheckpointError)
     save_file({"other": torch.zeros(1)}, folder / "weights.safetensors")
-    assert "cannot be used" in refused(CheckpointError)
-    (folder / "weights.safetensors").unlink()
-    assert "no weights.safetensors yet" in refused(ConfigError)
+    assert "the weights do not fit this model" in refused(CheckpointError)
     write_rows(tmp_path, "train", 3)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
     assert "the task image_csv has no names to generate" in refused(ConfigError)
+    (folder / "weights.safetensors").unlink()
+    assert "this run has no weights yet" in refused(ConfigError)
 
 
 def test_command(run, capsys):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from harness import configfile, courier, mirrored
-from harness.checkpoint import Checkpoints
+from harness import assemble, configfile, courier, mirrored
+from harness import folder as folders
+from harness.checkpoint import Checkpoints, damage, read
 from harness.config import Config
 from harness.errors import CheckpointError, ConfigError
 from harness.fetched import at_hand, check_out
 from harness.mirrored import MirroredFolder
+from harness.runtime import Runtime
 
 URL = "memory://bucket/runs"
 
@@ -97,9 +101,41 @@ def test_the_order_in_which_files_arrive(config, bucket, monkeypatch):
     save(folder, 7)
     folder.deliver()
     step = "checkpoints/step-7"
-    assert put[:5] == [f"{step}/state.pt", f"{step}/manifest.json", "metrics.jsonl", "checkpoints/latest",
-                       "weights.safetensors"]  # fmt: skip
-    assert {"checkpoints/best", "summary.json", "config.yaml"} <= set(put[5:])
+    assert put[-3:] == [f"{step}/state.pt", f"{step}/manifest.json", "checkpoints/latest"]
+    assert set(put[:-3]) >= {"checkpoints/best", "summary.json", "config.yaml", "metrics.jsonl", "weights.safetensors"}
+
+
+@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("before", [0, 1])
+def test_killed_at_any_upload_what_the_newest_checkpoint_vouches_for_is_there(config, bucket, number, before):
+    """With the cache gone. The first state that arrives, and one after others that were left out meanwhile."""
+    folder = started(config())
+    for step in range(1, before + 1):
+        save(folder, step)
+        folder.deliver()
+    folder.weights.write_text("of step 2")
+    for step in (2, 3):
+        with open(folder.metrics, "a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        Checkpoints(folder.checkpoints, 2).write(step, {"lines": step if before else step - 1})
+    put, left = folder.url.put, [number]
+
+    def cut(source: Path, name: str, *rest: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        put(source, name, *rest)
+
+    folder.url.put = cut  # type: ignore[method-assign]
+    with contextlib.suppress(KeyboardInterrupt):
+        folder._bring(folder._pack())
+    again = started(config("other"))
+    newest = Checkpoints(again.checkpoints, 2).newest()
+    if newest == again.checkpoints / "step-3":
+        assert again.metrics.read_text().count("\n") >= read(newest)["lines"]
+        assert again.weights.read_text() == "of step 2"
+    else:
+        assert newest == (again.checkpoints / "step-1" if before else None)
 
 
 def test_what_is_written_on_the_way_is_not_mixed_in(config, bucket, monkeypatch):
@@ -259,6 +295,66 @@ def test_another_recipe_moves_the_run_aside(config, bucket):
     assert other.claim(config(**{"optimizer.lr": 0.5, "checkpoint.resume": "never"})).startswith(
         f"the earlier run was moved to {URL}/digits.2"
     )
+
+
+def test_a_run_that_cannot_begin_moves_nothing(config, bucket):
+    folder = started(config())
+    save(folder, 1)
+    folder.deliver()
+    before = there(bucket)
+
+    def rehearse() -> None:
+        raise ConfigError("7 rows cannot be dealt")
+
+    for cache in ("cache", "elsewhere"):
+        other = config(cache, **{"optimizer.lr": 0.5})
+        with pytest.raises(ConfigError, match="7 rows"):
+            mirrored.run_folder(other).claim(other, rehearse)
+    assert there(bucket) == before
+    assert not bucket.exists("/bucket/runs/digits.1")
+    again = mirrored.run_folder(config())
+    again.claim(config(), rehearse)  # nothing is moved
+    assert Checkpoints(again.checkpoints, 2).newest() == again.checkpoints / "step-1"
+
+
+def test_one_start_at_a_time_on_a_machine(config, bucket, monkeypatch):
+    monkeypatch.setattr(folders, "_HOLD_S", 0.1)
+    first, second = mirrored.run_folder(config()), mirrored.run_folder(config())
+    first.hold()
+    with pytest.raises(ConfigError, match=f"{URL}/digits: another start is training in this run folder"):
+        second.hold()
+    mirrored.run_folder(config("elsewhere")).hold()  # another machine takes it over
+
+
+def test_a_checkpoint_at_another_url(config, bucket, tmp_path):
+    other = started(config("elsewhere", name="other"))
+    save(other, 7)
+    other.deliver()
+    place = f"{URL}/other/checkpoints/step-7"
+    named = config(**{"checkpoint.resume": place})
+    path = mirrored.borrow(named)
+    assert damage(path) == ""
+    (path / "state.pt").write_bytes(b"half")  # of the copy here
+    assert mirrored.borrow(named) == path
+    assert damage(path) == ""
+    bucket.pipe("/bucket/runs/other/checkpoints/step-7/manifest.json", b"{}")
+    with pytest.raises(CheckpointError, match="manifest.json cannot be read"):
+        mirrored.borrow(named)
+    bucket.rm("/bucket/runs/other", recursive=True)
+    with pytest.raises(ConfigError, match="there is no checkpoint there"):
+        mirrored.borrow(named)
+
+
+def test_a_run_with_checkpoints_of_its_own_does_not_ask_for_the_one_it_began_with(config, bucket):
+    named = config(**{"checkpoint.resume": f"{URL}/gone/checkpoints/step-7"})
+    folder, restored = started(named), []
+    save(folder, 8)
+    run = SimpleNamespace(
+        config=named, runtime=Runtime(), folder=folder, checkpoints=Checkpoints(folder.checkpoints, 2), log_offset=9,
+        restore=restored.append, tracker=SimpleNamespace(rewind=restored.append),
+    )  # fmt: skip
+    assemble.restore(run)
+    assert restored == [folder.checkpoints / "step-8", 9]
 
 
 @pytest.mark.parametrize("after", range(1, 12, 2))

@@ -105,6 +105,7 @@ def test_finished_run_started_again_changes_nothing(tmp_path):
     folder = config.parent / "runs" / "run"
     shutil.copytree(folder, tmp_path / "before")
     assert run(config) == [0]
+    assert (config.parent / "terminal-0.txt").read_text().count("nothing left to train: ") == 1
     assert_same_run(tmp_path / "before", folder)
 
 
