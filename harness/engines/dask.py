@@ -88,7 +88,7 @@ def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[st
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(text, encoding="utf-8")
-        return Job(configfile.load(path, overrides), str(path), tuple(overrides))
+        return _job(path, overrides)
 
 
 def _check(job: Job) -> None:

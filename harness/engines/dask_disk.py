@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from harness.engines import dask_rank
 
@@ -18,28 +20,14 @@ CHUNK_BYTES = 8 << 20
 Listing = dict[str, tuple[int, int, int]]  # {path in the folder: (bytes, time of change in ns, inode)}
 
 
-async def listing(job: str, folder: str) -> Listing:
-    """The files below ``folder`` (relative to the job's own), without those that are being written."""
-    return await asyncio.to_thread(_listing, dask_rank.scratch_of(job) / folder)
+async def on_disk(job: str, function: Callable[..., Any], name: str, *words: Any, dask_worker: Any) -> Any:
+    """``function(path, *words)``, one of those below, for the path ``name`` in the job's folder. On a worker that was
+    started anew since there is nothing."""
+    return await asyncio.to_thread(function, dask_rank.scratch_of(job, dask_worker) / name, *words)
 
 
-async def read(job: str, name: str, offset: int, known: int | None) -> tuple[bytes, bool, int]:
-    """(bytes from ``offset`` on, whether that was the rest, inode) of a file; ``known``: the inode that the call before
-    told, if this goes on after one. Raises FileNotFoundError where the file is gone, or was replaced since."""
-    return await asyncio.to_thread(_read, dask_rank.scratch_of(job) / name, offset, known)
-
-
-async def grown(job: str, name: str, size: int, checksum: int) -> bool:
-    """Whether the first ``size`` bytes of the file have the CRC-32 ``checksum``."""
-    return checksum == await asyncio.to_thread(crc_of, dask_rank.scratch_of(job) / name, size)
-
-
-async def write(job: str, name: str, offset: int, content: bytes) -> None:
-    """``content`` at ``offset`` of the file, which ends there."""
-    await asyncio.to_thread(_write, dask_rank.scratch_of(job) / name, offset, content)
-
-
-def _listing(folder: Path) -> Listing:
+def listing(folder: Path) -> Listing:
+    """The files below ``folder``, without those that are being written."""
     found = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
@@ -50,7 +38,9 @@ def _listing(folder: Path) -> Listing:
     return found
 
 
-def _read(path: Path, offset: int, known: int | None) -> tuple[bytes, bool, int]:
+def read(path: Path, offset: int, known: int | None) -> tuple[bytes, bool, int]:
+    """(bytes from ``offset`` on, whether that was the rest, inode) of a file; ``known``: the inode that the call before
+    told, if this goes on after one. Raises FileNotFoundError where the file is gone, or was replaced since."""
     with open(path, "rb") as file:
         inode = os.fstat(file.fileno()).st_ino
         if known not in (None, inode):
@@ -60,7 +50,8 @@ def _read(path: Path, offset: int, known: int | None) -> tuple[bytes, bool, int]
         return content, not file.read(1), inode
 
 
-def _write(path: Path, offset: int, content: bytes) -> None:
+def write(path: Path, offset: int, content: bytes) -> None:
+    """``content`` at ``offset`` of the file, which ends there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "r+b" if offset else "wb") as file:
         file.seek(offset)

@@ -131,10 +131,10 @@ class Placed:
         for rank, (seat, group) in enumerate(zip(self._seats, groups, strict=True)):
             launch = Launch(rank, begun[group], len(groups), sizes[group], master, port, BY, supervised=True)
             begun[group] += 1
-            streams = (f"logs/rank-{rank}.log", *(("metrics.jsonl",) if rank == 0 else ()))
-            place = dask_rank.Place(self._name, rank, self._job.environ() | environment(launch), streams)
+            files = [f"logs/rank-{rank}.log", *(["metrics.jsonl"] if rank == 0 else [])]
             self._futures[rank] = self._client.submit(
-                dask_rank.supervise, place, key=f"{KEYS}{self._name}-rank-{rank}", pure=False, workers=[seat.worker],
+                dask_rank.supervise, self._name, rank, self._job.environ() | environment(launch), files,
+                key=f"{KEYS}{self._name}-rank-{rank}", pure=False, workers=[seat.worker],
                 allow_other_workers=False, resources=seat.takes or None, retries=0,
             )  # fmt: skip
             print(f"rank {rank}: worker {seat.worker} on {seat.host}", file=sys.stderr)
@@ -152,7 +152,7 @@ class Placed:
             self._fetch_the_rest()
         finally:
             self._clear()
-        return Outcome(dict(sorted(self._exits.items())), self._why_lost, stopped=bool(self._asked))
+        return Outcome(self._exits, self._why_lost, stopped=bool(self._asked))
 
     def stop(self) -> None:
         self._asked += 1

@@ -17,7 +17,7 @@ from typing import Any
 from harness.checkpoint import Checkpoints, damage
 from harness.engines import dask_disk
 from harness.engines.conclusion import LOST_CONTACT
-from harness.engines.dask_disk import Listing, crc_of, grown, listing, read, write
+from harness.engines.dask_disk import Listing, crc_of, listing, on_disk, read, write
 from harness.files import write_atomically
 
 FOREIGN = "from"  # in a job's folder on a worker: a checkpoint of another run that this one starts from
@@ -33,7 +33,6 @@ class Home:
         self._client, self._job, self._folder, self._ranks = client, job, folder, ranks
         self._first = next(iter(ranks))
         self._run_folder = f"output/{folder.name}"
-        self._pointers = folder / "checkpoints"
         self._checkpoints = Checkpoints(folder / "checkpoints", keep)
         self._known: dict[tuple[str, str], tuple[int, int, int]] = {}
         self._failures: dict[str, dict[str, Any]] = {}
@@ -46,7 +45,7 @@ class Home:
         newest = self._checkpoints.newest()
         if newest is not None:
             self._send_checkpoints(newest)
-        elif foreign is not None and foreign.is_dir():
+        elif foreign is not None:
             self._send_folder(list(self._ranks), foreign, FOREIGN)
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder)
@@ -61,9 +60,9 @@ class Home:
         self._send_folder(list(self._ranks), newest, f"{folder}/{newest.name}")
         best = self._pointer("best")
         if best not in ("", newest.name):
-            self._send_folder([self._first], self._pointers / best, f"{folder}/{best}")
+            self._send_folder([self._first], self._checkpoints.folder / best, f"{folder}/{best}")
         self._ask(write, [self._first], f"{folder}/latest", 0, f"{newest.name}\n".encode())
-        self._send_file([self._first], self._pointers / "best", f"{folder}/best")
+        self._send_file([self._first], self._checkpoints.folder / "best", f"{folder}/best")
 
     def _send_folder(self, workers: Sequence[str], source: Path, name: str) -> None:
         for path in sorted(source.rglob("*")):
@@ -102,7 +101,8 @@ class Home:
         target.parent.mkdir(parents=True, exist_ok=True)
         size = target.stat().st_size if target.is_file() else 0
         with suppress(FileNotFoundError):  # taken away or replaced since it was listed
-            if size and self._ask(grown, [worker], f"{self._run_folder}/{name}", size, crc_of(target, size))[worker]:
+            there = f"{self._run_folder}/{name}"
+            if size and self._ask(crc_of, [worker], there, size)[worker] == crc_of(target, size):
                 with open(target, "ab") as file:
                     for chunk in self._chunks(worker, name, size):
                         file.write(chunk)
@@ -121,13 +121,13 @@ class Home:
             self._fetch_checkpoint(step)
         changed = [name for name, step in pointers.items() if step and step != self._pointer(name)]
         for name in changed:
-            if not damage(self._pointers / pointers[name]):
-                write_atomically(self._pointers / name, pointers[name] + "\n")
+            if (self._checkpoints.folder / pointers[name]).is_dir():
+                write_atomically(self._checkpoints.folder / name, pointers[name] + "\n")
         if changed:
             self._checkpoints.sweep()
 
     def _fetch_checkpoint(self, step: str) -> None:
-        final, temporary = self._pointers / step, self._pointers / f"{step}.tmp"
+        final, temporary = (self._checkpoints.folder / name for name in (step, f"{step}.tmp"))
         manifest = self._text(f"checkpoints/{step}/manifest.json")
         if not manifest or manifest == _text_of(final / "manifest.json"):
             return
@@ -159,7 +159,7 @@ class Home:
             return ""
 
     def _pointer(self, name: str) -> str:
-        return _text_of(self._pointers / name)
+        return _text_of(self._checkpoints.folder / name)
 
     def _chunks(self, worker: str, name: str, offset: int = 0) -> Iterator[bytes]:
         rest, known = False, None
@@ -173,7 +173,7 @@ class Home:
         """Its answer by worker. One that is gone is known before: to try to connect to it would take half a minute."""
         if gone := set(workers) - set(self._client.nthreads(list(workers))):
             raise ConnectionError(f"worker {min(gone)} is gone")
-        answers: dict[str, Any] = self._client.run(function, self._job, *words, workers=list(workers))
+        answers: dict[str, Any] = self._client.run(on_disk, self._job, function, *words, workers=list(workers))
         return answers
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,18 +50,6 @@ class Order:
     grace_s: float
 
 
-@dataclass(frozen=True)
-class Place:
-    """One rank among its peers."""
-
-    job: str
-    rank: int
-    environ: dict[str, str]
-    """Variables beside those of the worker."""
-    streams: tuple[str, ...]
-    """Files of the run folder whose lines are told live."""
-
-
 @dataclass
 class _Held:
     """A job on this worker."""
@@ -89,7 +77,6 @@ def look(marker: str, dask_worker: Any) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "working folder": os.getcwd(),
         "sees": bool(marker) and os.path.exists(marker),
         "versions": {"harness": __version__, "torch": _version("torch"), "python": sys.version.split()[0]},
     }
@@ -97,7 +84,7 @@ def look(marker: str, dask_worker: Any) -> dict[str, Any]:
 
 def prepare(order: Order, dask_worker: Any) -> None:
     """Make a folder for the job; its tasks may come from now on, and only to this process."""
-    scratch = Path(dask_worker.local_directory).absolute() / f"{KEYS}{order.job}"
+    scratch = scratch_of(order.job, dask_worker)
     scratch.mkdir(parents=True)
     (scratch / "config.yaml").write_text(order.config, encoding="utf-8")
     driver(order.working_folder)
@@ -136,8 +123,9 @@ def forget(job: str) -> None:
         shutil.rmtree(held.scratch, ignore_errors=True)
 
 
-def scratch_of(job: str) -> Path:
-    return _jobs[job].scratch
+def scratch_of(job: str, dask_worker: Any) -> Path:
+    """The folder of the job on this worker."""
+    return Path(dask_worker.local_directory).absolute() / f"{KEYS}{job}"
 
 
 def _version(package: str) -> str | None:
@@ -150,8 +138,9 @@ def _version(package: str) -> str | None:
 # The task
 
 
-def supervise(place: Place) -> int:
-    """Start the rank and stay with it; returns its exit code, or minus the signal it died of.
+def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]) -> int:
+    """Start the rank and stay with it; returns its exit code, or minus the signal it died of. ``environ``: variables
+    beside those of the worker. ``files``: those of the run folder whose lines are told live.
 
     Where the task is no longer wanted (cancelled, its client or the scheduler gone, the worker closing), the rank is
     asked to write a checkpoint and end.
@@ -160,49 +149,53 @@ def supervise(place: Place) -> int:
 
     worker = get_worker()
     key = worker.get_current_task()
-    held = _jobs.get(place.job)
-    if held is None or place.rank in held.seen:
+    held = _jobs.get(job)
+    if held is None or rank in held.seen:
         # Dask runs a task again whose worker died. A rank alone, without its peers, is of no use.
-        raise LaunchError(f"rank {place.rank} was placed on {worker.address}, which was started anew since")
-    held.seen.add(place.rank)
-    topic = f"{KEYS}{place.job}"
+        raise LaunchError(f"rank {rank} was placed on {worker.address}, which was started anew since")
+    held.seen.add(rank)
+    topic = f"{KEYS}{job}"
 
     def tell(**news: Any) -> None:
-        worker.log_event(topic, {"rank": place.rank, **news})
+        worker.log_event(topic, {"rank": rank, **news})
 
     def wanted() -> bool:
         task = worker.state.tasks.get(key)
         return worker.status.name in ("running", "paused") and task is not None and task.state == "executing"
 
     tell(here=socket.gethostname(), worker=worker.address)
-    while not held.begin.wait(0.05):
-        if not wanted() or held.asked:
-            raise LaunchError(f"rank {place.rank} was given up before it began")
     try:
-        code = _attend(held, place, tell, wanted)
+        while not held.begin.wait(0.05):
+            if not wanted() or held.asked:
+                raise LaunchError(f"rank {rank} was given up before it began")
+        code = _attend(held, rank, environ, files, tell, wanted)
     except OSError as error:
-        raise LaunchError(f"rank {place.rank} cannot be started on {worker.address}: {error}") from None
+        raise LaunchError(f"rank {rank} cannot be started on {worker.address}: {error}") from None
+    finally:
+        if not wanted():
+            cleaning = threading.Timer(_KEEP_S, forget, [job])  # the client, who would ask for that, may be gone
+            cleaning.daemon = True
+            cleaning.start()
     tell(exit=code)
-    if not wanted():
-        cleaning = threading.Timer(_KEEP_S, forget, [place.job])  # the client, who would ask for that, may be gone
-        cleaning.daemon = True
-        cleaning.start()
     return code
 
 
-def _attend(held: _Held, place: Place, tell: Callable[..., None], wanted: Callable[[], bool]) -> int:
+def _attend(
+    held: _Held, rank: int, environ: dict[str, str], files: Sequence[str],
+    tell: Callable[..., None], wanted: Callable[[], bool],
+) -> int:  # fmt: skip
     """Run the rank to its end, telling of what it writes."""
     order = held.order
     folder = order.working_folder or os.getcwd()
-    terminal = held.scratch / f"terminal-{place.rank}.txt"
+    terminal = held.scratch / f"terminal-{rank}.txt"
     run_folder = working_folder(order.url, order.cache_dir) if order.url else Path(held.filled(order.run_folder))
-    streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in place.streams}
+    streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in files}
     command = [order.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / "config.yaml")]
     gang = Gang(
-        [*command, *map(held.filled, order.words)], {place.rank: {**os.environ, **place.environ}},
+        [*command, *map(held.filled, order.words)], {rank: {**os.environ, **environ}},
         order.grace_s, folder, terminal,
     )  # fmt: skip
-    held.gangs[place.rank] = gang
+    held.gangs[rank] = gang
     looked, given_up = 0.0, False
 
     def tell_lines() -> bool:
@@ -220,7 +213,7 @@ def _attend(held: _Held, place: Place, tell: Callable[..., None], wanted: Callab
             looked = now
             tell_lines()
 
-    code = gang.follow(meanwhile).exits[place.rank]
+    code = gang.follow(meanwhile).exits[rank]
     while tell_lines():
         pass
     return code

@@ -30,7 +30,8 @@ from tests.engines.dask_cluster import START_S, Running, cluster, marked, ranks
 
 pytest.importorskip("distributed", reason="engine dask needs dask.distributed: pip install 'apex-harness[dask]'")
 MODELS = "tests.end_to_end.models"
-SLOW = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}
+SLOW, FAST = ({"name": f"{MODELS}.Slow", "args": {"step_s": step_s}} for step_s in (0.1, 0.0))
+CONSTANT = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the rate is not to depend on the epochs
 TWO = {"launch": {"nproc": 2}}
 
 
@@ -47,9 +48,9 @@ def dask_cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, stripes):
-    """The run folder of two ranks that nobody disturbed, of a model that takes its time."""
+    """The run folder of two ranks that nobody disturbed, without Dask."""
     folder = tmp_path_factory.mktemp("unbroken")
-    assert run(write_config(folder, stripes, model=SLOW, checkpoint={"every_steps": 2}), 2) == [0, 0]
+    assert run(write_config(folder, stripes, model=FAST, **CONSTANT), 2) == [0, 0]
     return folder / "runs" / "run"
 
 
@@ -201,10 +202,9 @@ def test_a_path_a_dictionary_or_a_config_may_be_given(tmp_path, stripes):
 class Disks:
     """Stands for a client of workers whose disks are folders; ``break_at`` counts down to a connection that breaks."""
 
-    def __init__(self, monkeypatch, **disks: Path) -> None:
-        self._disks, self.break_at = disks, -1
-        self.alive = set(disks)
-        monkeypatch.setattr(dask_rank, "scratch_of", lambda job: self._disks[self._asked])
+    def __init__(self, **disks: Path) -> None:
+        self._workers = {name: SimpleNamespace(local_directory=disk) for name, disk in disks.items()}
+        self.alive, self.break_at = set(disks), -1
 
     def nthreads(self, workers):
         return {name: 1 for name in workers if name in self.alive}
@@ -213,20 +213,17 @@ class Disks:
         self.break_at -= 1
         if self.break_at == 0:
             raise ConnectionError("the connection broke")
-        answers = {}
-        for self._asked in workers:
-            answers[self._asked] = asyncio.run(function(job, *words))
-        return answers
+        return {name: asyncio.run(function(job, *words, dask_worker=self._workers[name])) for name in workers}
 
 
 @pytest.fixture
-def apart(tmp_path, monkeypatch):
+def apart(tmp_path):
     """The run folder at home, that of rank 0 and that of rank 1, and what stands between them."""
     from harness.engines.dask_home import Home
 
-    disks = Disks(monkeypatch, one=tmp_path / "one", two=tmp_path / "two")
+    disks = Disks(one=tmp_path / "one", two=tmp_path / "two")
     home = Home(disks, "job", tmp_path / "run", 2, {"one": [0], "two": [1]})
-    folders = [tmp_path / "run", tmp_path / "one" / "output" / "run", tmp_path / "two" / "output" / "run"]
+    folders = [tmp_path / "run", *(tmp_path / disk / "apex-harness-job/output/run" for disk in ("one", "two"))]
     for folder in folders:
         folder.mkdir(parents=True)
     return SimpleNamespace(disks=disks, home=home, folders=folders)
@@ -318,7 +315,8 @@ def test_a_checkpoint_of_another_run_is_sent_to_all(apart, tmp_path):
     save(tmp_path / "one", 7)
     apart.home.send(tmp_path / "one" / "checkpoints" / "step-7")
     for disk in ("one", "two"):
-        assert {path.name for path in (tmp_path / disk / "from").iterdir()} == {"state.pt", "manifest.json"}
+        sent = tmp_path / disk / "apex-harness-job" / "from"
+        assert {path.name for path in sent.iterdir()} == {"state.pt", "manifest.json"}
 
 
 def test_the_failure_that_tells_more_is_kept(apart):
@@ -329,6 +327,14 @@ def test_the_failure_that_tells_more_is_kept(apart):
     write(second, "failure.json", json.dumps({"rank": 1, "message": "division by zero"}))
     apart.home.fetch(["one", "two"])
     assert json.loads((home / "failure.json").read_text())["rank"] == 1
+
+
+def test_a_worker_that_was_started_anew_has_nothing(apart):
+    home, first, second = apart.folders
+    shutil.rmtree(first.parents[1])
+    write(second, "logs/rank-1.log", "a\n")
+    apart.home.fetch(["one", "two"])
+    assert [path.name for path in home.rglob("*") if path.is_file()] == ["rank-1.log"]
 
 
 def test_a_worker_that_is_gone_is_not_waited_for(apart):
@@ -374,20 +380,17 @@ def others_task(tmp_path, dask_cluster):
 
 
 @pytest.mark.slow
-def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, others_task, mark):
+def test_the_same_weights_again_and_again(tmp_path, stripes, unbroken, dask_cluster, others_task, mark):
     """Two submissions of one configuration, the second for more epochs: each trains, and together they are one run.
     Other work on the cluster goes on meanwhile."""
-    constant = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the rate is not to depend on the epochs
-    plain = write_config(tmp_path / "plain", stripes, **constant)
-    assert run(plain, 2) == [0, 0]
-    content = yaml.safe_load(write_config(tmp_path / "dask", stripes, **constant, **TWO).read_text())
+    content = yaml.safe_load(write_config(tmp_path, stripes, model=FAST, **CONSTANT, **TWO).read_text())
     first = Running(dask_cluster.client, content, "train.epochs=1", marking(mark))
     assert first.end(START_S).exit_code == 0
     second = Running(dask_cluster.client, content, marking(mark))
     assert second.end(START_S).exit_code == 0
     assert "done: " in second.conclusion.text
     assert not marked(mark)
-    assert_same_run(tmp_path / "plain" / "runs" / "run", tmp_path / "dask" / "runs" / "run")
+    assert_same_run(unbroken, tmp_path / "runs" / "run")
     assert json.loads([line for line in second.lines(0, "metrics.jsonl") if '"train"' in line][-1])["step"] == 24
     assert any("24 in all" in line for line in second.lines(0, "terminal"))
     assert second.lines(1, "logs/rank-1.log")
@@ -401,8 +404,8 @@ def test_the_same_weights_again_and_again(tmp_path, stripes, dask_cluster, other
 def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, stripes, unbroken, dask_cluster, mark):
     """What the second start goes on from has come home, and is sent to workers that have nothing."""
     settings = {"launch": {"nproc": 2, "dask": {"shared": False}}, "checkpoint": {"every_steps": 2}}
-    config = write_config(tmp_path / "killed", stripes, model=SLOW, **settings)
-    folder = tmp_path / "killed" / "runs" / "run"
+    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **settings)
+    folder = tmp_path / "runs" / "run"
     first = Running(dask_cluster.client, config, marking(mark))
     wait_until((folder / "checkpoints" / "latest").exists, START_S, "a checkpoint at home")
     os.kill(ranks(mark)[1], signal.SIGKILL)
@@ -493,32 +496,32 @@ def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
 @pytest.mark.slow
 def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, unbroken, dask_cluster, mark):
     """kill -9 of a worker and of its nanny: its rank does not outlive it, and its peers end."""
-    config = write_config(tmp_path / "killed", stripes, model=SLOW, **TWO)
-    folder = tmp_path / "killed" / "runs" / "run"
+    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **TWO)
+    folder = tmp_path / "runs" / "run"
     first = Running(dask_cluster.client, config, marking(mark))
     wait_for_steps(folder, 2, START_S)
     worker = next(event["worker"] for event in first.events if event.get("rank") == 1 and "worker" in event)
     dask_cluster.kill_worker(worker)
     killed = time.monotonic()
     assert first.end(END_S).exit_code == 70
+    wait_until(lambda: not marked(mark), END_S, "the rank that has lost its worker has left Python, too")
     assert time.monotonic() - killed < END_S
     assert f"worker {worker} on " in first.conclusion.text
-    assert not marked(mark)
     second = Running(dask_cluster.client, config, marking(mark))
     assert second.end(START_S).exit_code == 0
     assert_same_run(unbroken, folder)
 
 
 @pytest.mark.slow
-def test_lost_scheduler(tmp_path, stripes, mark):
-    with cluster(tmp_path, num_workers=1) as there:
-        config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
-        run_ = Running(there.client, config, marking(mark))
-        wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
-        there.scheduler.signal(signal.SIGKILL)
-        assert run_.end(END_S).exit_code == 70
-        assert f"the scheduler {there.address} is gone" in run_.conclusion.text
-        wait_until(lambda: not marked(mark), END_S, "no rank left")
+def test_lost_scheduler(tmp_path, stripes, dask_cluster, mark):
+    """Stays behind all tests that use the cluster: it has none any more after this."""
+    config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
+    run_ = Running(dask_cluster.client, config, marking(mark))
+    wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
+    dask_cluster.scheduler.signal(signal.SIGKILL)
+    assert run_.end(END_S).exit_code == 70
+    assert f"the scheduler {dask_cluster.address} is gone" in run_.conclusion.text
+    wait_until(lambda: not marked(mark), END_S, "no rank left")
 
 
 @pytest.mark.slow
