@@ -149,7 +149,7 @@ class Flyte:
             told = json.loads(self._told.read_text(encoding="utf-8"))
             return Outcome({int(rank): end for rank, end in told["exits"].items()}, stopped=self._stopped)
         except (OSError, ValueError, KeyError):  # it ended before its ranks did
-            lost = "" if code > 0 or self._stopped else f"flytekit's local runner died of signal {-code}"
+            lost = "" if code >= 0 or self._stopped else f"flytekit's local runner died of signal {-code}"
             return Outcome(lost=lost, stopped=self._stopped)
         finally:
             os.close(self._lifeline)

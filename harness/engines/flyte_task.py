@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,9 +27,10 @@ from harness.engines.attend import attend
 from harness.engines.conclusion import Aftermath
 from harness.engines.flyte import OUTCOME
 from harness.engines.gang import Gang
-from harness.engines.job import Job, Outcome
+from harness.engines.job import Job
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
 from harness.runtime import detect
+from harness.url_folder import UrlFolder
 
 _ONE_MACHINE = ("launch.engine=local", "launch.nnodes=1", "launch.max_restarts=0")
 _STOPPING = "stopping: every rank writes a checkpoint"
@@ -63,7 +65,7 @@ def train_node(path: str, overrides: Sequence[str]) -> Results:
             raise SystemExit(conclusion.exit_code)  # whoever asked reports on it: once, and without a traceback of ours
         _keep(job.folder)
         raise _error(conclusion.exit_code, conclusion.text)
-    return _results(job.folder)
+    return _results(job)
 
 
 def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
@@ -71,11 +73,10 @@ def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
     rank 0 returns is what the task returns. Raises as ``train_node`` does."""
     job = _job(path, overrides)
     gang = Gang(job.command(), {0: {**os.environ, **job.environ()}}, job.settings.grace_s)
-    outcome: Outcome = attend(gang, _STOPPING)
-    code = outcome.exits[0]
+    code = attend(gang, _STOPPING).exits[0]
     if code != EXIT_DONE:
         raise _error(code, f"a rank ended with exit code {code}{_first_failure(job.folder)}")
-    return _results(job.folder) if detect(os.environ).rank == 0 else None  # the others may not see the run folder
+    return _results(job) if detect(os.environ).rank == 0 else None  # the others may not see the run folder
 
 
 def _end_with_whoever_asked() -> None:
@@ -102,11 +103,16 @@ def _first_failure(folder: Path) -> str:
     return ""
 
 
-def _results(folder: Path) -> Results:
+def _results(job: Job) -> Results:
+    folder = job.folder
+    if job.url:  # where it all is by now, and here no more
+        folder = Path(tempfile.mkdtemp(prefix="harness-results-"))
+        for name in ("weights.safetensors", "summary.json", "metrics.jsonl"):
+            UrlFolder(job.url).get(name, folder / name)
     epochs = folder / "epochs.jsonl"
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     epochs.write_text("".join(f"{line}\n" for line in lines if json.loads(line).get("split") == "eval"))
-    page = _report(folder)
+    page = _report(job.url or str(folder), folder / "report.html")
     return Results(
         FlyteFile(str(folder / "weights.safetensors")),
         FlyteFile(str(epochs)),
@@ -116,11 +122,10 @@ def _results(folder: Path) -> Results:
     )
 
 
-def _report(folder: Path) -> Path | None:
-    """report.html, or None where it cannot be made: it is no reason to fail a run that has trained."""
-    page = folder / "report.html"
+def _report(run: str, page: Path) -> Path | None:
+    """The report on a run, or None where it cannot be made: it is no reason to fail a run that has trained."""
     with suppress(OSError, subprocess.TimeoutExpired):
-        command = [sys.executable, "-m", "harness", "report", str(folder), "--out", str(page)]
+        command = [sys.executable, "-m", "harness", "report", run, "--out", str(page)]
         subprocess.run(command, check=False, capture_output=True, timeout=_REPORT_S)
     return page if page.is_file() else None
 

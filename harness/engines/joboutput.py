@@ -53,10 +53,9 @@ class JobOutput:
             self.over = True
         elif found := _NODE.match(line):
             self.lost = found.group(1)
-        elif found := _TASKS.match(line):
-            code = _code(found.group(2))
-            for rank in _numbers(found.group(1)) if code is not None else ():
-                self.exits.setdefault(rank, code or 0)
+        elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:
+            for rank in _numbers(found.group(1)):
+                self.exits.setdefault(rank, code)
 
 
 def _code(said: str) -> int | None:

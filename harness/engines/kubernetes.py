@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +26,14 @@ _OUT_OF_REACH_S = 120.0  # without an answer of the cluster, until it is given u
 _ENDING_S = 30.0  # beyond their grace period, for pods to end when their job has
 _LOG_S = 10.0  # for the last lines of a pod that has ended
 _QUIET = (EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_DATA)  # of pods that have said all there is to say
-_CONCLUSION = re.compile(r"(done|failed|stopped early|ended)\b.*:")  # how harness launch begins its last words
+# The last words of harness launch, and the lines that go with those of a failure.
+_CONCLUSION = re.compile(r"done: |failed: rank \d|stopped early with a checkpoint: |ended as asked, ")
+_DETAIL = re.compile(r"  rank \d+: |logs: ")
+_KLOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.M)  # lines of kubectl's own log, which come before its complaint
+_HINT = (
+    "kubectl get pytorchjobs must work here, with a cluster that has Kubeflow's training operator; "
+    "or add --dry-run > job.yaml, and kubectl apply -f job.yaml where it does"
+)
 _SELECTOR = "training.kubeflow.org/job-name"
 
 
@@ -63,10 +69,7 @@ class Kubectl:
         self._name, self._namespace = pytorchjob.name_of(job), job.settings.kubernetes.namespace
         program = shutil.which("kubectl")
         if program is None:
-            raise LaunchError(
-                "kubectl, through which a cluster is spoken to, is not on the PATH",
-                hint="install it; or add --dry-run > job.yaml, and kubectl apply -f job.yaml where it is",
-            )
+            raise LaunchError("kubectl, through which a cluster is spoken to, is not on the PATH", hint=_HINT)
         self._program = program
 
     def __call__(self, *words: str, text: str | None = None, timeout_s: float = _CALL_S) -> str:
@@ -76,12 +79,11 @@ class Kubectl:
                 self.command(*words), input=text, capture_output=True, text=True, timeout=timeout_s, check=False
             )
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"kubectl {words[0]}: the cluster did not answer within {timeout_s:.0f} s") from None
+            complaint = f"the cluster did not answer within {timeout_s:.0f} s"
+            raise LaunchError(f"kubectl {words[0]}: {complaint}", hint=_HINT) from None
         if done.returncode:
-            raise LaunchError(
-                f"kubectl {words[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}",
-                hint="kubectl must reach a cluster with Kubeflow's training operator, where kubeflow.org/v1 is known",
-            )
+            complaint = _KLOG.sub("", done.stderr).strip() or done.stderr.strip() or f"exit code {done.returncode}"
+            raise LaunchError(f"kubectl {words[0]}: {complaint}", hint=_HINT)
         return done.stdout
 
     def command(self, *words: str) -> list[str]:
@@ -113,15 +115,8 @@ class Kubernetes:
         name = pytorchjob.name_of(self._job)
         words = ["delete", "pytorchjob", name, "--wait=false", "--ignore-not-found"]
         if self._asked > 1:
-            words = [
-                "delete",
-                "pods",
-                "--selector",
-                f"{_SELECTOR}={name}",
-                "--grace-period=0",
-                "--force",
-                "--wait=false",
-            ]
+            selector = f"{_SELECTOR}={name}"
+            words = ["delete", "pods", "--selector", selector, "--grace-period=0", "--force", "--wait=false"]
         with suppress(OSError):
             subprocess.Popen(self._kubectl.command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -174,8 +169,9 @@ class Kubernetes:
         if not self._asked and (failing or not codes):
             lost = ", ".join(failing) or (_message(found) if found else "somebody deleted the job")
             lost += f"; its last words: {said}" if said else ""
-        first_ranks = {name: number * nproc for number, name in enumerate(self._names)}
-        return Outcome({first_ranks[name]: code for name, code in codes.items()}, lost, stopped=bool(self._asked))
+        exits = [(number * nproc, codes[name]) for number, name in enumerate(self._names) if name in codes]
+        exits.sort(key=lambda exit: exit[1] >= 0)  # a pod that was killed ended before those that noticed
+        return Outcome(dict(exits), lost, stopped=bool(self._asked))
 
 
 class Log:
@@ -187,21 +183,18 @@ class Log:
         self._of = ""
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
-        self._last: deque[str] = deque(maxlen=1)
-
-    @property
-    def conclusion(self) -> str:
-        return self._last[0] if self._last else ""
+        self.conclusion = ""
 
     def of(self, container: str) -> None:
         """Begin with ``container``, if that is not the one being followed."""
         if container == self._of:
             return
         self.close()
-        self._of = container
-        self._last.clear()
+        self._of, self.conclusion = container, ""
         command = self._kubectl.command("logs", "--follow", "--container", pytorchjob.CONTAINER, self._pod)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+        )
         self._process = process
         self._thread = threading.Thread(target=self._copy, args=(process,), daemon=True)
         self._thread.start()
@@ -210,8 +203,8 @@ class Log:
         assert process.stdout is not None
         for line in process.stdout:
             if _CONCLUSION.match(line):
-                self._last.append(line.strip())
-            elif not self._last:
+                self.conclusion = line.strip()
+            elif not (self.conclusion and _DETAIL.match(line)):
                 print(line, end="", flush=True)
 
     def close(self) -> None:

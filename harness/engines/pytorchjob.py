@@ -17,7 +17,7 @@ import yaml
 
 from harness import configfile
 from harness.engines import meeting
-from harness.engines.job import Job
+from harness.engines.job import Job, refuse
 from harness.errors import LaunchError
 
 # The operator starts a pod again that ended with 128 or more, and takes less for a failure: restartPolicy ExitCode.
@@ -26,6 +26,8 @@ CONFIG = "/etc/apex-harness/config.yaml"
 CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456  # names that the operator looks for
 _MARGIN_S = 30  # beyond the ranks' own grace period
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")  # of a job: with "-worker-999" a name that DNS takes
+_ABSOLUTE = "write an absolute path, such as /data"
+_OPERATOR = "the operator says where machines meet, and which one this is; drop it"
 
 
 def name_of(job: Job) -> str:
@@ -156,26 +158,26 @@ def _outlives_pods(job: Job) -> bool:
 
 
 def _check(job: Job) -> None:
-    settings = job.settings
+    settings, section = job.settings, job.settings.kubernetes
 
-    def refuse(message: str, hint: str) -> None:
-        raise LaunchError(message, where=job.path, hint=hint)
+    def wrong(message: str, hint: str) -> LaunchError:
+        return LaunchError(message, where=job.path, hint=hint)
 
-    if not settings.kubernetes.image:
-        refuse("the pods need a container image with the project in it", "launch.kubernetes.image=…")
-    for key in ("rendezvous", "node_rank"):
-        if getattr(settings, key) is not None:
-            refuse(f"launch.{key} is the operator's to say on Kubernetes", "remove it")
+    if not section.image:
+        raise wrong("the pods need a container image with the project in it", "launch.kubernetes.image=…")
+    refuse(job, "kubernetes", rendezvous=_OPERATOR, node_rank=_OPERATOR)
     if (settings.min_nodes or 1) > settings.nnodes:
-        refuse(f"launch.min_nodes={settings.min_nodes} is more than launch.nnodes={settings.nnodes}",
-               "--nnodes MIN:MAX sets both")  # fmt: skip
+        raise wrong(f"launch.min_nodes={settings.min_nodes} is more than launch.nnodes={settings.nnodes}",
+                    "--nnodes MIN:MAX sets both")  # fmt: skip
     if _elastic(job):
         if not settings.max_restarts:
-            refuse("a range of machines needs launch.max_restarts: each loss takes one", "--max-restarts 3")
+            raise wrong("a range of machines needs launch.max_restarts: each loss takes one", "--max-restarts 3")
         meeting.check_batch(job, settings.min_nodes or settings.nnodes)
-    for claim, path in settings.kubernetes.claims.items():
+    if section.workdir and not posixpath.isabs(section.workdir):
+        raise wrong(f"launch.kubernetes.workdir is {section.workdir!r}", _ABSOLUTE)
+    for claim, path in section.claims.items():
         if not posixpath.isabs(path):
-            refuse(f"launch.kubernetes.claims: {claim} appears at {path!r}", "write an absolute path, such as /data")
+            raise wrong(f"launch.kubernetes.claims: {claim} appears at {path!r}", _ABSOLUTE)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -64,12 +64,13 @@ def array_script(jobs: Sequence[Job], name: str, at_once: int | None = None) -> 
                 hint="sweep over what is trained, and launch what differs in launch on its own",
             )
     limit = f"%{at_once}" if at_once else ""
-    options = [f"job-name={name}", f"array=0-{len(jobs) - 1}{limit}", *_options(first)]
+    own = [option.replace("%j", "%A_%a") for option in _options(first)]
+    options = [f"job-name={name}", f"array=0-{len(jobs) - 1}{limit}", *own]
     cases = [
         line for number, job in enumerate(jobs)
         for line in (f"    {number})", *(f"        {line}" for line in _what(job)), "        ;;")
     ]  # fmt: skip
-    return _page(options, first, ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]).replace("%j", "%A_%a")
+    return _page(options, first, ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
 
 
 def _page(options: Sequence[str], job: Job, what: Sequence[str]) -> str:
@@ -117,7 +118,7 @@ def _options(job: Job) -> list[str]:
 def _check(job: Job) -> None:
     refuse(job, "slurm", min_nodes=_ELASTIC, rendezvous=_MEETING, node_rank=_MEETING)
     slurm = job.settings.slurm
-    if slurm.time is not None and 0 < seconds(slurm.time) <= slurm.signal_s:
+    if slurm.requeue and slurm.time is not None and 0 < seconds(slurm.time) <= slurm.signal_s:
         raise LaunchError(
             f"launch.slurm.signal_s={slurm.signal_s} is no less than the time limit, {slurm.time} "
             f"({seconds(slurm.time)} s): the run would be told to end as soon as it begins",

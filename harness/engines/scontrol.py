@@ -53,7 +53,7 @@ def parse(line: str) -> JobState:
     """The state in one line of ``scontrol show job -o``."""
 
     def value(key: str) -> str:
-        found = re.search(rf"(?:^| ){key}=(\S*)", line)
+        found = re.search(rf"(?:^| ){key}=(.*?)(?= \S+=| *$)", line)  # a path may hold blanks
         return "" if found is None or found.group(1) in ("(null)", "None") else found.group(1)
 
     return JobState(

@@ -53,13 +53,10 @@ SLOW = {"model": {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}, "train": {
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, stripes):
-    """The run folders of two ranks that nobody disturbed, under no engine at all, by the length of their steps."""
-    folders = {}
-    for name, settings in {"quick": {}, "slow": SLOW}.items():
-        folder = tmp_path_factory.mktemp("unbroken")
-        assert run(write_config(folder, stripes, **settings), 2) == [0, 0]
-        folders[name] = folder / "runs" / "run"
-    return folders
+    """The run folder of two ranks that nobody disturbed, under no engine at all."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert run(write_config(folder, stripes, **SLOW), 2) == [0, 0]
+    return folder / "runs" / "run"
 
 
 def command(config, *words):
@@ -112,6 +109,7 @@ def test_without_flytekit(tmp_path, stripes, monkeypatch):
         (f'echo \'{{"exits": {{"0": 0, "1": 0}}}}\' > ${flyte.OUTCOME}', Outcome({0: 0, 1: 0})),
         (f'echo \'{{"exits": {{"1": -9, "0": 70}}}}\' > ${flyte.OUTCOME}; exit 70', Outcome({0: 70, 1: -9})),
         ("exit 1", Outcome()),  # flytekit itself could not go on, and has said why
+        ("exit 0", Outcome()),
         ("kill -9 $$", Outcome(lost="flytekit's local runner died of signal 9")),
     ],
 )
@@ -178,7 +176,7 @@ def test_stopped_and_killed_and_the_same_weights_in_the_end(tmp_path, stripes, u
     with started([*PYFLYTE, "run", PAGE, *words], tmp_path / "last.txt", TMPDIR=str(tmp_path)) as run_:
         assert run_.wait(START_S + END_S) == 0, run_.text()
         assert not run_.alive()
-    assert_same_run(unbroken["slow"], folder)
+    assert_same_run(unbroken, folder)
     returned = dict(re.findall(r"(\w+)=([^,\s)]+)", run_.text().rpartition("Results(")[2]))
     names = {"weights": "weights.safetensors", "epochs": "epochs.jsonl", "summary": "summary.json",
              "record": "metrics.jsonl"}  # fmt: skip
@@ -201,20 +199,24 @@ def test_ranks_do_not_outlive_a_killed_command(tmp_path, stripes):
 @needs_flytekit
 @pytest.mark.slow
 def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
-    """As in the two pods of its PyTorchJob: each runs the page, and torch's elastic agents meet at the endpoint."""
-    config = write_config(tmp_path, stripes)
+    """As in the two pods of its PyTorchJob: each runs the page, and torch's elastic agents meet at the endpoint. The
+    run is kept at a URL, and the machines have no disk in common."""
+    config = write_config(tmp_path, stripes, **SLOW, output=f"file://{tmp_path}/runs", data={"cache_dir": None})
     page = tmp_path / flyte.FILE
     page.write_text(flyte.render(launch.plan(str(config), ["launch.nnodes=2"])))
     pod = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
     words = [*PYFLYTE, "run", page, "experiment", "--config", config]
-    with started(words, tmp_path / "1.txt", **pod) as one, started(words, tmp_path / "2.txt", **pod) as other:
+    with (
+        started(words, tmp_path / "1.txt", **pod, APEX_HARNESS_CACHE=str(tmp_path / "cache-1")) as one,
+        started(words, tmp_path / "2.txt", **pod, APEX_HARNESS_CACHE=str(tmp_path / "cache-2")) as other,
+    ):
         codes = {one.wait(START_S + END_S), other.wait(END_S)}
         # Python's own helper of a spawned process ends a moment after it.
         wait_until(lambda: not one.alive() and not other.alive(), 5, "nothing left of either machine")
     told = one.text() + other.text()
     assert codes == {0, 1}, told  # what the machine without rank 0 returns is IgnoreOutputs, as a pod's
     assert "IgnoreOutputs" in told
-    assert_same_run(unbroken["quick"], tmp_path / "runs" / "run")
+    assert_same_run(unbroken, tmp_path / "runs" / "run")
 
 
 @needs_flytekit
@@ -232,17 +234,7 @@ def test_what_is_registered(tmp_path):
     }.items():
         plan = launch.plan("configs/digits.yaml", [*MACHINE, "launch.nproc=4", *words])
         (pages / f"{name}.py").write_text(flyte.render(plan))
-    words = [
-        "--pkgs",
-        "pages",
-        "package",
-        "--image",
-        "registry.example/flyte:1",
-        "--source",
-        ".",
-        "--output",
-        "out.tgz",
-    ]
+    words = ["--pkgs", "pages", "package", "--image", "flyte:1", "--source", ".", "--output", "out.tgz"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([*PYFLYTE, *words], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=60)
     told = []

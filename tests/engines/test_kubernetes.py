@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from harness import configfile, launch
-from harness.engines import kubernetes, pytorchjob
+from harness.engines import kubernetes
 from harness.engines.conclusion import Aftermath
 from harness.errors import LaunchError
 from tests.conftest import ROOT
@@ -57,17 +57,14 @@ def documents(text):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_render(name):
+def test_render(name, tmp_path):
     """The manifest is the golden file; HARNESS_GOLDEN=write writes it. The configuration in it loads as what it was."""
     job, path = plan(*JOBS[name]), GOLDEN / f"kubernetes_{name}.yaml"
     text = kubernetes.render(job)
     config, manifest = documents(text)
-    inside = path.parent / "inside.yaml"
-    try:
-        inside.write_text(config["data"].pop("config.yaml"))
-        assert configfile.load(inside) == job.config
-    finally:
-        inside.unlink()
+    inside = tmp_path / "inside.yaml"
+    inside.write_text(config["data"].pop("config.yaml"))
+    assert configfile.load(inside) == job.config
     comment = text.partition("apiVersion")[0]
     shown = comment + yaml.safe_dump_all([config, manifest], sort_keys=False)
     if os.environ.get("HARNESS_GOLDEN") == "write":
@@ -128,6 +125,7 @@ def test_the_manifest_is_valid(name):
         ([IMAGE, "launch.nnodes=2", "launch.min_nodes=3"], "more than launch.nnodes"),
         ([IMAGE, "launch.nnodes=3", "launch.min_nodes=2", "launch.max_restarts=1"], "cannot be dealt to 3 machines"),
         ([IMAGE, "launch.kubernetes.claims={runs: runs}"], "appears at 'runs'"),
+        ([IMAGE, CLAIMS[0], "launch.kubernetes.workdir=work"], "workdir is 'work'"),
         ([IMAGE, "name=7.up"], "cannot be the name of a job"),
     ],
 )
@@ -140,6 +138,29 @@ def test_without_kubectl(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="kubectl") as refused:
         kubernetes.start(plan(IMAGE))
+    assert "--dry-run" in refused.value.hint
+
+
+KLOG = 'E1121 11:49:50.999465   10212 memcache.go:265] "Unhandled Error" err="dial tcp: connection refused"\n'
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (f"{KLOG * 5}The connection was refused", "The connection was refused"),
+        (KLOG, KLOG.strip()),
+        ("", "exit code 1"),
+    ],
+)
+def test_without_a_cluster(monkeypatch, tmp_path, said, shown):
+    (tmp_path / "said.txt").write_text(said)
+    script = tmp_path / "kubectl"
+    script.write_text(f"#!/bin/sh\ncat {tmp_path}/said.txt >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError) as refused:
+        kubernetes.start(plan(IMAGE))
+    assert refused.value.message == f"kubectl get: {shown}"
     assert "--dry-run" in refused.value.hint
 
 
@@ -200,7 +221,7 @@ JOB = [str(ROOT / "configs" / "digits.yaml"), [IMAGE, "launch.nnodes=2", "launch
     ],
 )  # fmt: skip
 def test_exit_codes_of_pods(answers, condition, master, worker, code, said, capfd):
-    log = "epoch 1\nfailed: rank 3 on h at step 5: ValueError: no\n  rank 0: failed\n"
+    log = "done: 3 files read\nepoch 1\nfailed: rank 3 on h at step 5: ValueError: no\n  rank 0: failed\n"
     folder = answers(condition, {"digits-master-0": master, "digits-worker-0": worker}, log)
     conclusion = concluded(launch.plan(*JOB))
     assert conclusion.exit_code == code
@@ -315,5 +336,3 @@ def test_exception_on_rank_1(tmp_path, stripes, cluster):
     text = run_.text()
     assert text.count("failed: rank 1 on") == 1
     assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
-    assert "pytorchjob" in (tmp_path / "cluster" / "calls.txt").read_text()
-    assert pytorchjob.CONFIG.endswith("config.yaml")
