@@ -13,6 +13,7 @@ from harness.comparison.sameness import Sameness
 from harness.comparison.settings import Settings
 from harness.errors import ConfigError
 from harness.records import Record, find
+from harness.report.study import LENGTH
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def side(path: Path) -> Side:
 def _differ_by_seed_alone(path: Path, runs: list[Record]) -> None:
     first, seen = runs[0], {seed(runs[0]): runs[0]}
     for run in runs[1:]:
-        keys = [key for key in settings.config_differences(first, run)[0] if key != "seed"]
+        recipe, rest = settings.config_differences(first, run)
+        keys = [key for key in (*recipe, *rest) if key in LENGTH or key in recipe and key != "seed"]
         if first.world_size != run.world_size:
             keys.append("number of ranks")
         if keys:

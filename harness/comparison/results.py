@@ -14,23 +14,9 @@ import pyarrow.csv
 
 from harness.comparison import significance
 from harness.records import Record
-from harness.trackers.record import TIMES
+from harness.report.history import NOT_METRICS
 
 Pair = tuple[float | None, float | None]
-
-_NOT_METRICS = {
-    "split",
-    "step",
-    "epoch",
-    "samples",
-    "skipped",
-    "rows_used",
-    "rows",
-    "bad_rows",
-    "lr",
-    "loss_scale",
-    *TIMES,
-}
 
 
 @dataclass(frozen=True)
@@ -101,13 +87,13 @@ def _metrics(row: dict[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in row.items()
-        if name not in _NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
     }
 
 
 def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
     """Every metric of either, in the order of the records; the one that decided what is best comes first."""
-    names = dict.fromkeys([*(one.final or {}), *(other.final or {})])
+    names = dict.fromkeys([*one.final, *other.final])
     order = sorted(names, key=lambda name: name not in (one.best_metric, other.best_metric))
     return [
         Metric(name, (one.final.get(name), other.final.get(name)), (one.best.get(name), other.best.get(name)))

@@ -81,7 +81,8 @@ def confusion(found: Confusion, metric_run: str) -> Chart | None:
         "hovertemplate": "truth %{y}, guess %{x}: %{customdata}<extra></extra>",
     }  # fmt: skip
     if len(names) <= 20:
-        heat |= {"text": [[str(n) if n else "" for n in line] for line in found.counts], "texttemplate": "%{text}"}
+        heat |= {"text": [[str(n) if n else "" for n in line] for line in found.counts], "texttemplate": "%{text}",
+                 "textfont": {"color": "@ink"}}  # fmt: skip
     layout = {
         "xaxis": {"title": {"text": "guess"}, "type": "category", "showgrid": False, "side": "top"},
         "yaxis": {"title": {"text": "truth"}, "type": "category", "autorange": "reversed", "showgrid": False},

@@ -65,6 +65,7 @@ def _heat_map(study: Study, found: _Map, number: int) -> Chart:
     heat = {
         "type": "heatmap", "z": grid, "x": [words.count(batch) for batch in found.batches],
         "y": [words.setting(rate) for rate in found.rates], "text": text, "texttemplate": "%{text}",
+        "textfont": {"color": "@ink"},
         "colorscale": [[0, "@heat0"], [1, "@heat1"]], "reversescale": study.direction == "min", "showscale": False,
         "xgap": 3, "ygap": 3, "hovertemplate": "batch %{x}, lr %{y}: %{z}<extra></extra>",
     }  # fmt: skip
@@ -90,19 +91,20 @@ def slices(study: Study) -> list[Chart]:
 
     Of sweeps, the settings that were searched, over the runs that searched them.
     """
-    charts = []
+    charts: list[Chart] = []
     swept = any(run.record.trial for run in study.runs)
     for key in [key for key in study.apart if key != "seed"]:
-        known = [run for run in study.runs if run.best is not None]
+        known = [run for run in study.ranked if run.best is not None]
         known = [run for run in known if not swept or (run.record.trial and key in run.record.trial.params)]
         values = [run.settings.get(key) for run in known]
         numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-        if len(numbers) == len(known) and len(set(numbers)) > 3:
+        if len(numbers) == len(known) and len(set(numbers)) > 3 and len(charts) < MAX_SLICES:
             charts.append(_slice(study, key, known))
-    return charts[:MAX_SLICES]
+    return charts
 
 
 def _slice(study: Study, key: str, runs: Sequence[Run]) -> Chart:
+    """``runs``: the best first."""
     at = [float(run.settings[key]) for run in runs]
     wide = min(at) > 0 and max(at) / min(at) > 20
     data = []
@@ -123,8 +125,7 @@ def _slice(study: Study, key: str, runs: Sequence[Run]) -> Chart:
         "showlegend": len(data) > 1,
     }
     title = f"{words.metric(study.metric)} by {short(key)}"
-    ranked = [run for run in study.ranked if run in runs][:MAX_BARS]
-    rows = [[run.label, words.setting(run.settings[key]), words.number(run.best)] for run in ranked]
+    rows = [[run.label, words.setting(run.settings[key]), words.number(run.best)] for run in runs[:MAX_BARS]]
     summary = f"{title}: a point for each of {words.plural(len(runs), 'run')}; the best is at {rows[0][1]}."
     header = ["run", short(key), words.metric(study.metric)]
     return Chart(f"slice-{key}", title, summary, data, layout, header, rows)

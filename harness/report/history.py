@@ -23,7 +23,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of a 
 TRAIN_POINTS = 400  # of a run's training curve
 EVAL_POINTS = 200  # of each held-out curve
 _MIN_WINDOWS = 5  # lines of a record that tell whether its pace was even
-_NOT_METRICS = frozenset(
+NOT_METRICS = frozenset(  # of the numbers in an evaluation's line
     ["step", "epoch", "samples", "skipped", "wall_s", "lr", "loss_scale", "samples_per_s", "data_wait", "rows_used",
      "rows", "bad_rows", *(f"time_{phase}" for phase in PHASES)]
 )  # fmt: skip
@@ -160,7 +160,7 @@ def _metrics(held_out: pa.Table) -> list[str]:
     return [
         column.name
         for column in held_out.schema
-        if column.name not in _NOT_METRICS
+        if column.name not in NOT_METRICS
         and _is_number(column.type)
         and held_out[column.name].null_count < len(held_out)
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.report import words
 from harness.report.history import AXES, Curve
 from harness.report.study import Repeats, Run, Study
 
@@ -59,9 +60,9 @@ def _has_points(run: Run) -> bool:
 
 def _label(study: Study, repeats: Repeats) -> str:
     run = repeats.runs[0]
-    words = study.setting(run, without=("seed",)) if set(study.apart) - {"seed"} else run.record.name
-    ranks = f" · {run.world} ranks" if len({other.world for other in study.runs}) > 1 else ""
-    return f"{words}{ranks} · mean of {len(repeats.runs)} seeds"
+    several = len({other.world for other in study.runs}) > 1
+    ranks = f" · {words.plural(run.world, 'rank')}" if several and run.world else ""
+    return f"{study.setting(run)}{ranks} · mean of {len(repeats.runs)} seeds"
 
 
 def points(line: Line) -> dict[str, Any]:

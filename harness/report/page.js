@@ -62,7 +62,7 @@
       data.push({
         type: "scatter", mode: marked ? "lines+markers" : "lines", x, y, name: line.label,
         line: { color: ink, dash: line.dash, width: report.lines.length > 8 ? 1.6 : 2.2, shape: chart.shape ?? "linear" },
-        marker: { symbol: line.symbol, size: 5.5 },
+        marker: { symbol: line.symbol, size: y.length > 1 ? 5.5 : 11 },  // a point without a line must be seen alone
         hovertemplate: `${line.shown}<br>%{x:,.4~g} ${AXES[axis]}: <b>%{y:.5~g}</b><extra></extra>`,
       });
     });

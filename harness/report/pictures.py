@@ -86,9 +86,9 @@ def _curves(axes: Any, drawn: Sequence[Line], part: str, name: str, title: str) 
         points = lines.points(line)[part]
         if name in points["values"]:
             x, y = points["at"]["epoch"], [float("nan") if v is None else v for v in points["values"][name]]
-            marker = _MARKERS[line.symbol] if part == "held_out" and len(x) <= 30 else None
+            marker = _MARKERS[line.symbol] if part == "held_out" and len(x) <= 30 or len(x) == 1 else None
             style = {"color": _COLORS[line.color], "linestyle": _DASHES[line.dash], "linewidth": 1.3}
-            axes.plot(x, y, label=line.label, marker=marker, markersize=3, **style)
+            axes.plot(x, y, label=line.label, marker=marker, markersize=3 if len(x) > 1 else 6, **style)
             if "low" in points and name in points["low"]:
                 axes.fill_between(x, points["low"][name], points["high"][name], color=_COLORS[line.color], alpha=0.15)
     axes.set_xlabel("epochs", fontsize=9)
@@ -149,7 +149,7 @@ def _map(axes: Any, chart: Chart) -> None:
     for row, line in enumerate(heat.get("text", [])):
         for column, text in enumerate(line):
             share = (grid[row][column] - low) / (high - low or 1.0)
-            dark = share < 0.5 if heat.get("reversescale") else share > 0.5
+            dark = share < 0.3 if heat.get("reversescale") else share > 0.7  # both inks have contrast there
             axes.text(column, row, text, ha="center", va="center", fontsize=7, color="white" if dark else _INK)
     axes.set_xticks(range(len(heat["x"])), heat["x"], fontsize=7)
     axes.set_yticks(range(len(heat["y"])), heat["y"], fontsize=7)

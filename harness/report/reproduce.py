@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.report import words
-from harness.report.study import Run, devices, shown_path
+from harness.report.study import Run, devices, shown
 
 
 def commands(run: Run) -> list[str]:
@@ -21,8 +21,10 @@ def commands(run: Run) -> list[str]:
     git = start.get("git")
     if isinstance(git, dict) and git.get("commit"):
         lines.append(f"git checkout {shlex.quote(str(git['commit'])[:12])}")
-    config = shlex.quote(str(Path(shown_path(run.record)) / "config.yaml"))
-    name = _elsewhere(run)
+    if run.record.sweep is not None:
+        return [*lines, trial_again(run.record.sweep.path, run.record.sweep.name, run.record.path)]
+    config = shlex.quote(shown(run.record.path / "config.yaml"))
+    name = shlex.quote(f"name={run.record.name}_again")
     ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
     hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
     world = run.world or 1
@@ -36,13 +38,11 @@ def commands(run: Run) -> list[str]:
     return lines
 
 
-def _elsewhere(run: Run) -> str:
-    """Overrides that leave the run's own folder alone; a trial's is its sweep's, where nothing else belongs."""
-    if run.record.sweep is None:
-        return shlex.quote(f"name={run.record.name}_again")
-    output = os.path.relpath(run.record.sweep.path.parent)
-    output = str(run.record.sweep.path.parent) if output.startswith("..") else output
-    return shlex.join([f"output={output}", f"name={run.record.sweep.name}_{run.record.path.name}"])
+def trial_again(sweep: Path, name: str, run: Path) -> str:
+    """The command that trains the trial ``run`` of the sweep folder ``sweep`` again as it was trained, with its ranks,
+    threads and engine, beside the sweep: in the sweep's folder nothing else belongs."""
+    own = [f"output={shown(sweep.parent)}", f"name={name}-{run.name}"]
+    return shlex.join(["harness", "launch", "-c", shown(run / "config.yaml"), *own])
 
 
 def caveats(run: Run) -> list[str]:

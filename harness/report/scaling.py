@@ -73,7 +73,7 @@ def ladders(study: Study, target: float | None) -> list[Ladder]:
     for by_world in found.values():
         if len(by_world) > 1:
             first = next(iter(by_world.values()))[0]
-            label = study.setting(first, without=("seed", "batch.per_rank")) if study.apart else first.record.name
+            label = study.setting(first, without=("seed", "batch.per_rank"))
             same = first.settings.get("data.shard") == "global"
             made.append(Ladder(label, _points(by_world, target, study.direction), same))
     return made

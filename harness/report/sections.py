@@ -206,8 +206,7 @@ def _time(drawn: Sequence[Line], left_out: list[str]) -> Group | None:
 
 
 def _mistakes(study: Study, left_out: list[str]) -> Group | None:
-    run = next((run for run in study.ranked if mistakes.confusion(run)), None)
-    found = mistakes.confusion(run) if run else None
+    run, found = next(((run, made) for run in study.ranked if (made := mistakes.confusion(run))), (None, None))
     if run is None or found is None:
         left_out.append("Mistakes: no run has a confusion matrix.")
         return None

@@ -11,15 +11,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from harness.config import NOT_THE_RECIPE, flatten
 from harness.records import Record
-from harness.report import history
+from harness.report import history, words
 from harness.report.history import Direction, History
 
 MAX_APART = 4  # settings that a run is named by; runs that differ in more are named by their folders
-_LENGTH = ("train.epochs", "train.max_steps")  # a resumed run may be longer; a compared one may not
+LENGTH = ("train.epochs", "train.max_steps")  # a resumed run may be longer; a compared one may not
 _SHORT = {
     "batch.global": "batch",
     "batch.per_rank": "batch a rank",
@@ -126,9 +127,10 @@ class Study:
             found.setdefault((run.recipe, run.world), []).append(run)
         return [Repeats(runs) for runs in found.values()]
 
-    def setting(self, run: Run, without: Sequence[str] = ()) -> str:
-        """What sets ``run`` apart, in words; its folder where that would be too long."""
-        return describe(run.settings, [key for key in self.apart if key not in without]) or run.label
+    def setting(self, run: Run, without: Sequence[str] = ("seed",)) -> str:
+        """What sets ``run`` apart, in words; its label where that would be too long, its name where nothing does."""
+        keys = [key for key in self.apart if key not in without]
+        return describe(run.settings, keys) or (run.label if keys else _title([run.record]))
 
 
 def build(records: Sequence[Record], metric: str | None = None) -> Study:
@@ -141,7 +143,7 @@ def build(records: Sequence[Record], metric: str | None = None) -> Study:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading is arrow's work, which lets other threads run
         histories = list(pool.map(lambda record: history.read(record, metric, direction), records))
     runs = [
-        Run(record, label, shown_path(record), settings, recipe(record, settings), past, _best(past))
+        Run(record, label, shown(record.path), settings, recipe(record, settings), past, _best(past))
         for record, settings, label, past in zip(records, flat, labels, histories, strict=True)
     ]
     return Study(_title(records), runs, metric, direction, apart)
@@ -223,7 +225,7 @@ def devices(record: Record) -> list[str]:
 
 
 def _is_recipe(key: str) -> bool:
-    return key in _LENGTH or not (key in NOT_THE_RECIPE or key.split(".")[0] in NOT_THE_RECIPE)
+    return key in LENGTH or not (key in NOT_THE_RECIPE or key.split(".")[0] in NOT_THE_RECIPE)
 
 
 def settings_apart(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -> list[str]:
@@ -254,10 +256,10 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def shown_path(record: Record) -> str:
-    """The folder as one would type it here."""
-    inside = os.path.relpath(record.path)
-    return str(record.path) if inside.startswith("..") else inside
+def shown(path: Path) -> str:
+    """``path`` as one would type it here."""
+    inside = os.path.relpath(path)
+    return str(path) if inside.startswith("..") else inside
 
 
 def _name(record: Record) -> str:
@@ -269,11 +271,11 @@ def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], apart: li
     worlds = {record.world_size for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):
-        words = describe(settings, apart) if settings and (record.sweep or len(apart) <= MAX_APART) else ""
-        if words and len(worlds) > 1 and record.world_size:
-            words += f" · {record.world_size} rank{'s' if record.world_size > 1 else ''}"
-        labels.append(words or _name(record))
-    for distinction in (_name, shown_path):
+        told = describe(settings, apart) if settings and (record.sweep or len(apart) <= MAX_APART) else ""
+        if told and len(worlds) > 1 and record.world_size:
+            told += f" · {words.plural(record.world_size, 'rank')}"
+        labels.append(told or _name(record))
+    for distinction in (_name, lambda record: shown(record.path)):
         seen = Counter(labels)
         for place, record in enumerate(records):
             if seen[label := labels[place]] > 1:

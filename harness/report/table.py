@@ -112,13 +112,12 @@ def seeds_rows(study: Study) -> tuple[list[str], list[list[str]]]:
     for repeats in study.repeats:
         if len(repeats.values) > 1:
             run = repeats.runs[0]
-            words_ = study.setting(run, without=("seed",)) if set(study.apart) - {"seed"} else run.record.name
             values = repeats.values
             numbers = [words.number(value, 5) for value in (repeats.mean, min(values), max(values))]
             seeds = ", ".join(sorted(str(run.seed) for run in repeats.runs))
             rows.append(
-                [words_, str(run.world or words.NOTHING), seeds, numbers[0], f"± {words.number(repeats.spread, 2)}",
-                 *numbers[1:]]
+                [study.setting(run), str(run.world or words.NOTHING), seeds, numbers[0],
+                 f"± {words.number(repeats.spread, 2)}", *numbers[1:]]
             )  # fmt: skip
     return header, rows
 

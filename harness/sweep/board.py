@@ -32,7 +32,8 @@ class Board:
         """A line that stays, above the table."""
         self._wipe()
         print(text, file=self._stream, flush=True)
-        self._next = min(self._next, 0.0) if self._live else self._next
+        if self._live:
+            self._next = 0.0
 
     def show(self, trials: Sequence[Trial], seen: Mapping[int, Progress]) -> None:
         """The sweep as it is now, if it is time for that."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from harness import console
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from harness.folder import cannot_write
+from harness.report.reproduce import trial_again
 from harness.sweep import file as sweep_file
 from harness.sweep import results, table
 from harness.sweep.board import Board
@@ -69,15 +70,15 @@ def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) ->
     from harness.sweep.study import Study, storage_must_work
 
     folder = plan.file.sweep.folder
-    study = Study(plan, folder)
-    if any(trial.state != "waiting" for trial in study.trials()):
-        log.info("going on with %s: %s", folder, table.counts(study.trials(), plan.total))
-    if others := study.others():
-        log.info("%d earlier trials are not of this space: they are left as they are, and out of the table", others)
-    if retry_failed and (again := study.retry_failed()):
-        log.info("%d failed trials are tried again", again)
-    runner = Runner(plan, study, Board(plan), os.environ, lock, stops)
     with storage_must_work(folder):
+        study = Study(plan, folder)
+        if study.begun:
+            log.info("going on with %s: %s", folder, table.counts(study.trials(), plan.total))
+        if others := study.others():
+            log.info("%d earlier trials are not of this space: they are left as they are, and out of the table", others)
+        if retry_failed and (again := study.retry_failed()):
+            log.info("%d failed trials are tried again", again)
+        runner = Runner(plan, study, Board(plan), os.environ, lock, stops)
         done = runner.run()
     _conclude(plan, runner)
     if not done:
@@ -94,8 +95,7 @@ def _conclude(plan: Plan, runner: Runner) -> None:
     print(*_best(plan, trials), sep="\n")
     failed = [trial for trial in trials if trial.state == "failed"]
     if failed:
-        again = f"harness sweep -c {plan.file.path} --retry-failed"
-        print(f"{len(failed)} of {len(trials)} trials failed; to try them again: {again}")
+        print(f"{len(failed)} of {len(trials)} trials failed; to try them again: the same command with --retry-failed")
     print(f"sweep folder: {plan.file.sweep.folder}")
 
 
@@ -112,22 +112,17 @@ def _best(plan: Plan, trials: Sequence[Trial]) -> Iterator[str]:
     best = groups[0].trials[0]
     whole = f", of those with the best mean {groups[0].mean:.5g}" if several else ""
     yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{whole}"
-    yield f"  {shlex.join(_again(plan, best))}"
+    sweep = plan.file.sweep
+    yield f"  {trial_again(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
 
 
 def _how_far(plan: Plan, trials: Sequence[Trial]) -> dict[int, Progress]:
     found = {}
     for trial in trials:
-        reader = Reader(plan.file.sweep.folder / "trials" / results.run_name(trial.number), plan.metric)
+        reader = Reader(results.run_folder(plan.file.sweep.folder, trial.number), plan.metric)
         reader.read()
         found[trial.number] = reader.progress
     return found
-
-
-def _again(plan: Plan, trial: Trial) -> list[str]:
-    """The command that trains ``trial`` once more, into a run folder of its own."""
-    return ["harness", "launch", "-c", plan.file.base, *plan.words(trial.settings),
-            f"name={plan.file.sweep.name}-{results.run_name(trial.number)}"]  # fmt: skip
 
 
 def _rendered(plan: Plan) -> Iterator[str]:
@@ -188,13 +183,15 @@ def _locked(descriptor: int) -> bool:
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
-    """How often SIGINT, SIGTERM or SIGHUP came while the body runs."""
+    """How often SIGINT, SIGTERM or SIGHUP came while the body runs; under nohup SIGHUP stays ignored."""
     asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.append(number)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: len(asked)
     finally:

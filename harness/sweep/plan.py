@@ -40,6 +40,10 @@ class Plan:
         """The ``key=value`` words that make the base experiment this trial, but for its name and place."""
         return typed({**_fixed(self.file, self.engine), **settings})
 
+    def alike(self, settings: Settings) -> Config:
+        """A configuration that has what ``settings`` leave out as theirs do: trials of a list may name other keys."""
+        return next(trial.config for trial in self.trials if trial.settings.keys() == settings.keys())
+
     def config(self, settings: Settings) -> Config:
         return configfile.load(self.file.base, self.words(settings), self.file.origins)
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from harness.ends import signal_name
 from harness.errors import EXIT_DONE, EXIT_STOPPED
 from harness.files import identity
+from harness.sweep.space import typed
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _ORPHAN_S = 30.0  # for what a killed trial left behind, to end by itself with a checkpoint
@@ -31,7 +32,7 @@ How = Literal["done", "interrupted", "failed"]
 
 def command(base: str, words: Sequence[str], name: str, output: Path) -> list[str]:
     """What trains the experiment ``base`` with the settings ``words`` into the run folder OUTPUT/NAME."""
-    own = [f"output={output}", f'name="{name}"' if name.isdigit() else f"name={name}"]
+    own = typed({"output": str(output), "name": name})
     return [sys.executable, "-m", "harness", "launch", "-c", base, *words, *own]
 
 

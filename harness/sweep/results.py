@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.files import finite, write_atomically
 from harness.sweep.plan import Plan
-from harness.sweep.space import identity
+from harness.sweep.space import Settings, identity
 from harness.sweep.spec import Choices, Range, axes
 from harness.sweep.study import Trial
 
@@ -19,6 +19,10 @@ from harness.sweep.study import Trial
 def run_name(number: int) -> str:
     """The run folder of trial ``number``, inside ``trials/``."""
     return f"{number:04d}"
+
+
+def run_folder(sweep: Path, number: int) -> Path:
+    return sweep / "trials" / run_name(number)
 
 
 def write(path: Path, plan: Plan, trials: Sequence[Trial]) -> None:
@@ -46,9 +50,9 @@ def _trial(trial: Trial, plan: Plan) -> dict[str, Any]:
     }
 
 
-def world(settings: Mapping[str, Any], plan: Plan) -> int:
+def world(settings: Settings, plan: Plan) -> int:
     """How many ranks a trial has."""
-    launch = plan.trials[0].config.launch
+    launch = plan.alike(settings).launch
     return int(settings.get("launch.nproc", launch.nproc)) * int(settings.get("launch.nnodes", launch.nnodes))
 
 

@@ -170,9 +170,7 @@ class Runner:
             self._study.prune(number)
             self._tell(trial, f"pruned after epoch {max(running.judged)}")
         elif how == "done":
-            value = final_value(
-                self._folder / "trials" / results.run_name(number), self._plan.metric, self._plan.direction
-            )
+            value = final_value(results.run_folder(self._folder, number), self._plan.metric, self._plan.direction)
             if value is None:
                 how, why = "failed", f"it ended without a finite {self._plan.metric}"
             else:

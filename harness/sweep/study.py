@@ -49,7 +49,8 @@ class Trial:
 
 
 class Study:
-    """The trials of ``plan``. Only ``begin`` gives trials out; ``finish``, ``prune`` or ``fail`` takes each back."""
+    """The trials of ``plan``. Only ``begin`` gives trials out; ``finish``, ``prune`` or ``fail`` takes each back.
+    ``begun``: whether an earlier start has given one out."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         """Open the storage, or make it. Raises ConfigError where it cannot be, or holds another experiment's trials."""
@@ -62,6 +63,7 @@ class Study:
         url = self._sweep.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
         self._study = _open(url, self._sweep.name, plan.direction, pruner)
         self._claim()
+        self.begun = any(frozen.state != TrialState.WAITING for frozen in self._study.get_trials(deepcopy=False))
         self._wanted = {identity(trial.settings) for trial in plan.trials}
         if not self._sweep.is_search:
             known = {identity(trial.settings) for trial in self.trials()}

@@ -33,7 +33,7 @@ def lines(trials: Sequence[Trial], plan: Plan, seen: Mapping[int, Progress], wid
 def _row(trial: Trial, keys: Sequence[str], progress: Progress | None, plan: Plan) -> list[str]:
     told = " ".join((trial.error or "").split())
     value = progress.value if progress and trial.state == "running" else trial.value
-    epochs = trial.settings.get("train.epochs", plan.trials[0].config.train.epochs)
+    epochs = trial.settings.get("train.epochs", plan.alike(trial.settings).train.epochs)
     return [
         f"{trial.number:04d}",
         *(_cell(trial.settings.get(key)) for key in keys),
@@ -67,4 +67,4 @@ def counts(trials: Sequence[Trial], total: int) -> str:
     found = ", ".join(
         f"{states.count(state)} {state}" for state in ("running", "finished", "pruned", "failed") if state in states
     )
-    return f"{total} trials: {found or 'none begun'}"
+    return f"{total} trials: {found or 'none over yet'}"

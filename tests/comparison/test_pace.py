@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from harness.comparison.pace import SHARES, pace
+from harness.comparison.pace import pace
 from harness.records import read
+from harness.report.history import PHASES
 
 
 def write(folder, rows):
@@ -17,7 +18,7 @@ def write(folder, rows):
 
 
 def test_windows_count_as_long_as_they_took(tmp_path):
-    shares = dict.fromkeys(SHARES, 0.0)
+    shares = {f"time_{phase}": 0.0 for phase in PHASES}
     rows = [
         {"split": "train", "step": 1, "samples": 100, "samples_per_s": 100.0, "wall_s": 1.0,
          **shares, "time_forward": 1.0},

@@ -119,6 +119,10 @@ def test_a_folder_of_other_things_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"differ by more than their seed: optimizer\.lr") as error:
         found.side(mixed)
     assert error.value.exit_code == 2
+    longer = seeds(tmp_path / "longer", [0.5], train={"epochs": 3})
+    write_run(longer / "more", [{"step": 9, "top1": 0.5}], seed=1, train={"epochs": 4})
+    with pytest.raises(ConfigError, match=r"differ by more than their seed: train\.epochs"):
+        found.side(longer)
     twice = seeds(tmp_path / "b", [0.5, 0.6])
     write_run(twice / "again", [{"step": 9, "top1": 0.5}], seed=1)
     with pytest.raises(ConfigError, match="of one seed, 1"):

@@ -103,10 +103,7 @@ def test_every_chart_is_drawn_and_nothing_is_asked_of_anyone(visit, report):
     here.page.mouse.wheel(0, 4000)
     assert here.wrong == []
     assert [url for url in here.asked if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
-
-
-def test_the_page_cannot_reach_anyone_even_if_it_would(visit):
-    here = visit()
+    # Nor could it, if it would.
     told = here.page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'answered', (error) => String(error))")
     assert "answered" not in told
     assert any("Content Security Policy" in message for message in here.wrong)
@@ -119,7 +116,7 @@ def test_the_page_cannot_reach_anyone_even_if_it_would(visit):
     assert not ran
 
 
-def test_the_switch_between_epochs_samples_and_seconds(visit):
+def test_the_switches_between_axes_metrics_and_lines(visit):
     here = visit()
     for chart in ("held-out", "training", "scale"):
         assert here.longest(chart) == pytest.approx(10)
@@ -131,11 +128,6 @@ def test_the_switch_between_epochs_samples_and_seconds(visit):
         assert here.longest("held-out") == pytest.approx(length)
         here.redrawn(f"{LONGEST % 'training'} > {length * 0.9 - 1} && {LONGEST % 'training'} <= {length}")
         assert axis in here.page.locator("#chart-held-out .xtitle").text_content()
-    assert here.wrong == []
-
-
-def test_the_switch_of_the_metric_and_of_the_lines(visit):
-    here = visit()
     here.choose("metric", "loss")
     here.redrawn("document.querySelector('#chart-held-out .ytitle')?.textContent === 'loss'")
     here.choose("quantity", "lr")
@@ -174,20 +166,6 @@ def test_by_keyboard_alone(visit):
     assert here.wrong == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_in_either_light(visit, scheme):
-    here = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme, is_mobile=True, has_touch=True)
-    assert here.page.evaluate("document.documentElement.scrollWidth") == 390
-    outside = here.page.evaluate("""[...document.querySelectorAll('body *')].filter((each) =>
-        each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.scroll, pre, nav, .entries'))
-        .map((each) => each.outerHTML.slice(0, 80))""")
-    assert outside == []
-    ink = here.page.evaluate("document.getElementById('chart-held-out').querySelector('.xtick text').style.fill")
-    lightness = sum(int(part) for part in ink.removeprefix("rgb(").rstrip(")").split(",")) / 3
-    assert (lightness > 128) == (scheme == "dark")
-    assert here.wrong == []
-
-
 CONTRASTS = """() => {
     const color = (name) => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
     const light = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255)
@@ -199,19 +177,26 @@ CONTRASTS = """() => {
     const found = {};
     for (const text of ['ink', 'quiet', 'good', 'warn', 'bad'])
       for (const behind of ['paper', 'surface', 'wash']) found[text + ' on ' + behind] = contrast(text, behind) / 4.5;
+    for (const behind of ['heat0', 'heat1']) found['ink on ' + behind] = contrast('ink', behind) / 4.5;
     for (let n = 0; n < 8; n++) found['line ' + n] = contrast('c' + n, 'surface') / 3;
     return found; }"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_what_is_read_has_contrast(browser, report, scheme):
-    """As WCAG asks: 4.5 for text, 3 for lines."""
-    context = browser.new_context(color_scheme=scheme)
-    here = context.new_page()
-    here.goto(report.as_uri(), wait_until="commit")
-    here.wait_for_selector("h1")
-    assert {pair: share for pair, share in here.evaluate(CONTRASTS).items() if share < 1} == {}
-    context.close()
+def test_a_phone_in_either_light(visit, scheme):
+    """With contrast as WCAG asks: 4.5 for text, 3 for lines."""
+    here = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme, is_mobile=True, has_touch=True)
+    assert here.page.evaluate("document.documentElement.scrollWidth") == 390
+    outside = here.page.evaluate("""[...document.querySelectorAll('body *')].filter((each) =>
+        each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.scroll, pre, nav, .entries'))
+        .map((each) => each.outerHTML.slice(0, 80))""")
+    assert outside == []
+    for text in ("#chart-held-out .xtick text", "#chart-heat-1 .heatmap-label text"):
+        ink = here.page.evaluate(f"document.querySelector('{text}').style.fill")
+        lightness = sum(int(part) for part in ink.removeprefix("rgb(").rstrip(")").split(",")) / 3
+        assert (lightness > 128) == (scheme == "dark"), text
+    assert {pair: share for pair, share in here.page.evaluate(CONTRASTS).items() if share < 1} == {}
+    assert here.wrong == []
 
 
 def test_it_prints_in_light_whatever_the_screen(visit, tmp_path):

@@ -74,7 +74,7 @@ def test_a_sweep_has_every_section(sweep):
     assert charts == ["held-out", "training", "scale", "time-to-target", "speed-up", "efficiency", "heat-1", "heat-2",
                       "time"]  # fmt: skip
     assert "git checkout 0123456789ab" in text
-    assert "launch/single_node.sh 2" in text or "python driver.py" in text
+    assert "harness launch -c" in text
 
 
 def test_what_a_reader_without_eyes_or_mouse_needs(sweep):

@@ -50,7 +50,7 @@ def test_a_trial_is_made_again_outside_its_sweep(place):
     sweep = write_sweep(place / "runs" / "lr", [Fake(name="0000")])
     found = study.build(records.find([sweep])).runs[0]
     assert reproduce.commands(found)[1] == (
-        "python driver.py -c runs/lr/trials/0000/config.yaml output=runs name=lr_0000"
+        "harness launch -c runs/lr/trials/0000/config.yaml output=runs name=lr-0000"
     )
 
 

@@ -23,7 +23,9 @@ def test_trials_are_jobs_of_slurm(tmp_path):
     with (
         slurm_cluster.started(tmp_path / "slurm") as cluster,
         started(
-            [*command, "--engine", "slurm", "--parallel", "2"], tmp_path / "terminal.txt", **cluster.environ
+            [*command, "--engine", "slurm", "--parallel", "2", f"launch.slurm.output={tmp_path}/slurm-%j.out"],
+            tmp_path / "terminal.txt",
+            **cluster.environ,
         ) as sweep,
     ):
         assert sweep.wait(SWEEP_S) == 0, sweep.text()

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness.sweep import command
 from tests.end_to_end.processes import wait_until
 from tests.ranks import wait_for
 from tests.sweep.sweeping import begin, starts, states, sweep, table, told, write_base, write_sweep
@@ -24,6 +25,16 @@ SPACE = {"optimizer.lr": [0.1, 0.2, 0.3]}
 def folder(tmp_path) -> Path:
     write_base(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Path:
+    """A sweep over SPACE that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    write_base(folder)
+    write_sweep(folder, space=SPACE)
+    assert sweep(folder) == 0, told(folder)
+    return folder
 
 
 def behave(folder: Path, **how: str) -> None:
@@ -38,16 +49,15 @@ def has_begun(folder: Path, number: int, epochs: int = 1) -> bool:
 # To the end
 
 
-def test_a_grid_to_its_end_and_not_again(folder):
-    write_sweep(folder, space=SPACE)
-    assert sweep(folder) == 0
+def test_a_grid_to_its_end_and_not_again(unbroken):
+    folder = unbroken
     assert states(folder) == ["finished"] * 3
     assert [trial["value"] for trial in table(folder)] == [0.975, 0.875, 0.775]
     assert [trial["params"] for trial in table(folder)] == [{"optimizer.lr": lr} for lr in SPACE["optimizer.lr"]]
     said = told(folder)
     assert "best: trial 0000, top1 0.975" in said
     assert "harness launch -c" in said
-    assert "optimizer.lr=0.1 name=tried-0000" in said
+    assert "-c tried/trials/0000/config.yaml output=. name=tried-0000" in said
     assert sweep(folder) == 0
     assert [starts(folder, number) for number in range(3)] == [1, 1, 1]
     assert "going on with" in told(folder)
@@ -62,7 +72,7 @@ def test_a_failure_does_not_stop_the_rest(folder):
     assert errors == [
         "the loss became nan", "x.yaml: something is wrong -> mend it", "it ended without a finite top1", None,
     ]  # fmt: skip
-    assert "3 of 4 trials failed; to try them again: harness sweep -c" in told(folder)
+    assert "3 of 4 trials failed; to try them again: the same command with --retry-failed" in told(folder)
     assert sweep(folder) == 70, "they are not run again by themselves"
     assert starts(folder, 0) == 1
     behave(folder)
@@ -104,7 +114,7 @@ def test_what_a_killed_trial_leaves_behind_is_ended_before_it_goes_on(folder):
 # Killed and stopped
 
 
-def test_killed_and_started_again_is_as_if_never_killed(folder, tmp_path_factory):
+def test_killed_and_started_again_is_as_if_never_killed(folder, unbroken):
     """kill -9 of the sweep while a trial runs: that one goes on, those before it are not run again."""
     write_sweep(folder, space=SPACE)
     behave(folder, t0001="slow")
@@ -116,10 +126,6 @@ def test_killed_and_started_again_is_as_if_never_killed(folder, tmp_path_factory
     behave(folder)
     assert sweep(folder) == 0
     assert [starts(folder, number) for number in range(3)] == [1, 2, 1]
-    unbroken = tmp_path_factory.mktemp("unbroken")
-    write_base(unbroken)
-    write_sweep(unbroken, space=SPACE)
-    assert sweep(unbroken) == 0
     assert table(folder) == table(unbroken)
 
 
@@ -129,6 +135,8 @@ def test_asked_to_stop_it_stops_its_trials_and_says_how_to_go_on(folder, number)
     behave(folder, t0000="slow", t0001="slow")
     running = begin(folder)
     wait_until(lambda: has_begun(folder, 0) and has_begun(folder, 1), 30, "two trials train")
+    events = [line.split()[:2] for line in (folder / "tried" / "who_ran.txt").read_text().splitlines()]
+    assert [event for event, _ in events] == ["start", "start"], "at once, where there is room"
     os.kill(running[0].pid, number)
     assert wait_for([running], 10) == [75]
     assert states(folder) == ["waiting"] * 3
@@ -141,9 +149,22 @@ def test_asked_to_stop_it_stops_its_trials_and_says_how_to_go_on(folder, number)
     assert [starts(folder, number) for number in range(3)] == [2, 2, 1]
 
 
+def test_under_nohup_a_closed_terminal_is_no_request_to_stop():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with command._signals() as stops:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stops() == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stops() == 1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_sweep_is_refused_while_one_runs(folder):
     write_sweep(folder, space=SPACE)
-    behave(folder, t0000="slow")
+    behave(folder, t0000="slow", t0001="slow", t0002="slow")
     first = begin(folder)
     wait_until(lambda: has_begun(folder, 0), 30, "the first trial trains")
     assert sweep(folder) == 2
@@ -195,7 +216,6 @@ def test_never_more_than_there_is(tmp_path_factory, worlds, cores, parallel, gpu
     names = tuple("abcde"[:cores]) if gpus else ()
     assert sweep(folder, "--parallel", str(parallel), cores=cores, gpus=names) == 0
     taken: Counter[str] = Counter()
-    most = 0
     for line in (folder / "tried" / "who_ran.txt").read_text().splitlines():
         event, name, nproc, *rest = line.split(" ")
         if event == "start":
@@ -206,16 +226,6 @@ def test_never_more_than_there_is(tmp_path_factory, worlds, cores, parallel, gpu
             del taken[name]
         assert sum(taken.values()) <= cores
         assert len(taken) <= parallel
-        most = max(most, len(taken))
-    assert most >= 1
-
-
-def test_two_at_once_where_there_is_room(folder):
-    write_sweep(folder, space=SPACE, parallel=2)
-    behave(folder, t0000="slow", t0001="slow")
-    assert sweep(folder) == 0
-    events = [line.split()[:2] for line in (folder / "tried" / "who_ran.txt").read_text().splitlines()]
-    assert [event for event, _ in events[:2]] == ["start", "start"]
 
 
 def test_a_storage_that_goes_away_ends_the_sweep_and_its_trials(folder):

@@ -96,6 +96,17 @@ def test_sweep_json(plan, tmp_path):
     }  # fmt: skip
 
 
+def test_trials_of_a_list_that_leave_out_what_others_name(tmp_path):
+    write_base(tmp_path)
+    write_sweep(tmp_path, space=[{"launch.nproc": 2, "train.epochs": 9}, {"optimizer.lr": 0.2}], comparable=False)
+    plan = make(file.load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
+    trials = [Trial(number, planned.settings, "running") for number, planned in enumerate(plan.trials)]
+    results.write(tmp_path / "sweep.json", plan, trials)
+    assert [trial["world"] for trial in json.loads((tmp_path / "sweep.json").read_text())["trials"]] == [2, 1]
+    rows = table.lines(trials, plan, {0: Progress(5, 1), 1: Progress(5, 1)}, 120)[1:]
+    assert [row.split()[-1] for row in rows] == ["1/9", "1/4"]
+
+
 def test_over_seeds():
     trials = [
         Trial(number, {"optimizer.lr": lr, "seed": seed}, "finished", value)
