@@ -32,7 +32,9 @@ def choose(wanted: str, local_rank: int, local_world_size: int, dealt: bool = Fa
 
 
 def card(device: torch.device) -> str:
-    """What tells a CUDA device from all others, on any host."""
+    """What tells a CUDA device from all others, on any host; empty for a CPU."""
+    if device.type == "cpu":
+        return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if device.index < len(visible) and visible[device.index].startswith("MIG"):
         return visible[device.index]  # a slice; the card's own number may be that of all its slices
@@ -40,10 +42,16 @@ def card(device: torch.device) -> str:
 
 
 def check_own(cards: Sequence[tuple[str, str]]) -> None:
-    """Raise LaunchError where two ranks have the same card. ``cards``: host and card, by rank."""
+    """Raise LaunchError where two ranks have one card, or only some have any. ``cards``: host and card, by rank."""
     first: dict[str, int] = {}
     for rank, (host, name) in enumerate(cards):
-        if name in first:
+        if bool(name) != bool(cards[0][1]):
+            without = host if cards[0][1] else cards[0][0]
+            raise LaunchError(
+                f"ranks 0 and {rank} are on different kinds of device: {without} has no CUDA device",
+                hint="look at it with nvidia-smi and harness doctor, or have all ranks use runtime.device=cpu",
+            )
+        if name and name in first:
             raise LaunchError(
                 f"ranks {first[name]} and {rank} both took the CUDA device {name} of {host}",
                 hint="give each a device of its own: srun --gpus-per-task=1, or one GPU a rank visible on each node",

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,7 +21,7 @@ from types import FrameType
 from harness.files import write_atomically
 
 _NAME = "rank-{}.end.json"
-_PACKAGE = f"{os.sep}harness{os.sep}"
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ def read(logs: Path) -> dict[int, End]:
     return dict(sorted(found.items()))
 
 
+def since(earlier: Mapping[int, End], logs: Path) -> dict[int, End]:
+    """The same, without those that were there when ``earlier`` was read: another start's."""
+    return {rank: end for rank, end in read(logs).items() if end != earlier.get(rank)}
+
+
 def forget(logs: Path) -> None:
     """Remove the ends of an earlier start."""
     for path in logs.glob(_NAME.format("*")):
@@ -87,8 +93,8 @@ def whereabouts(frame: FrameType | None) -> str:
     innermost = frame.f_code.co_name if frame else ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if _PACKAGE in file and frame.f_code.co_name not in ("wait", "main_thread_at"):
-            name = f"harness/{file.rpartition(_PACKAGE)[2]}"
+        if file.startswith(_PACKAGE) and frame.f_code.co_name not in ("wait", "main_thread_at"):
+            name = f"harness/{file.removeprefix(_PACKAGE)}"
             called = f", in {innermost}" if innermost != frame.f_code.co_name else ""
             return f"{frame.f_code.co_name} ({name}:{frame.f_lineno}){called}"
         frame = frame.f_back

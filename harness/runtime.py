@@ -277,9 +277,8 @@ class Runtime:
             except Exception as error:
                 future.set_exception(error)
 
-        Thread(
-            target=run, name="harness-patience", daemon=True
-        ).start()  # if a peer dies meanwhile, nobody waits for it
+        # A daemon: if a peer dies meanwhile, nobody waits for it.
+        Thread(target=run, name="harness-patience", daemon=True).start()
         pause_s = 0.05
         while not all(self.gather(not wait([future], pause_s).not_done)):
             pause_s = min(2 * pause_s, _PATIENCE_S)
@@ -342,8 +341,7 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
         ) from None
     runtime = Runtime(launch, target, store, _control=dist.new_group(backend="gloo", timeout=timeout))
     try:
-        if target.type == "cuda":
-            devices.check_own(runtime.gather((runtime.host, devices.card(target))))
+        devices.check_own(runtime.gather((runtime.host, devices.card(target))))
         yield runtime
     finally:
         # After a failure peers may be gone, and nccl would wait for them. gloo does not, and aborts if it is left open.

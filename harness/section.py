@@ -9,7 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 # Merging keeps what a base file has; null is how an override says "none of them".
-Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
+Arguments = Annotated[dict[str, Any], NullIsEmpty]
 
 
 class Section(BaseModel):

@@ -56,7 +56,7 @@ def unless_orphaned(
 
 
 class Watch:
-    """Watches peers (through ``runtime.store``) and, under torch's launcher, the parent process."""
+    """Watches peers (through ``runtime.store``) and the launcher, where there is one: the parent process."""
 
     def __init__(
         self,

@@ -49,6 +49,14 @@ def test_no_two_ranks_on_one_card():
     assert "--gpus-per-task=1" in caught.value.hint
 
 
+@pytest.mark.parametrize("cards", [[("a", ""), ("b", "GPU-1")], [("b", "GPU-1"), ("a", "")]])
+def test_no_rank_on_a_cpu_beside_one_on_a_card(cards):
+    assert card(torch.device("cpu")) == ""
+    check_own([("a", ""), ("a", "")])
+    with pytest.raises(LaunchError, match="ranks 0 and 1 are on different kinds of device: a has no CUDA device"):
+        check_own(cards)
+
+
 def test_slices_of_a_card_are_told_apart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="u"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-2")

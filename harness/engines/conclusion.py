@@ -22,7 +22,7 @@ from harness.url_folder import START, UrlFolder
 LOST_CONTACT = "lost contact with the other ranks"
 
 # Of a rank that was asked to stop; the last before it had begun to listen.
-_AS_ASKED = (EXIT_STOPPED, -signal.SIGTERM)
+_AS_ASKED = {EXIT_STOPPED, -signal.SIGTERM}
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,14 @@ class Aftermath:
         """The report on the run that ``outcome`` was seen of; a failure is also left as ``failure.json``, with what is
         known of each rank under ``ranks``."""
         begun = self._bring_home()
-        found = ends.read(self._folder / "logs")
-        left = {rank: end for rank, end in found.items() if end != self._earlier.get(rank)}
+        left = ends.since(self._earlier, self._folder / "logs")
         told = _read(self._failure) if identity(self._failure) != self._before else None
         failure = _first_failure(told, left, outcome, outcome.world_size or self._world_size)
         if failure is None:
-            code = _quiet_code(left, outcome)
-            text = self._quiet_text(code, outcome)
+            # What a rank wrote at its end counts: a library that aborts later, as Python is torn down, does no harm.
+            codes = {*(outcome.exits | {rank: end.exit_code for rank, end in left.items()}).values()}
+            code = _quiet_code(codes, outcome.stopped)
+            text = self._quiet_text(code, codes, outcome.stopped)
             if begun and code == EXIT_DONE:
                 shutil.rmtree(self._folder, ignore_errors=True)  # the URL has it
             return Conclusion(code, text)
@@ -85,18 +86,18 @@ class Aftermath:
             return False
         return True
 
-    def _quiet_text(self, code: int, outcome: Outcome) -> str:
+    def _quiet_text(self, code: int, codes: set[int], stopped: bool) -> str:
         if code == EXIT_DONE:
             summary = _read(self._folder / "summary.json") or {}
             best = summary.get("best") or {}
             shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
                             if name != "step" and isinstance(value, float))  # fmt: skip
             return f"done: {self._shown}, {summary.get('step', '?')} steps{shown}"
-        if code == EXIT_STOPPED and outcome.stopped and EXIT_STOPPED not in outcome.exits.values() and outcome.exits:
+        if code == EXIT_STOPPED and EXIT_STOPPED not in codes:
             return f"stopped before it had begun: {self._shown}; the same command goes on with what is there"
         if code == EXIT_STOPPED:
             return f"stopped early with a checkpoint: {self._shown}; the same command goes on from it"
-        if outcome.stopped:
+        if stopped:
             return f"ended as asked, before there was a new checkpoint: {self._shown}"
         return f"ended with exit code {code} before the run began; what is wrong is said above"
 
@@ -116,14 +117,19 @@ def _first_failure(
     consequence = told is not None and str(told.get("message", "")).startswith(LOST_CONTACT)
     if told is not None and not consequence:
         return told
-    killed = {rank: -code for rank, code in outcome.exits.items() if code < 0 and rank not in left}
-    if killed and not (outcome.stopped and told is None):
-        rank, number = next(iter(killed.items()))
-        why = "out of memory, a person or a scheduler" if number == signal.SIGKILL else "see its log"
-        return _made_up(rank, left, told, "Killed", f"it died of {signal_name(number)} ({why})")
+    # The first without a word: whoever started the others may have ended them for its sake.
+    wordless = ((rank, code) for rank, code in outcome.exits.items() if code and rank not in left)
+    rank, code = next(wordless, (0, EXIT_DONE))
+    if code < 0 and not (outcome.stopped and told is None):
+        why = "out of memory, a person or a scheduler" if code == -signal.SIGKILL else "see its log"
+        return _made_up(rank, left, told, "Killed", f"it died of {signal_name(-code)} ({why})")
     if outcome.lost:
         silent = next((rank for rank in range(world_size) if rank not in left), 0)
         return _made_up(silent, left, told, "Lost", outcome.lost)
+    failed = [end for end in left.values() if end.how in ("failed", "blocked")]
+    if told is None and failed:  # failure.json could not be written, or is on another machine's disk
+        first = min(failed, key=lambda end: end.time)
+        return _made_up(first.rank, left, told, "Failed", first.reason) | {"exit_code": first.exit_code}
     return told
 
 
@@ -159,16 +165,14 @@ def _each(left: dict[int, End], outcome: Outcome) -> dict[str, str]:
     return told
 
 
-def _quiet_code(left: dict[int, End], outcome: Outcome) -> int:
-    """The exit code where no rank reported a failure."""
-    # What a rank wrote at its end counts: a library that aborts after that, while Python is torn down, does no harm.
-    codes = {**outcome.exits, **{rank: end.exit_code for rank, end in left.items()}}.values()
+def _quiet_code(codes: set[int], stopped: bool) -> int:
+    """The exit code where no rank reported a failure; ``codes`` are those of the ranks."""
     for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
         if code in codes:
             return code
-    if outcome.stopped and codes and all(code in _AS_ASKED for code in codes):
+    if stopped and codes and codes <= _AS_ASKED:
         return EXIT_STOPPED
-    if any(code not in (EXIT_DONE, EXIT_STOPPED) for code in codes) or not codes:
+    if not codes or not codes <= {EXIT_DONE, EXIT_STOPPED}:
         return EXIT_FAILURE
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
 

@@ -32,7 +32,6 @@ class Gang:
     ) -> None:
         self._grace_s, self._lock = grace_s, threading.Lock()
         self._asked = 0
-        self._swept: set[int] = set()
         self._deadline = float("inf")  # when what is left is killed
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
@@ -58,12 +57,19 @@ class Gang:
     def follow(self, meanwhile: Callable[[], None] = lambda: None) -> Outcome:
         """Wait until all have ended. Once one has failed the others get a moment to end by themselves. ``meanwhile``
         is called again and again."""
+        exits: dict[int, int] = {}
         failed_at: float | None = None
         told = False
-        while any(process.poll() is None for process in self.processes.values()):
+        while True:
+            for rank, process in self.processes.items():
+                if rank not in exits and (code := process.poll()) is not None:
+                    exits[rank] = code
+                    if code < 0:
+                        _sweep(process.pid)
+            if len(exits) == len(self.processes):
+                return Outcome(exits, stopped=bool(self._asked))
             now = time.monotonic()
-            self._sweep()
-            if failed_at is None and any(process.poll() for process in self.processes.values()):
+            if failed_at is None and any(exits.values()):
                 failed_at = now
             if failed_at is not None and not told and now > failed_at + PEERS_S:
                 told = True
@@ -74,9 +80,6 @@ class Gang:
                 self._signal(signal.SIGKILL)
             meanwhile()
             time.sleep(_POLL_S)
-        exits = {rank: process.returncode for rank, process in self.processes.items()}
-        self._sweep()
-        return Outcome(exits, stopped=bool(self._asked))
 
     def _signal(self, number: int) -> None:
         for process in self.processes.values():
@@ -84,10 +87,8 @@ class Gang:
                 with suppress(ProcessLookupError):
                     process.send_signal(number)
 
-    def _sweep(self) -> None:
-        """Kill what a rank that died of a signal left behind in its session, such as loader processes."""
-        for rank in self.processes.keys() - self._swept:
-            if (self.processes[rank].poll() or 0) < 0:
-                self._swept.add(rank)
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.processes[rank].pid, signal.SIGKILL)
+
+def _sweep(session: int) -> None:
+    """Kill what a rank that died of a signal left behind in its session, such as loader processes."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)

@@ -82,7 +82,8 @@ class Outcome:
     """What an engine saw of a run that is over."""
 
     exits: dict[int, int] = field(default_factory=dict)
-    """Exit code by rank, or minus the signal it died of; ranks that the engine knows nothing of are absent."""
+    """Exit code by rank, or minus the signal it died of, the first to end first; ranks that the engine knows nothing of
+    are absent."""
     lost: str = ""
     """What went away under the ranks, if that is how it ended: "worker tcp://10.0.0.2:4000 died"."""
     stopped: bool = False

@@ -9,13 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from harness.section import Positive, Section
+from harness.section import NullIsEmpty, Positive, Section
 
-# Merging keeps what a base file has; null is how an override says "none of them".
-Amounts = Annotated[
-    dict[str, Annotated[float, Field(gt=0)]], BeforeValidator(lambda value: {} if value is None else value)
-]
-Variables = Annotated[dict[str, str], BeforeValidator(lambda value: {} if value is None else value)]
+Amounts = Annotated[dict[str, Annotated[float, Field(gt=0)]], NullIsEmpty]
+Variables = Annotated[dict[str, str], NullIsEmpty]
 # Neither may break the line of a batch script or of a command that it is written into.
 Word = Annotated[str, Field(pattern=r"^\S+$")]
 Line = Annotated[str, Field(pattern=r"^[^\n]+$")]

@@ -23,7 +23,7 @@ from pathlib import Path
 from harness import ends
 from harness.engines import lastwords, meeting
 from harness.engines.job import Job, Outcome, shell
-from harness.errors import EXIT_DONE, EXIT_STOPPED
+from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
 
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 ORPHANS_S = 20.0  # for ranks to end whose launcher was killed; harness.watch gives them 13
@@ -54,6 +54,7 @@ class Torchrun:
         self._job, self._where = job, meeting.of(job)
         self._asked, self._deadline = 0, float("inf")
         self._idle_since: float | None = None
+        self._earlier = ends.read(job.folder / "logs")
         self._words = Path(tempfile.mkdtemp(prefix="harness-torchrun-"))
         try:
             # A session of its own: the terminal's Ctrl-C comes through ``stop`` alone, once.
@@ -137,12 +138,15 @@ class Torchrun:
 
     def _lost(self, exits: dict[int, int], world_size: int) -> str:
         """Why there are ranks that no file tells of, if there are and the run has failed."""
-        code, quiet = self._agent.returncode, {EXIT_DONE, EXIT_STOPPED}
-        known = exits.keys() | ends.read(self._job.folder / "logs").keys()
-        silent = [str(rank) for rank in range(world_size) if rank not in known]
-        if not silent or code == 0 or (self._asked and set(exits.values()) <= quiet):
+        code, codes = self._agent.returncode, set(exits.values())
+        # All ranks are done together, and a rank of this machine that was refused has told why.
+        if code == 0 or codes == {EXIT_DONE} or EXIT_USAGE in codes:
             return ""
-        if code < 0:
+        known = exits.keys() | ends.since(self._earlier, self._job.folder / "logs").keys()
+        silent = [str(rank) for rank in range(world_size) if rank not in known]
+        if not silent or (self._asked and codes <= {EXIT_DONE, EXIT_STOPPED}):
+            return ""
+        if code < 0 and self._deadline == float("inf"):  # else it was ended here
             return f"its launcher on {socket.gethostname()} died of signal {-code}"
         others = f" (so did {', '.join(silent[1:])})" if silent[1:] else ""
         return f"it left no word{others}: killed from outside, or its machine is gone"

@@ -100,6 +100,12 @@ def test_all_killed_at_once(folder):
     assert "rank 1: died of SIGKILL, without a word" in ended.text
 
 
+def test_a_rank_that_was_ended_for_another_s_sake_is_not_the_cause(folder):
+    ended = Aftermath(folder).conclude(Outcome({1: -9, 0: -15}))
+    assert ended.text.startswith("failed: rank 1 at step 0: Killed: it died of SIGKILL")
+    assert "rank 0: died of SIGTERM, without a word" in ended.text
+
+
 def test_a_peer_gone_without_a_trace(folder):
     """Nobody saw the other die: what the survivor says is all there is."""
     aftermath = Aftermath(folder)
@@ -108,7 +114,9 @@ def test_a_peer_gone_without_a_trace(folder):
     assert LOST_CONTACT in aftermath.conclude(Outcome({0: 70})).text
 
 
-@pytest.mark.parametrize(("exits", "code"), [({0: 2, 1: 2}, 2), ({0: 65, 1: 70}, 65), ({0: 1}, 70), ({}, 70)])
+@pytest.mark.parametrize(
+    ("exits", "code"), [({0: 2, 1: 2}, 2), ({0: 2, 1: -15}, 2), ({0: 65, 1: 70}, 65), ({0: 1}, 70), ({}, 70)]
+)
 def test_wrong_before_it_began(folder, exits, code):
     ended = Aftermath(folder).conclude(Outcome(exits))
     assert ended.exit_code == code
@@ -131,10 +139,22 @@ def test_ended_at_once_on_request(folder):
     assert "ended as asked" in ended.text
 
 
-def test_a_library_that_aborts_after_the_end(folder):
+@pytest.mark.parametrize(("code", "how", "text"), [(0, "done", "done: "), (75, "stopped", "stopped early with a ch")])
+def test_what_a_rank_dies_of_after_its_end_does_not_count(folder, code, how, text):
     aftermath = Aftermath(folder)
-    leave(folder, 0, 0, "done")
-    assert aftermath.conclude(Outcome({0: -6})).exit_code == 0
+    leave(folder, 0, code, how)
+    ended = aftermath.conclude(Outcome({0: -15}, stopped=True))
+    assert ended.exit_code == code
+    assert ended.text.startswith(text)
+
+
+def test_a_failure_that_is_told_of_on_another_machine_s_disk(folder):
+    aftermath = Aftermath(folder)
+    leave(folder, 1, 65, "failed", reason="a.csv:3: bad")
+    leave(folder, 0, 70, "blocked", reason="rank 1 failed")
+    ended = aftermath.conclude(Outcome({0: 70, 1: 65}))
+    assert ended.exit_code == 65
+    assert "Failed: a.csv:3: bad" in ended.text
 
 
 def test_stopped_before_it_had_begun(folder):
