@@ -6,7 +6,7 @@ python -m torch.distributed.launch --nproc_per_node=2 driver.py -c configs/digit
 
 import sys
 
-from harness.cli import drive
+from harness.cli import drive, leave
 
 if __name__ == "__main__":
-    sys.exit(drive(sys.argv[1:]))
+    leave(drive(sys.argv[1:]))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from harness import cli, train
+from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
 
 VERBS = {
@@ -93,6 +96,28 @@ def test_drive_hands_everything_on(monkeypatch):
     assert cli.drive(["--local-rank", "1", "a=1", "--config", "y.yaml"]) == 75
     parent = os.getppid()
     assert seen == [("x.yaml", ["a=1", "b=2"], os.environ, 2, parent), ("y.yaml", ["a=1"], os.environ, 1, parent)]
+
+
+def test_leaving_keeps_the_code_and_loses_nothing(tmp_path):
+    """What was printed is out, threads and exit handlers had their turn; what aborts while Python is taken apart has
+    none."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import atexit, os, threading, time
+from harness import cli
+
+class Aborts:
+    def __del__(self):
+        os.abort()
+
+aborts = Aborts()
+atexit.register(print, "handler")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("main")
+cli.leave(75)
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "main\nthread\nhandler\n", "")
 
 
 @pytest.mark.parametrize("argv", [[], ["a=1"], ["-c"], ["-c", "x", "--local_rank=x"], ["-c", "x", "--epochs", "3"]])
