@@ -17,8 +17,7 @@ _SIGNALS = {signal.strsignal(number): -number for number in signal.valid_signals
 class JobOutput:
     """``path`` is set when it is known; a file that is not there yet, or not on this machine, shows nothing."""
 
-    def __init__(self, offset: int = 0) -> None:
-        """``offset``: bytes that an earlier job left in the file."""
+    def __init__(self) -> None:
         self.path = ""
         self.exits: dict[int, int] = {}
         """Exit code of each task of the newest start that did not end well, or minus the signal it died of; the first
@@ -28,7 +27,7 @@ class JobOutput:
         """Which start of the job the newest is, from 1."""
         self.over = False
         """Its script has come to its end, and does not ask for another start."""
-        self._offset, self._rest = offset, b""
+        self._offset, self._rest = 0, b""
 
     def show(self, last: bool = False) -> bool:
         """Print what is new, in whole lines, or all of it if it is the ``last`` time; say whether there was any."""

@@ -5,6 +5,7 @@ Nothing here talks to Slurm; that is harness.engines.slurm.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -24,7 +25,10 @@ rm -f "$folder"/logs/rank-*.end.json # how the ranks of an earlier start ended
 echo "harness: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
 # One rank a task. When one has failed the others end by themselves, each with a report; --wait is for one that cannot.
-srun --kill-on-bad-exit=0 --wait=20 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${rank[@]}"
+# Of a node that is gone srun waits to hear until Slurm itself calls it down, unless harness launch sends a USR2.
+srun --kill-on-bad-exit=0 --wait=20 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${rank[@]}" &
+trap 'kill -KILL $!' USR2
+wait $!
 code=$?
 
 # Another start, when there is reason to hope: after a stop (75) that brought a new checkpoint, and max_restarts times
@@ -118,6 +122,12 @@ def _options(job: Job) -> list[str]:
 def _check(job: Job) -> None:
     refuse(job, "slurm", min_nodes=_ELASTIC, rendezvous=_MEETING, node_rank=_MEETING)
     slurm = job.settings.slurm
+    if not re.search(r"%\d*[jA]", slurm.output):
+        raise LaunchError(
+            f"launch.slurm.output={slurm.output}: what an earlier job left in that file would be taken for this one's",
+            where=job.path,
+            hint="have %j, the job's number, in its name",
+        )
     if slurm.requeue and slurm.time is not None and 0 < seconds(slurm.time) <= slurm.signal_s:
         raise LaunchError(
             f"launch.slurm.signal_s={slurm.signal_s} is no less than the time limit, {slurm.time} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.errors import LaunchError
@@ -74,10 +75,13 @@ def down(nodes: str) -> str:
     return ", ".join(f"{name} ({state})" for name, state in sorted(lost.items()))
 
 
-def ask(*command: str, stdin: str | None = None) -> str:
-    """What a Slurm command prints. Raises NoAnswer with its complaint, LaunchError if there is no such command."""
+def ask(*command: str, stdin: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """What a Slurm command prints. ``environ``: in place of this process's. Raises NoAnswer with its complaint,
+    LaunchError if there is no such command."""
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+        done = subprocess.run(
+            command, input=stdin, env=environ, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+        )
     except FileNotFoundError:
         raise LaunchError(
             f"this machine has no {command[0]}",

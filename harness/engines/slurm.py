@@ -18,12 +18,14 @@ from harness.engines.job import Job, Outcome
 from harness.engines.joboutput import JobOutput
 from harness.engines.sbatch import array_script, script
 from harness.engines.scontrol import JobState, NoAnswer, ask, down, job_state
-from harness.errors import LaunchError
+from harness.errors import EXIT_STOPPED, LaunchError
+from harness.files import identity
 
 _POLL_S = 0.5  # for news in the job's output
 _SOON_S, _SELDOM_S = 1.0, 10.0  # between two questions to slurmctld, which serves a whole site
 _DEAF_S = 600.0  # without an answer, until the job is given up on
-_LINGER_S = 5.0  # for Slurm to close a job whose script has ended; while a node does not answer, it waits for minutes
+_LINGER_S = 5.0  # for Slurm to close a job that has come to its end; while a node does not answer, it waits for minutes
+_PEERS_S = 15.0  # for the other ranks to end once one has failed; harness.watch gives a blocked one 12 to 13
 
 
 def render(job: Job) -> str:
@@ -69,6 +71,9 @@ class Slurm:
         self._asked = 0
         self._deadline = float("inf")  # when a job that was asked to stop is ended
         self._told = ""  # the last that was shown of its state
+        self._gave_up = False
+        self._earlier = ends.read(job.folder / "logs")
+        self._seen, self._before = 0, identity(job.folder / "failure.json")
         self._output = JobOutput()
 
     def stop(self) -> None:
@@ -86,13 +91,20 @@ class Slurm:
         print(f"job {self._number} is handed to Slurm", file=sys.stderr)
         state: JobState | None = JobState("PENDING")
         heard = asked_at = time.monotonic()
-        pause, nodes, over_at = 0.0, "", float("inf")
+        pause, nodes, over_at, failed_at = 0.0, "", float("inf"), float("inf")
         while state is not None and not state.over:
             time.sleep(_POLL_S)
             now = time.monotonic()
-            if self._output.show() or self._output.over or self._asked:
+            if self._output.show() or self._output.over or self._gave_up or self._asked:
                 pause = min(pause, _SOON_S)
-            over_at = min(over_at, now) if self._output.over else float("inf")
+            failed_at = min(failed_at, now) if self._failed() else float("inf")
+            if now < failed_at + _PEERS_S:
+                self._gave_up = False
+            elif not self._gave_up and not self._output.over:
+                self._gave_up = True
+                # srun waits for a node that is gone until Slurm believes it, for minutes; the script does without then.
+                _quietly("scancel", "--batch", "--signal=USR2", self._number)
+            over_at = min(over_at, now) if self._output.over or self._gave_up else float("inf")
             if now > over_at + _LINGER_S and state.restarts < self._output.start:
                 break  # else Slurm, which lost a node, starts it again by itself
             if now > self._deadline:
@@ -114,6 +126,14 @@ class Slurm:
                 pause = _SOON_S if state.name != before else min(2 * max(pause, _SOON_S), _SELDOM_S)
         return self._outcome(state, nodes)
 
+    def _failed(self) -> bool:
+        """Whether a rank has failed in this start; the first node may be gone, and srun with it."""
+        if self._output.start != self._seen:
+            self._seen, self._before = self._output.start, identity(self._job.folder / "failure.json")
+        told = identity(self._job.folder / "failure.json")
+        failed = any(code != EXIT_STOPPED for code in self._output.exits.values())
+        return failed or told is not None and told != self._before
+
     def _tell(self, state: JobState) -> None:
         """What there is to know while nothing trains."""
         again = f", to go on at {state.begins}" if state.restarts and state.begins[:1].isdigit() else ""
@@ -125,9 +145,16 @@ class Slurm:
 
     def _outcome(self, state: JobState | None, nodes: str) -> Outcome:
         self._output.show(last=True)
-        silent = self._job.world_size - len(ends.read(self._job.folder / "logs"))
+        if self._gave_up and not self._output.over:
+            _quietly("scancel", self._number)  # the node of its script is the one that is gone
+        told = ends.since(self._earlier, self._job.folder / "logs")
+        silent = [rank for rank in range(self._job.world_size) if rank not in told]
         lost = self._output.lost
-        if state is not None and state.over and state.name not in ("COMPLETED", "FAILED"):
+        if self._gave_up:
+            places = _hosts(nodes)
+            where = [f"{rank} (on {places[rank // self._job.settings.nproc]})" for rank in silent] if places else silent
+            lost = f"no word of rank {', '.join(map(str, where))} {_PEERS_S:.0f} s after the first failure"
+        elif state is not None and state.over and state.name not in ("COMPLETED", "FAILED"):
             lost = lost or f"Slurm ended job {self._number}: {state.name}"
         if (state is None or state.name != "COMPLETED") and (gone := down(nodes)):
             lost = f"{lost}; " * bool(lost) + f"nodes that Slurm has lost: {gone}"
@@ -137,12 +164,20 @@ class Slurm:
 def _sbatch(text: str, *options: str) -> str:
     """Submit a script; the number of its job."""
     # Within a job, such as an interactive one, the new job would take over the other's shape.
-    outer = [name for name in os.environ if name.startswith("SLURM_") and not name.endswith("_CONF")]
-    clean = [word for name in outer for word in ("-u", name)]
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name.endswith("_CONF")
+    }
     try:
-        return ask("env", *clean, "sbatch", "--parsable", *options, stdin=text).strip().partition(";")[0]
+        return ask("sbatch", "--parsable", *options, stdin=text, environ=environ).strip().partition(";")[0]
     except NoAnswer as error:
         raise LaunchError(f"sbatch refused the job: {error}", hint="--dry-run prints what it was given") from None
+
+
+def _hosts(nodes: str) -> list[str]:
+    """The nodes that ``n[0-1]`` stands for."""
+    with suppress(NoAnswer):
+        return ask("scontrol", "show", "hostnames", nodes).split() if nodes else []
+    return []
 
 
 def _same_run(job: Job) -> str:

@@ -7,6 +7,7 @@ that folder's slurm.conf in their environment, and only such are ever looked at 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -85,8 +86,9 @@ class Cluster:
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2 RealMemory=1000"
             for name in NODES
         ]
-        self.conf.write_text(CONF.format(host=host, controller_port=free_port(), folder=self.folder,
-                                         nodes="\n".join(lines), names=",".join(NODES)))  # fmt: skip
+        self._text = CONF.format(host=host, controller_port=free_port(), folder=self.folder,
+                                 nodes="\n".join(lines), names=",".join(NODES))  # fmt: skip
+        self.conf.write_text(self._text)
         places = [f"--{what}-file={self.folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
         self._daemon("munged", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *places)
         wait_until((self.folder / "munge.socket").exists, 10, "munged's socket")
@@ -102,6 +104,15 @@ class Cluster:
                 ["setpriv", "--pdeathsig=KILL", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 env=os.environ | self.environ, start_new_session=True,
             )  # fmt: skip
+
+    def reconfigure(self, **settings: int) -> None:
+        """With other values of slurm.conf than above, or these again."""
+        text = self._text
+        for name, value in settings.items():
+            text, count = re.subn(rf"^{name}=.*", f"{name}={value}", text, flags=re.M)
+            assert count == 1, name
+        self.conf.write_text(text)
+        self.ask("scontrol", "reconfigure")
 
     def start_node(self, name: str) -> None:
         self._daemon(name, "slurmd", "-D", "-N", name)

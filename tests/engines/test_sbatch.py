@@ -125,6 +125,11 @@ def test_a_file_in_a_folder_that_is_not_there(planned, tmp_path):
     assert caught.value.hint == "mkdir -p logs"
 
 
+def test_a_file_that_an_earlier_job_may_have_written(planned):
+    with pytest.raises(LaunchError, match="what an earlier job left in that file"):
+        sbatch.script(planned("launch.slurm.output=run.txt"))
+
+
 @pytest.mark.parametrize(
     ("limit", "seconds"),
     [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-0", 86400), ("1-2:30", 95400), ("2-00:00:01", 172801)],
@@ -161,13 +166,12 @@ slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED ***"""
 
 def test_output_is_shown_as_it_comes_and_understood(tmp_path, capsys):
     path = tmp_path / "7.txt"
-    path.write_bytes(b"of an earlier job\n")
-    output = JobOutput(offset=path.stat().st_size)
+    output = JobOutput()
     assert not output.show()  # nobody knows yet where it is
     output.path = str(path)
     assert not output.show()
     for cut in (10, 100, 400, len(SAID)):
-        path.write_bytes(b"of an earlier job\n" + SAID[:cut].encode())
+        path.write_bytes(SAID[:cut].encode())
         output.show(last=cut == len(SAID))
     assert capsys.readouterr().err == SAID + "\n"
     assert output.exits == {2: -11, 3: -11, 0: 70}

@@ -151,8 +151,11 @@ def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
         number = number_of(run_)
         wait_for_steps(folder, 1, START_S)
         cluster.ask("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=true")
-        begins_again(cluster, run_, number, 2, minutes=2)  # launch.slurm.signal_s: it is told as soon as Slurm looks
+        begins_again(cluster, run_, number, 2)
         assert "stopped early (SIGTERM)" in run_.text()
+        wait_for_steps(folder, 6, START_S)
+        # launch.slurm.signal_s is as much: it is told as soon as Slurm looks
+        cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=2")
         begins_again(cluster, run_, number, 3, minutes=60)
         assert "stopped early (SIGUSR1)" in run_.text()
         (tmp_path / "fast").touch()
@@ -162,27 +165,35 @@ def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
     assert_same_run(unbroken, folder)
 
 
-def begins_again(cluster, run_: Started, number: str, count: int, minutes: int) -> None:
-    """Until the job is started for the ``count``-th time, with another time limit."""
+def begins_again(cluster, run_: Started, number: str, count: int, minutes: int | None = None) -> None:
+    """Until the job is started for the ``count``-th time, with another time limit if ``minutes`` are given."""
     wait_until(lambda: "to go on at" in run_.text().rpartition(", start ")[2], START_S, "a requeued job")
-    cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+    if minutes:
+        cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
     wait_until(lambda: f"job {number}, start {count}" in run_.text(), START_S, f"start {count}")
 
 
 def test_lost_node(cluster, tmp_path, stripes, unbroken):
-    """Where it may not begin again it is in the report; else the job waits for the node and goes on."""
+    """The report on it does not wait for Slurm to notice; where the job may begin again, it waits for a node and goes
+    on."""
     config, folder = configured(tmp_path, stripes), tmp_path / "runs" / "run"
-    with launched(cluster, config, "launch.slurm.requeue=false") as run_:
-        wait_for_steps(folder, 1, START_S)
-        cluster.lose_node("n1")
-        lost = wait_until(lambda: cluster.states()["n1"].startswith("down") and time.monotonic(), 60, "Slurm's notice")
-        assert run_.wait(END_S) == 70, run_.text()
-        assert time.monotonic() - lost < END_S
-        assert not run_.alive()
-        assert re.search(r"failed: rank 1 .*at step \d+: Lost: .*n1", run_.text()), run_.text()
-    cluster.start_node("n1")
-    with launched(cluster, config) as run_:
-        wait_for_steps(folder, 3, START_S)
+    cluster.reconfigure(SlurmdTimeout=300, KillWait=30)  # as they are if nobody changes them
+    for steps, lost, left in ((1, 1, 0), (3, 0, 1)):  # the first node has the job's script, too
+        with launched(cluster, config) as run_:
+            wait_for_steps(folder, steps, START_S)
+            cluster.lose_node(f"n{lost}")
+            at = time.monotonic()
+            assert run_.wait(END_S) == 70, run_.text()
+            assert time.monotonic() - at < END_S
+            assert not run_.alive()
+        said = rf"failed: rank {lost} .*at step \d+: Lost: no word of rank {lost} \(on n{lost}\) 15 s after"
+        assert re.search(said, run_.text()), run_.text()
+        assert re.search(rf"  rank {left}: failed on .* exit code 70", run_.text()), run_.text()
+        cluster.start_node(f"n{lost}")
+        wait_until(lambda: set(cluster.states().values()) == {"idle"}, 60, "both nodes")
+    cluster.reconfigure()
+    with launched(cluster, config, "launch.max_restarts=1") as run_:
+        wait_for_steps(folder, 6, START_S)
         cluster.lose_node("n1")
         (tmp_path / "fast").touch()
         wait_until(lambda: "waits (Nodes required for job are DOWN" in run_.text(), 60, "Slurm's notice")
