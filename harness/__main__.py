@@ -1,8 +1,6 @@
 """``python -m harness VERB``: the command ``harness`` where it is not on the path."""
 
-import sys
-
-from harness.cli import main
+from harness.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

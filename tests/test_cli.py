@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -94,6 +95,7 @@ def test_drive_hands_everything_on(monkeypatch):
     monkeypatch.setattr(train, "main", lambda *arguments: seen.append(arguments) or 75)
     assert cli.drive(["-c", "x.yaml", "a=1", "--local_rank=2", "b=2"]) == 75
     assert cli.drive(["--local-rank", "1", "a=1", "--config", "y.yaml"]) == 75
+    gc.unfreeze()  # it counts on its process to end by ``leave``
     parent = os.getppid()
     assert seen == [("x.yaml", ["a=1", "b=2"], os.environ, 2, parent), ("y.yaml", ["a=1"], os.environ, 1, parent)]
 
@@ -104,6 +106,7 @@ def test_leaving_keeps_the_code_and_loses_nothing(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""
 import atexit, os, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from harness import cli
 
 class Aborts:
@@ -112,6 +115,7 @@ class Aborts:
 
 aborts = Aborts()
 atexit.register(print, "handler")
+ThreadPoolExecutor(1).submit(int)  # its thread waits for more
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 print("main")
 cli.leave(75)
