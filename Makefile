@@ -9,9 +9,9 @@ NPROC ?= 2
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --standalone --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
 
-# Much of the suite waits for processes to start and to end, so three files at a time keep two cores busy.
+# Much of the suite waits for processes to start and to end, so four files at a time keep two cores busy.
 test: $(VENV)/.test  ## the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 check: $(VENV)/.dev  ## lint and types
 	$(BIN)/ruff check .

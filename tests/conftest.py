@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests/apex create their tensors: cpu or cuda")
+
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first, for pytest-xdist deals files in this order: short ones then fill the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(autouse=True)
