@@ -90,6 +90,8 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
                 let_go(runtime.launch, stop)
         except Exception as error:
             at, doing = time.time(), ends.raised_at(error)  # the first to fail is the last to leave
+            if _lost_peer(error):
+                at += 1  # torch's launcher counts whole seconds, and a consequence must not look as early as its cause
             code = fail(folder, runtime, watch, run, error)
             reason, everything = str(error).strip().partition("\n")[0], "".join(traceback.format_exception(error))
             last_words(code, "failed", watch.doing or doing, reason, at, everything)
@@ -222,7 +224,7 @@ def _explained(error: Exception) -> Exception:
     """``error``, or what it means to a user where its own words do not say so."""
     if lost := _lost_peer(error):
         return TrainingError(
-            f"lost contact with the other ranks: {lost}",
+            f"{ends.LOST_CONTACT}: {lost}",
             hint="the log of the rank that died tells more; one that was killed from outside says nothing",
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):

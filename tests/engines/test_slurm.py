@@ -190,7 +190,8 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
         assert re.search(said, run_.text()), run_.text()
         assert re.search(rf"  rank {left}: failed on .* exit code 70", run_.text()), run_.text()
         cluster.start_node(f"n{lost}")
-        wait_until(lambda: set(cluster.states().values()) == {"idle"}, 60, "both nodes")
+        # At once as a rule; where the node came back before the job had ended, Slurm asks it about the job once more.
+        wait_until(lambda: set(cluster.states().values()) == {"idle"}, 180, "both nodes")
     cluster.reconfigure()
     with launched(cluster, config, "launch.max_restarts=1") as run_:
         wait_for_steps(folder, 6, START_S)
