@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.errors import CheckpointError
+from harness.errors import CheckpointError, first_line
 from harness.files import write_atomically
 
 log = logging.getLogger("harness")
@@ -211,4 +211,4 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first_line(error)

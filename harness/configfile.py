@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError, create_model
 import harness.tasks
 from harness.config import Config, TaskSection, flatten
 from harness.conflicts import Conflict, conflicts
-from harness.errors import ConfigError
+from harness.errors import ConfigError, first_line
 
 COMMAND_LINE = "command line"
 Problem = tuple[str, str]  # where it is written, what is wrong
@@ -77,7 +77,7 @@ def _resolved(path: Path, overrides: Sequence[str], said: Mapping[str, str]) -> 
             tree = OmegaConf.merge(tree, written)
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{override!r}: {_first_line(error)}",
+                f"{override!r}: {first_line(error)}",
                 where=said.get(key, COMMAND_LINE),
                 hint="write key=value, for example train.epochs=3",
             ) from None
@@ -87,7 +87,7 @@ def _resolved(path: Path, overrides: Sequence[str], said: Mapping[str, str]) -> 
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
-        raise ConfigError(f"{key}: {_first_line(error)}", where=_origin(key, origins, str(path))) from None
+        raise ConfigError(f"{key}: {first_line(error)}", where=_origin(key, origins, str(path))) from None
     return raw, origins
 
 
@@ -126,7 +126,7 @@ def _foreign_section(name: str) -> type[TaskSection] | str:
     try:
         section = importlib.import_module(name).Task
     except Exception as error:  # a user's module, which may fail in any way
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         return f"{name!r} cannot be imported ({reason}); write package.module, importable from the working folder"
     if not (isinstance(section, type) and issubclass(section, TaskSection)):
         return f"Task of {name} is not a harness.config.TaskSection; docs/add_a_task.md shows one that is"
@@ -161,7 +161,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(
-            f"this is not YAML: {getattr(error, 'problem', None) or _first_line(error)}", where=where
+            f"this is not YAML: {getattr(error, 'problem', None) or first_line(error)}", where=where
         ) from None
     if not OmegaConf.is_dict(tree):
         raise ConfigError(
@@ -186,7 +186,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
     try:
         return OmegaConf.merge(merged, tree), all_origins | origins
     except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error), where=str(path)) from None
+        raise ConfigError(first_line(error), where=str(path)) from None
 
 
 def _lines(text: str, path: Path) -> dict[str, str]:
@@ -372,10 +372,6 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def as_tree(config: Config) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from types import FrameType
 
 from harness.files import write_atomically
 
+# Said of a rank whose peer is gone: the peer's end is the cause, and this one a consequence.
+LOST_CONTACT = "lost contact with the other ranks"
+
 _NAME = "rank-{}.end.json"
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 

@@ -33,6 +33,11 @@ class HarnessError(Exception):
         return _rebuild, (type(self), self.message, self.where, self.hint)
 
 
+def first_line(error: BaseException, otherwise: str | None = None) -> str:
+    """Of what ``error`` says; ``otherwise``, or its kind, where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__ if otherwise is None else otherwise)
+
+
 def _rebuild(cls: type[HarnessError], message: str, where: str, hint: str) -> HarnessError:
     return cls(message, where=where, hint=hint)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harness import assemble, saved
 from harness.config import Config
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, first_line
 from harness.files import write_atomically
 from harness.runtime import Runtime
 
@@ -81,7 +81,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
 
 def _subject(run: Path, config: Config, task: Any) -> Subject:
     model = assemble.build_model(config, task)
-    saved.load(model, load_file(saved.weights(run)), run)
+    saved.load(model, saved.best(run), run)
     said = getattr(task, "signature", {})
     batches, start = [], 0
     for size in CHECK_ROWS:
@@ -132,7 +132,7 @@ def _traced(subject: Subject) -> torch.export.ExportedProgram:
             subject.model, (subject.batches[0],), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
         )
     except Exception as error:  # of many kinds, for anything in a model that cannot be traced
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise HarnessError(
             f"torch.export cannot trace this model for any number of rows: {reason}",
             hint="a forward without branches on its values can be traced; --format safetensors needs no tracing",

@@ -64,7 +64,7 @@ class RunFolder:
     def hold(self) -> None:
         """Keep other starts out of the folder until ``release``, or until this process ends, however it does. Waits a
         moment for one that is about to end. Only one rank calls it. Raises ConfigError."""
-        lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"), thread_local=False)
         with contextlib.suppress(OSError, NotImplementedError):  # claim tells of the one; some disks know no locks
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:

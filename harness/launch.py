@@ -6,13 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from harness import configfile
 from harness.engines.attend import attend
 from harness.engines.conclusion import Aftermath
-from harness.engines.job import Engine, Job
-from harness.errors import ConfigError, LaunchError
-
-_STOPPING = "stopping: every rank writes a checkpoint; once more ends them at once"
+from harness.engines.job import Engine, Job, plan
+from harness.errors import LaunchError
 
 
 def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = False) -> int:
@@ -28,18 +25,9 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
         print(_hand_over(job, engine))
         return 0
     aftermath = Aftermath(job.folder, job.world_size, job.url)
-    conclusion = aftermath.conclude(attend(engine.start(job), _STOPPING))
+    conclusion = aftermath.conclude(attend(engine.start(job)))
     print(conclusion.text, file=sys.stderr)
     return conclusion.exit_code
-
-
-def plan(path: str, overrides: Sequence[str]) -> Job:
-    """The job of ``path``; raises ConfigError with all that is wrong in it, before any rank is started."""
-    job = Job(configfile.load(path, overrides), path, tuple(overrides))
-    is_range = (job.settings.min_nodes or job.settings.nnodes) < job.settings.nnodes  # which its engine looks at
-    if not is_range and (misfit := job.config.batch.misfit(job.world_size)):
-        raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
-    return job
 
 
 def engine_of(job: Job) -> Engine:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, first_line
 
 
 class SmallCNN(nn.Module):
@@ -171,9 +171,8 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
         with torch.no_grad():
             outputs = model.eval()(example)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            f"model {name} cannot take a batch of shape {tuple(example.shape)}: {reason}",
+            f"model {name} cannot take a batch of shape {tuple(example.shape)}: {first_line(error)}",
             where="model.name",
             hint="check task.image_size and task.color (torchvision's models want rgb)",
         ) from None

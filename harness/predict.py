@@ -29,6 +29,7 @@ from harness.errors import (
     ConfigError,
     HarnessError,
     LaunchError,
+    first_line,
 )
 from harness.predictions import Predictor
 from harness.runtime import Launch, Runtime, detect, gang_environment, open_runtime
@@ -105,8 +106,9 @@ def _rank(request: Request, config: Config, launch: Launch) -> int:
                 log.error("error: %s", error)
             return error.exit_code
         except RuntimeError as error:  # of a collective whose peer is gone
-            reason = str(error).strip().splitlines()[0]
-            log.error("error: %s\n  -> if another rank failed or was killed, its own message tells more", reason)
+            log.error(
+                "error: %s\n  -> if another rank failed or was killed, its own message tells more", first_line(error)
+            )
             return EXIT_FAILURE
 
 
@@ -178,5 +180,5 @@ def _gang(world_size: int, environ: Mapping[str, str], again: Sequence[str]) -> 
         {rank: {**environ, **place} for rank, place in places.items()},
         _END_S,
     )
-    codes = [code for code in attend(gang).exits.values() if code]
+    codes = [code for code in attend(gang, "stopping").exits.values() if code]
     return next((code for code in codes if code > 0 and code != EXIT_FAILURE), EXIT_FAILURE if codes else EXIT_DONE)

@@ -26,7 +26,7 @@ from harness import sharded
 from harness.config import Config
 from harness.data.images import Batch
 from harness.data.loader import Loader, Request
-from harness.errors import CheckpointError, DataError, HarnessError
+from harness.errors import CheckpointError, DataError, HarnessError, first_line
 from harness.evaluate import prepare
 from harness.run import Run
 from harness.runtime import Runtime
@@ -140,9 +140,8 @@ def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
                 hint=f"batch.eval_per_rank={max(1, size // 4)}",
             ) from None
         except RuntimeError as error:
-            reason = next(iter(str(error).strip().splitlines()), "")
             raise DataError(
-                f"the model cannot take inputs of shape {tuple(inputs.shape[1:])}: {reason}",
+                f"the model cannot take inputs of shape {tuple(inputs.shape[1:])}: {first_line(error)}",
                 hint="give it rows like those it was trained on (task.image_size scales images)",
             ) from None
     return outputs[: len(batch)]

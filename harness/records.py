@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.json
 import yaml
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, first_line
 
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
 """finished: trained to its end · stopped: on request, with a checkpoint · pruned: given up by its sweep ·
@@ -222,7 +222,7 @@ def _json(path: Path, kind: type, problems: list[str]) -> Any:
     except FileNotFoundError:
         return kind()
     except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+        problems.append(f"{path.name} cannot be read: {first_line(error)}")
         return kind()
     if isinstance(content, kind):
         return content
@@ -236,7 +236,7 @@ def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+        problems.append(f"{path.name} cannot be read: {first_line(error)}")
         return {}
     if isinstance(content, dict):
         return content

@@ -18,7 +18,7 @@ from harness.checkpoint import Checkpoints
 from harness.config import Config
 from harness.console import Progress
 from harness.data.loader import EvalData, TrainData
-from harness.errors import CheckpointError, TrainingError
+from harness.errors import CheckpointError, TrainingError, first_line
 from harness.folder import RunFolder
 from harness.optim import Ema, Schedule
 from harness.parallel import Parallel
@@ -231,7 +231,7 @@ class Run:
             self.optimizer.load_state_dict(sharded.optimizer_parts(self.optimizer, content["optimizer"]))
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"it does not fit this model: {str(error).strip().splitlines()[0]}",
+                f"it does not fit this model: {first_line(error)}",
                 where=str(path),
                 hint="use the model and optimizer it was written with",
             ) from None

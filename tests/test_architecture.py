@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 # From the ground up. A module imports from layers below its own, never from its own or above.
 LAYERS = [
-    {"section", "errors", "files", "outbox", "courier"},
+    {"section", "errors", "files", "outbox", "courier", "signals"},
     {"engines.settings", "ends", "devices"},
     {
         "version",
@@ -80,12 +80,14 @@ ONLY = {
     "ends": {"files"},
     "engines.settings": {"section"},
     "engines": {"errors", "files", "ends", "engines.settings", "version", "config", "configfile", "network", "runtime"}
-    | {"folder", "checkpoint", "url_folder"},  # of a run that is brought home, or kept at a URL
-    "launch": {"errors", "configfile", "engines"},
+    | {"folder", "checkpoint", "url_folder"}  # of a run that is brought home, or kept at a URL
+    | {"signals"},  # to whoever follows it
+    "launch": {"errors", "engines"},
     "sweep": {
         "section",
         "errors",
         "files",
+        "signals",
         "ends",
         "console",
         "config",

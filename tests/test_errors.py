@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from harness import errors
-from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, LaunchError, TrainingError
+from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, LaunchError, TrainingError, first_line
 
 
 def test_text_says_where_what_and_what_to_type():
@@ -43,3 +43,9 @@ def test_crosses_a_process_border_whole(cls, code):
 def test_exit_codes_differ():
     codes = [getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")]
     assert sorted(codes) == [0, 2, 65, 70, 75, 130]
+
+
+def test_the_first_line_of_what_another_library_says():
+    assert first_line(ValueError("\n  one\ntwo\n")) == "one"
+    assert first_line(ValueError(" \n")) == "ValueError"
+    assert first_line(ValueError(), "no reason given") == "no reason given"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from harness import train
+from harness import ends, train
 from harness.runtime import Launch, Runtime
 from harness.stop import Stop
 
@@ -47,3 +47,9 @@ def test_last_words_for_torch_s_launcher(tmp_path):
     assert (content["rank"], content["world_size"], content["exit_code"]) == (1, 2, 65)
     train.tell_launcher(Launch(), 0, "nobody asked")
     train.tell_launcher(Launch(error_file=str(tmp_path / "gone" / "error.json")), 70, "nobody to tell")
+
+
+def test_what_a_lost_peer_is_told_by():
+    """By these words whoever concludes on a run knows a consequence from a cause."""
+    told = train._explained(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4000"))
+    assert str(told).startswith(f"{ends.LOST_CONTACT}: [gloo/")

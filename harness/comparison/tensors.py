@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from harness import checkpoint
-from harness.errors import CheckpointError
+from harness.errors import CheckpointError, first_line
 
 _FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which a difference is looked for
 _NOT_THE_STATE = ("format", "log_offset")  # the latter counts bytes, and times have more or fewer digits
@@ -70,7 +70,7 @@ def weights(one: Path, other: Path) -> Weights:
                 if first:
                     return Weights(False, steps, first)
     except (SafetensorError, OSError) as error:
-        return Weights(None, why=f"weights.safetensors cannot be read: {str(error).splitlines()[0]}")
+        return Weights(None, why=f"weights.safetensors cannot be read: {first_line(error)}")
     return Weights(True, steps)
 
 

@@ -20,7 +20,7 @@ from torchvision.io import ImageReadMode, decode_image, read_file
 from torchvision.transforms.v2 import functional
 
 from harness.data.table import Table
-from harness.errors import DataError
+from harness.errors import DataError, first_line
 from harness.rng import AUGMENTATION, derive
 
 NUM_TRIES = 100  # readable rows looked for in place of an unreadable one
@@ -144,8 +144,7 @@ class ImageTable:
             return DataError(
                 f"image not found: {file}", where=where, hint=hint + "; task.on_bad_image=skip goes on without it"
             )
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        reason = re.sub(r"^\S+, \S+:\d+, ", "", reason)  # where in torchvision's source it was found
+        reason = re.sub(r"^\S+, \S+:\d+, ", "", first_line(error))  # where in torchvision's source it was found
         return DataError(
             f"image cannot be decoded: {file}: {reason}",
             where=where,

@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import ends
-from harness.ends import End, signal_name
+from harness.ends import LOST_CONTACT, End, signal_name
 from harness.engines.job import Outcome
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
 from harness.files import identity, write_atomically
 from harness.url_folder import START, UrlFolder
-
-# What harness.train says of a rank whose peer is gone: the peer's end is the cause, and this one a consequence.
-LOST_CONTACT = "lost contact with the other ranks"
 
 # Of a rank that was asked to stop; the last before it had begun to listen.
 _AS_ASKED = {EXIT_STOPPED, -signal.SIGTERM}
@@ -125,7 +122,8 @@ def _first_failure(
         return _made_up(rank, left, told, "Killed", f"it died of {signal_name(-code)} ({why})")
     if outcome.lost:
         silent = next((rank for rank in range(world_size) if rank not in left), 0)
-        return _made_up(silent, left, told, "Lost", outcome.lost)
+        lost = silent if outcome.lost_rank is None else outcome.lost_rank  # which may have ended by itself after that
+        return _made_up(lost, left, told, "Lost", outcome.lost)
     failed = [end for end in left.values() if end.how in ("failed", "blocked")]
     if told is None and failed:  # failure.json could not be written, or is on another machine's disk
         first = min(failed, key=lambda end: end.time)

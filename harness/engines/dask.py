@@ -23,11 +23,10 @@ from harness.config import Config
 from harness.engines.attend import attend
 from harness.engines.conclusion import Aftermath, Conclusion
 from harness.engines.dask_gang import BY, News, Placed
-from harness.engines.job import Job, refuse, shell
+from harness.engines.job import Job, plan, refuse, shell
 from harness.errors import LaunchError
 
 _CLOSE_S = 5.0
-_STOPPING = "stopping: every rank writes a checkpoint; once more ends them at once"
 _TOGETHER = "the ranks are dealt to workers as they come: launch.nnodes times launch.nproc of them"
 
 
@@ -76,14 +75,14 @@ def run(
     job = _job(config, overrides)
     _check(job)
     aftermath = Aftermath(job.folder, job.world_size, job.url)
-    conclusion = aftermath.conclude(attend(Placed(client, job, hear, ExitStack()), _STOPPING))
+    conclusion = aftermath.conclude(attend(Placed(client, job, hear, ExitStack())))
     print(conclusion.text, file=sys.stderr)
     return conclusion
 
 
 def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Job:
     if isinstance(config, str | Path):
-        return Job(configfile.load(config, overrides), str(config), tuple(overrides))
+        return plan(str(config), overrides)
     text = configfile.to_text(config) if isinstance(config, Config) else yaml.safe_dump(dict(config))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"

@@ -55,6 +55,8 @@ class Placed:
         self._looked, self._fetched = 0.0, 0.0
         self._futures: dict[int, Any] = {}
         self._seats: list[Seat] = []
+        self._folder = RunFolder(job.folder)
+        self._earlier = ends.read(self._folder.logs)
         self._home: Home | None = None
         self._copying = ThreadPoolExecutor(1, "harness-home")
         self._copy: Future[None] | None = None
@@ -115,7 +117,8 @@ class Placed:
 
     def _send(self, home: Home) -> None:
         """Go on with the run folder here, or move it aside, as a rank would; then send out what it has."""
-        if told := RunFolder(self._job.folder).claim(self._job.config):
+        self._folder.hold()  # there is room for the results of one start alone
+        if told := self._folder.claim(self._job.config):
             print(told, file=sys.stderr)
         try:
             home.send(self._foreign())
@@ -152,7 +155,7 @@ class Placed:
             self._fetch_the_rest()
         finally:
             self._clear()
-        return Outcome(self._exits, self._why_lost, stopped=bool(self._asked))
+        return Outcome(self._exits, self._why_lost, bool(self._asked), lost_rank=next(iter(self._lost), None))
 
     def stop(self) -> None:
         self._asked += 1
@@ -172,7 +175,7 @@ class Placed:
             return False
         if rank not in self._lost:
             return True
-        if self._home is None and rank in ends.read(self._job.folder / "logs"):
+        if self._home is None and rank in ends.since(self._earlier, self._folder.logs):
             return False
         return time.monotonic() < self._lost[rank] + _ORPHAN_S
 
@@ -274,4 +277,5 @@ class Placed:
                 dask_places.release(self._client, self._name)
                 self._client.run(dask_rank.forget, self._name, workers=self._alive(), on_error="ignore")
         self._copying.shutdown(wait=False, cancel_futures=True)
+        self._folder.release()
         self._closing.close()

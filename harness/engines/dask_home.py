@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint import Checkpoints, damage
+from harness.ends import LOST_CONTACT
 from harness.engines import dask_disk
-from harness.engines.conclusion import LOST_CONTACT
 from harness.engines.dask_disk import Listing, crc_of, listing, on_disk, read, write
 from harness.files import write_atomically
 

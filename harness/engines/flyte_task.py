@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -21,13 +22,12 @@ from flytekit import current_context
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.file import FlyteFile
 
-from harness import configfile
 from harness.engines import local
 from harness.engines.attend import attend
 from harness.engines.conclusion import Aftermath
 from harness.engines.flyte import OUTCOME
 from harness.engines.gang import Gang
-from harness.engines.job import Job
+from harness.engines.job import Job, plan
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
 from harness.runtime import detect
 from harness.url_folder import UrlFolder
@@ -71,12 +71,13 @@ def train_node(path: str, overrides: Sequence[str]) -> Results:
 def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
     """Train ``path`` as the rank that torch's elastic agent has made of this process; every rank calls it, and what
     rank 0 returns is what the task returns. Raises as ``train_node`` does."""
-    job = _job(path, overrides)
+    place = detect(os.environ)
+    job = _job(path, overrides, f"launch.nproc={place.world_size}")  # whatever the page was made for
     gang = Gang(job.command(), {0: {**os.environ, **job.environ()}}, job.settings.grace_s)
     code = attend(gang, _STOPPING).exits[0]
     if code != EXIT_DONE:
         raise _error(code, f"a rank ended with exit code {code}{_first_failure(job.folder)}")
-    return _results(job) if detect(os.environ).rank == 0 else None  # the others may not see the run folder
+    return _results(job) if place.rank == 0 else None  # the others may not see the run folder
 
 
 def _end_with_whoever_asked() -> None:
@@ -85,8 +86,8 @@ def _end_with_whoever_asked() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _job(path: str, overrides: Sequence[str]) -> Job:
-    return Job(configfile.load(path, [*overrides, *_ONE_MACHINE]), path, tuple(overrides))
+def _job(path: str, overrides: Sequence[str], *more: str) -> Job:
+    return replace(plan(path, [*overrides, *_ONE_MACHINE, *more]), overrides=tuple(overrides))
 
 
 def _error(exit_code: int, text: str) -> Exception:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from harness import configfile
 from harness.config import Config
 from harness.engines.settings import LaunchSection
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
 from harness.url_folder import is_url, working_folder
 
 
@@ -65,6 +66,15 @@ class Job:
         }
 
 
+def plan(path: str, overrides: Sequence[str]) -> Job:
+    """The job of ``path``; raises ConfigError with all that is wrong in it, before any rank is started."""
+    job = Job(configfile.load(path, overrides), path, tuple(overrides))
+    is_range = (job.settings.min_nodes or job.settings.nnodes) < job.settings.nnodes  # which its engine looks at
+    if not is_range and (misfit := job.config.batch.misfit(job.world_size)):
+        raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
+    return job
+
+
 def driver(working: str = "") -> Path:
     """``driver.py`` of the folder ``working``, which is this process's by default, else the one beside the package."""
     for folder in (Path(working), Path(__file__).resolve().parents[2]):
@@ -90,6 +100,8 @@ class Outcome:
     """Somebody asked for the end."""
     world_size: int | None = None
     """How many ranks the last start had; null: as many as were asked for."""
+    lost_rank: int | None = None
+    """The rank that went with it, where the engine knows."""
 
 
 class Started(Protocol):

@@ -7,15 +7,13 @@ import logging
 import os
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-from harness import console
+from harness import console, signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from harness.folder import cannot_write
 from harness.report.reproduce import trial_again
@@ -59,7 +57,7 @@ def main(
     folder = file.sweep.folder
     try:
         (folder / "trials").mkdir(parents=True, exist_ok=True)
-        with _alone(folder) as lock, _signals() as stops:
+        with _alone(folder) as lock, signals.counted() as stops:
             return _run(plan, lock, stops, retry_failed)
     except OSError as error:
         raise cannot_write(Path(error.filename or folder), error) from None
@@ -179,21 +177,3 @@ def _locked(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-@contextmanager
-def _signals() -> Iterator[Callable[[], int]]:
-    """How often SIGINT, SIGTERM or SIGHUP came while the body runs; under nohup SIGHUP stays ignored."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    numbers += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    before = {number: signal.signal(number, ask) for number in numbers}
-    try:
-        yield lambda: len(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 from harness import configfile
 from harness.config import NOT_THE_RECIPE, flatten
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, first_line
 from harness.sweep import samplers
 from harness.sweep.plan import Plan
 from harness.sweep.space import Settings, identity
@@ -209,7 +209,7 @@ def storage_must_work(folder: Path) -> Iterator[None]:
         yield
     except (optuna.exceptions.OptunaError, sqlalchemy.exc.SQLAlchemyError) as error:
         raise HarnessError(
-            f"the sweep's state cannot be kept: {str(error).strip().splitlines()[0]}",
+            f"the sweep's state cannot be kept: {first_line(error)}",
             where=str(folder),
             hint="mend that (a full disk, a database that is away) and start the same command again: it goes on",
         ) from None
@@ -230,7 +230,7 @@ def _open(url: str, name: str, direction: str, pruner: optuna.pruners.BasePruner
         except sqlalchemy.exc.ArgumentError:
             shown = "storage"
         raise ConfigError(
-            f"Optuna's storage cannot be opened: {str(error).strip().splitlines()[0]}",
+            f"Optuna's storage cannot be opened: {first_line(error)}",
             where=shown,
             hint="remove storage: for an SQLite file in the sweep folder, or name one such as postgresql://host/db",
         ) from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import Config, flatten
-from harness.errors import ConfigError
+from harness.errors import ConfigError, first_line
 from harness.files import finite, write_atomically
 from harness.trackers.mirror import Facts, Line, Mirror, Sample
 from harness.trackers.record import JsonLines, Nothing, Tracker
@@ -169,7 +169,7 @@ class Follower:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        reason = next(iter(str(error).strip().splitlines()), "") or "no reason given"
+        reason = first_line(error, "no reason given")
         text = f"{type(error).__name__}: {reason} (metrics.jsonl has everything)"
         self._turn_off(f"is off for the rest of this start: {text}", error)
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from harness import ends
-from harness.engines.conclusion import LOST_CONTACT, Aftermath
+from harness.ends import LOST_CONTACT
+from harness.engines.conclusion import Aftermath
 from harness.engines.job import Outcome
 
 TOLD = {"rank": 1, "host": "n1", "step": 7, "error": "ValueError", "message": "bad", "exit_code": 70,
@@ -84,6 +85,17 @@ def test_a_lost_worker(folder):
     leave(folder, 0, 70, "failed", step=12)
     ended = aftermath.conclude(Outcome(lost="worker tcp://10.0.0.2:4000 died"))
     assert ended.text.startswith("failed: rank 1 at step 12: Lost: worker tcp://10.0.0.2:4000 died")
+    assert ended.exit_code == 70
+
+
+def test_a_rank_that_ended_by_itself_once_its_worker_was_lost(folder):
+    aftermath = Aftermath(folder, 2)
+    tell(folder, SAID_LOST)
+    leave(folder, 0, 70, "failed", step=12)
+    leave(folder, 1, 75, "stopped", step=12)
+    ended = aftermath.conclude(Outcome(lost="worker tcp://10.0.0.2:4000 died", lost_rank=1))
+    assert ended.text.startswith("failed: rank 1 on ")
+    assert "at step 12: Lost: worker tcp://10.0.0.2:4000 died" in ended.text
     assert ended.exit_code == 70
 
 

@@ -11,18 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from harness import launch
+from harness import ends, launch
 from harness.checkpoint import Checkpoints
 from harness.engines import dask_claims, dask_disk, dask_rank
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
+from harness.folder import RunFolder
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -196,7 +198,52 @@ def test_a_path_a_dictionary_or_a_config_may_be_given(tmp_path, stripes):
         dask.run(SimpleNamespace(asynchronous=True), path)
 
 
+def test_a_batch_that_cannot_be_dealt(tmp_path, stripes):
+    from harness.engines import dask
+
+    with pytest.raises(ConfigError, match="8 rows cannot be dealt to 3 ranks"):
+        dask.run(SimpleNamespace(asynchronous=False), write_config(tmp_path, stripes), ["launch.nproc=3"])
+
+
+@pytest.fixture
+def placed(tmp_path, stripes, monkeypatch):
+    """Two ranks that nobody has started, after a start that has left words."""
+    from harness.engines.dask_gang import Placed
+
+    logs = tmp_path / "runs" / "run" / "logs"
+    logs.mkdir(parents=True)
+    ends.leave(logs, 1, 7, 75, "stopped")
+    monkeypatch.setattr(Placed, "_start", lambda self: None)
+    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2"])
+    placed = Placed(SimpleNamespace(status="closed"), job, None, ExitStack())
+    placed._seats = [None, None]
+    return placed
+
+
+def test_a_rank_that_has_lost_its_worker_runs_until_it_has_left_its_own_words(tmp_path, placed):
+    placed._lose([1], "worker b:1 is gone")
+    assert placed._is_running(1)
+    ends.leave(tmp_path / "runs" / "run" / "logs", 1, 9, 75, "stopped")
+    assert not placed._is_running(1)
+    placed._exits[0] = 70
+    outcome = placed.follow()
+    assert (outcome.lost, outcome.lost_rank) == ("worker b:1 is gone", 1)
+
+
 # Files, without a disk in common
+
+
+def test_results_of_two_starts_do_not_come_home_to_one_folder(placed, monkeypatch):
+    monkeypatch.setattr("harness.folder._HOLD_S", 0.0)
+    other = RunFolder(placed._job.folder)
+    placed._send(SimpleNamespace(send=lambda foreign: None))
+    with pytest.raises(ConfigError, match="another start"):
+        other.hold()
+    following = threading.Thread(target=placed._clear)  # as whoever follows it does
+    following.start()
+    following.join(10)
+    other.hold()
+    other.release()
 
 
 class Disks:
@@ -506,6 +553,7 @@ def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, unbroke
     assert first.end(END_S).exit_code == 70
     wait_until(lambda: not marked(mark), END_S, "the rank that has lost its worker has left Python, too")
     assert time.monotonic() - killed < END_S
+    assert "failed: rank 1 on" in first.conclusion.text
     assert f"worker {worker} on " in first.conclusion.text
     second = Running(dask_cluster.client, config, marking(mark))
     assert second.end(START_S).exit_code == 0

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,10 +23,11 @@ import pytest
 from harness import launch
 from harness.engines import flyte
 from harness.engines.job import Outcome
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
+from harness.runtime import Launch
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
-from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
 from tests.ranks import free_port
 
 MODELS = "tests.end_to_end.models"
@@ -200,23 +201,36 @@ def test_ranks_do_not_outlive_a_killed_command(tmp_path, stripes):
 @pytest.mark.slow
 def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
     """As in the two pods of its PyTorchJob: each runs the page, and torch's elastic agents meet at the endpoint. The
-    run is kept at a URL, and the machines have no disk in common."""
+    run is kept at a URL, and the machines have no disk in common. One of them is lost, and both start again."""
     config = write_config(tmp_path, stripes, **SLOW, output=f"file://{tmp_path}/runs", data={"cache_dir": None})
     page = tmp_path / flyte.FILE
     page.write_text(flyte.render(launch.plan(str(config), ["launch.nnodes=2"])))
     pod = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
     words = [*PYFLYTE, "run", page, "experiment", "--config", config]
-    with (
-        started(words, tmp_path / "1.txt", **pod, APEX_HARNESS_CACHE=str(tmp_path / "cache-1")) as one,
-        started(words, tmp_path / "2.txt", **pod, APEX_HARNESS_CACHE=str(tmp_path / "cache-2")) as other,
-    ):
+    folder = tmp_path / "runs" / "run"
+
+    def machine(number: int) -> AbstractContextManager[Started]:
+        environ = {**pod, "APEX_HARNESS_CACHE": str(tmp_path / f"cache-{number}")}
+        return started(words, tmp_path / f"{number}.txt", **environ)
+
+    with machine(1) as one, machine(2) as other:
+        wait_for_steps(folder, 1, START_S)
+        lost, left = (one, other) if "0" in {environ.get("RANK") for environ in one.alive().values()} else (other, one)
+        lost.end()
+        assert left.wait(END_S) == 1, left.text()
+        assert not left.alive()
+        assert "rank 1 failed at step" in left.text()
+        assert "lost contact with the other ranks" in left.text()
+    assert not (folder / "summary.json").exists()
+    with machine(1) as one, machine(2) as other:
         codes = {one.wait(START_S + END_S), other.wait(END_S)}
         # Python's own helper of a spawned process ends a moment after it.
         wait_until(lambda: not one.alive() and not other.alive(), 5, "nothing left of either machine")
     told = one.text() + other.text()
     assert codes == {0, 1}, told  # what the machine without rank 0 returns is IgnoreOutputs, as a pod's
     assert "IgnoreOutputs" in told
-    assert_same_run(unbroken, tmp_path / "runs" / "run")
+    assert "resumed from" in told
+    assert_same_run(unbroken, folder)
 
 
 @needs_flytekit
@@ -246,6 +260,16 @@ def test_what_is_registered(tmp_path):
             message["template"]["metadata"]["runtime"].pop("version")  # of flytekit
             told.append(message)
     golden("flyte_registered.json", json.dumps(told, indent=1, sort_keys=True) + "\n")
+
+
+@needs_flytekit
+@pytest.mark.parametrize(("body", "words"), [("train_node", ["launch.nproc=3"]), ("train_rank", [])])
+def test_a_batch_that_cannot_be_dealt(tmp_path, stripes, monkeypatch, body, words):
+    from harness.engines import flyte_task
+
+    monkeypatch.setattr(flyte_task, "detect", lambda environ: Launch(world_size=3))
+    with pytest.raises(ConfigError, match="8 rows cannot be dealt to 3 ranks"):
+        getattr(flyte_task, body)(str(write_config(tmp_path, stripes)), words)
 
 
 @needs_flytekit

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.sweep import command
 from tests.end_to_end.processes import wait_until
 from tests.ranks import wait_for
 from tests.sweep.sweeping import begin, starts, states, sweep, table, told, write_base, write_sweep
@@ -147,19 +146,6 @@ def test_asked_to_stop_it_stops_its_trials_and_says_how_to_go_on(folder, number)
     behave(folder)
     assert sweep(folder) == 0
     assert [starts(folder, number) for number in range(3)] == [2, 2, 1]
-
-
-def test_under_nohup_a_closed_terminal_is_no_request_to_stop():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with command._signals() as stops:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stops() == 0
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stops() == 1
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_sweep_is_refused_while_one_runs(folder):
