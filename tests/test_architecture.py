@@ -6,6 +6,7 @@ The layers are written down here; to add a module is to say where it stands.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,6 +193,7 @@ def room(name: str) -> str:
     return name
 
 
+@functools.cache
 def edges() -> set[tuple[str, str]]:
     """(importing room, imported room), without packages that are only a folder."""
     found = {(room(name), room(other)) for name in MODULES for other in imported(name) if other not in ("", "data")}

@@ -7,8 +7,10 @@ import signal
 import sys
 from contextlib import suppress
 
+from harness.ends import signal_name
+
 _START = re.compile(r"^harness: job \S+, start (\d+), ")  # harness.engines.sbatch has the script say so, and this
-_OVER = re.compile(r"^harness: job \S+: exit code \d+, another start: no")
+_OVER = re.compile(r"^harness: job \S+: exit code (\d+), another start: no")
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$")
 _NODE = re.compile(r"^srun: error: (Node failure on \S+)")
 _SIGNALS = {signal.strsignal(number): -number for number in signal.valid_signals()} | {"Out Of Memory": -signal.SIGKILL}
@@ -48,8 +50,10 @@ class JobOutput:
     def _note(self, line: str) -> None:
         if found := _START.match(line):
             self.exits, self.lost, self.over, self.start = {}, "", False, int(found.group(1))
-        elif _OVER.match(line):
+        elif found := _OVER.match(line):
             self.over = True
+            if (number := int(found.group(1)) - 128) > 0 and not self.exits:
+                self.lost = self.lost or f"srun, which started the ranks, died of {signal_name(number)}"
         elif found := _NODE.match(line):
             self.lost = found.group(1)
         elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:

@@ -120,9 +120,11 @@ class Cluster:
     def lose_node(self, name: str) -> None:
         """As when its power fails: slurmd and all that it started are gone at once."""
         own = {pid for pid, environ in self.processes().items() if environ.get("SLURMD_NODENAME") == name}
-        for pid in {self._daemons[name].pid, *own, *self._stepds(name)}:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        lost = {self._daemons[name].pid, *own, *self._stepds(name)}
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # else one that is left for a moment tells of the others' end
+            for pid in lost:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         self._daemons.pop(name).wait()
 
     def _stepds(self, name: str) -> list[int]:

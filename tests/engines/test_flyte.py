@@ -218,7 +218,7 @@ def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
         lost, left = (one, other) if "0" in {environ.get("RANK") for environ in one.alive().values()} else (other, one)
         lost.end()
         assert left.wait(END_S) == 1, left.text()
-        assert not left.alive()
+        wait_until(lambda: not left.alive(), 5, "nothing left of the other machine")
         assert "rank 1 failed at step" in left.text()
         assert "lost contact with the other ranks" in left.text()
     assert not (folder / "summary.json").exists()

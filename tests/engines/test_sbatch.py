@@ -190,6 +190,23 @@ def test_whether_the_script_is_over(tmp_path, again, over):
     assert output.over == over
 
 
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        (["harness: job 7: exit code 137, another start: no"], "srun, which started the ranks, died of SIGKILL"),
+        (["srun: error: n1: task 1: Killed", "harness: job 7: exit code 137, another start: no"], ""),
+        (["srun: error: Node failure on n1", "harness: job 7: exit code 143, another start: no"], "Node failure on n1"),
+        (["harness: job 7: exit code 137, another start: yes"], ""),
+    ],
+)
+def test_srun_itself_may_die(tmp_path, lines, lost):
+    (tmp_path / "7.txt").write_text("\n".join(["harness: job 7, start 1, on n0", *lines]))
+    output = JobOutput()
+    output.path = str(tmp_path / "7.txt")
+    output.show(last=True)
+    assert output.lost == lost
+
+
 def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
     """Slurm keeps the job for minutes when all that there is to know is known."""
     Answers(monkeypatch, "RUNNING", "COMPLETING")
