@@ -50,7 +50,8 @@ class InMemory:
 def measure(model: str, level: str, rounds: int, steps: int) -> tuple[float, float]:
     """(median us of a hand-written step, median of the paired differences in us)."""
     from harness import loop
-    from harness.runtime import detect, open_runtime
+    from harness.rank_environment import detect
+    from harness.runtime import open_runtime
 
     torch.set_num_threads(1)
     import os

@@ -25,8 +25,9 @@ from harness.data.loader import MicroBatch
 from harness.evaluate import prepare
 from harness.folder import RunFolder
 from harness.loop import step
+from harness.rank_environment import Launch
 from harness.run import Run
-from harness.runtime import Launch, Runtime, open_runtime
+from harness.runtime import Runtime, open_runtime
 from harness.sharded import local
 from harness.stop import Stop
 

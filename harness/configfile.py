@@ -113,7 +113,7 @@ def json_schema() -> str:
 
 def task_names() -> list[str]:
     """The tasks there are: the files of harness/tasks."""
-    return sorted(module.name for module in pkgutil.iter_modules(harness.tasks.__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(harness.tasks.__path__) if not module.ispkg)
 
 
 def _task_section(name: str) -> type[TaskSection]:

@@ -12,7 +12,8 @@ from torch import nn
 from harness import saved
 from harness.data.names import ALPHABET, BLANK, BLANK_CODE, STOP, STOP_CODE, clean, encode
 from harness.errors import ConfigError, DataError, HarnessError
-from harness.tasks import pet_names
+from harness.tasks.opened import pet_names
+from harness.tasks.pet_names import Task
 
 MAX_LENGTH = 40  # characters, after which a name that has not ended is given up; the longest of Seattle's pets has 45
 BATCH = 128  # names drawn at once, whatever is asked for: so the first ten of fifty are the ten of ten
@@ -58,7 +59,7 @@ def names(run: Path, wish: Wish) -> Iterator[str]:
         )
 
 
-def sample(task: pet_names.Task, model: nn.Module, start: str, temperature: float, rng: torch.Generator) -> list[str]:
+def sample(task: Task, model: nn.Module, start: str, temperature: float, rng: torch.Generator) -> list[str]:
     """Up to BATCH texts that begin with ``start``, as likely as the model says; those without an end are left out.
 
     Nothing is kept between characters: what the model reads is the text so far, as in training.
@@ -67,7 +68,7 @@ def sample(task: pet_names.Task, model: nn.Module, start: str, temperature: floa
     which = torch.arange(BATCH)
     with torch.inference_mode():
         while len(growing) and growing.shape[1] <= MAX_LENGTH:
-            logits = model(task.context(growing))[:, -1].float() / temperature
+            logits = model(pet_names.context(task, growing))[:, -1].float() / temperature
             logits[:, BLANK_CODE] = -torch.inf  # stands before names, never in one
             drawn = torch.multinomial(logits.softmax(1), 1, generator=rng)
             stops = drawn[:, 0] == STOP_CODE
@@ -92,22 +93,22 @@ def _checked(wish: Wish) -> str:
     return start
 
 
-def _trained(run: Path) -> tuple[pet_names.Task, nn.Module]:
+def _trained(run: Path) -> tuple[Task, nn.Module]:
     """The task of the run folder ``run``, and its model with the best weights, on the CPU, in float32."""
     config = saved.configuration(run, ())
     task = config.task
-    if not isinstance(task, pet_names.Task):
+    if not isinstance(task, Task):
         raise ConfigError(
             f"a run of the task {task.name} has no names to generate",
             where=str(run),
             hint="name the folder of a run of the task pet_names, such as runs/pet_names",
         )
-    model = task.model(config.model)
+    model = pet_names.build_model(task, config.model)
     saved.load(model, saved.best(run), run)
     return task, model.eval()
 
 
-def _existing(task: pet_names.Task) -> set[str]:
+def _existing(task: Task) -> set[str]:
     try:
         opened = task.open(0, None)
     except DataError as error:

@@ -32,7 +32,8 @@ from harness.errors import (
     first_line,
 )
 from harness.predictions import Predictor
-from harness.runtime import Launch, Runtime, detect, gang_environment, open_runtime
+from harness.rank_environment import Launch, detect, gang_environment
+from harness.runtime import Runtime, open_runtime
 from harness.stop import Stop, on_signals
 
 log = logging.getLogger("harness")

@@ -15,8 +15,9 @@ from harness import assemble, configfile, console, ends, loop, mirrored, predict
 from harness.config import Config
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
 from harness.folder import RunFolder, cannot_write, failure_report
+from harness.rank_environment import Launch, detect
 from harness.run import Run
-from harness.runtime import Launch, Runtime, detect, open_runtime
+from harness.runtime import Runtime, open_runtime
 from harness.stop import Stop, on_signals
 from harness.watch import Watch, unless_orphaned
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from harness import ends
 from harness.errors import EXIT_FAILURE
-from harness.runtime import Launch, Runtime
+from harness.rank_environment import Launch
+from harness.runtime import Runtime
 from harness.stop import Stop
 
 log = logging.getLogger("harness")

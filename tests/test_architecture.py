@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ LAYERS = [
     {"engines.settings", "ends", "devices"},
     {
         "version",
+        "rank_environment",
         "network",
         "rng",
         "console",
@@ -80,8 +83,8 @@ ONLY = {
     "section": set(),
     "ends": {"files"},
     "engines.settings": {"section"},
-    "engines": {"errors", "files", "ends", "engines.settings", "version", "config", "configfile", "network", "runtime"}
-    | {"folder", "checkpoint", "url_folder"}  # of a run that is brought home, or kept at a URL
+    "engines": {"errors", "files", "ends", "engines.settings", "version", "config", "configfile", "network"}
+    | {"rank_environment", "folder", "checkpoint", "url_folder"}  # of a run that is brought home, or kept at a URL
     | {"signals"},  # to whoever follows it
     "launch": {"errors", "engines"},
     "sweep": {
@@ -101,9 +104,10 @@ ONLY = {
     | {"doctor", "report"},
     "config": {"section", "engines.settings"},
     "conflicts": {"config"},
-    "doctor": {"errors", "version", "network", "runtime", "precision", "config"},
+    "doctor": {"errors", "version", "network", "rank_environment", "precision", "config"},
     "sharded": set(),
     "records": {"errors"},
+    "rank_environment": {"errors"},
     "outbox": set(),
     "courier": set(),
     "url_folder": {"errors", "data.table"},
@@ -239,6 +243,20 @@ def test_a_room_that_few_may_enter(place):
     assert {one for one, other in edges() if other == place} <= ONLY_BY[place]
 
 
+def test_a_launcher_needs_no_torch():
+    """It starts in a fraction of a second, on a login node too. (Once it starts, local keeps the ranks' store, which is
+    torch's; dask knows checkpoints, to bring them home.)"""
+    program = (
+        "import sys; from harness import cli\n"
+        "for engine in ('local', 'torchrun', 'slurm', 'kubernetes', 'flyte'):\n"
+        "    words = ['--nproc', '2', '--dry-run', 'launch.kubernetes.image=I']\n"
+        "    assert cli.main(['launch', '-c', 'configs/pet_names.yaml', '--engine', engine, *words]) == 0\n"
+        "sys.exit(', '.join({'torch', 'pandas', 'pyarrow'} & {*sys.modules}) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_packages_hold_no_imports():
     for name, path in MODULES.items():
         if path.name == "__init__.py" and room(name) != "apex":
@@ -260,7 +278,7 @@ def test_names_and_sizes():
 # Done in one place
 
 
-def test_only_the_runtime_reads_the_launch_environment():
+def test_the_launch_environment_is_read_in_one_place():
     reads = {
         (name, node.value)
         for name, tree in TREES.items()
@@ -272,8 +290,12 @@ def test_only_the_runtime_reads_the_launch_environment():
     allowed = {("train", "RANK"), ("train", "LOCAL_RANK")}
     allowed |= {("apex.local_rank", "LOCAL_RANK"), ("apex.local_rank", "LOCAL_WORLD_SIZE")}
     allowed |= {("engines.torchrun", "TORCHELASTIC_ERROR_FILE")}  # of torch's launcher, not of a rank
-    assert {(name, variable) for name, variable in reads if name != "runtime"} <= allowed
-    assert {variable for name, variable in reads if name == "runtime"} >= {"RANK", "WORLD_SIZE", "SLURM_PROCID"}
+    assert {(name, variable) for name, variable in reads if name != "rank_environment"} <= allowed
+    assert {variable for name, variable in reads if name == "rank_environment"} >= {
+        "RANK",
+        "WORLD_SIZE",
+        "SLURM_PROCID",
+    }
 
 
 def test_who_touches_the_environment():

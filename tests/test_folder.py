@@ -14,7 +14,8 @@ from harness import configfile, folder
 from harness.errors import ConfigError, DataError
 from harness.files import write_atomically
 from harness.folder import RunFolder, failure_report
-from harness.runtime import Launch, Runtime
+from harness.rank_environment import Launch
+from harness.runtime import Runtime
 from tests.fixtures import make_config
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from harness.metrics import MAX_CONFUSION, Sums, classification, classification_report
-from harness.runtime import Runtime, detect, open_runtime
+from harness.rank_environment import detect
+from harness.runtime import Runtime, open_runtime
 from tests.ranks import run_ranks
 
 CLASSES = 7

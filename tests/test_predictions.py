@@ -15,7 +15,8 @@ from harness.data.images import Batch
 from harness.data.loader import Loader
 from harness.errors import DataError, HarnessError
 from harness.metrics import MAX_SCORES, classification_table
-from harness.runtime import Runtime, detect, open_runtime
+from harness.rank_environment import detect
+from harness.runtime import Runtime, open_runtime
 from harness.stop import Stop
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from harness.data.shards import Segment
-from harness.runtime import Runtime, detect, open_runtime
+from harness.rank_environment import detect
+from harness.runtime import Runtime, open_runtime
 from harness.state import Meter, State
 from tests.ranks import run_ranks
 

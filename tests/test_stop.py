@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness.data.workers import in_loader_worker
-from harness.runtime import Runtime, detect, open_runtime
+from harness.rank_environment import detect
+from harness.runtime import Runtime, open_runtime
 from harness.stop import Stop, on_signals
 from tests.ranks import run_ranks, start, wait_for
 

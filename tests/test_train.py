@@ -9,7 +9,8 @@ import time
 import pytest
 
 from harness import ends, train
-from harness.runtime import Launch, Runtime
+from harness.rank_environment import Launch
+from harness.runtime import Runtime
 from harness.stop import Stop
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True}

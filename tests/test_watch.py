@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from harness import watch as module
 from harness.errors import EXIT_FAILURE
-from harness.runtime import Launch, Runtime, detect, open_runtime
+from harness.rank_environment import Launch, detect
+from harness.runtime import Runtime, open_runtime
 from harness.stop import Stop
 from harness.watch import Watch
 from tests.ranks import run_ranks, start

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from harness.doctor.findings import Finding, Place
 from harness.errors import LaunchError
 from harness.network import address_of, interface_towards
+from harness.rank_environment import detect
 
 _HERE = "127.0.0.1"
 
@@ -79,8 +80,6 @@ def _nccl(value: str, present: Sequence[str]) -> list[str]:
 
 
 def launch(place: Place) -> Iterator[Finding]:
-    from harness.runtime import detect
-
     try:
         found = detect(place.variables)
     except LaunchError as error:

@@ -25,14 +25,13 @@ from harness.engines.conclusion import Aftermath, Conclusion
 from harness.engines.dask_gang import BY, News, Placed
 from harness.engines.job import Job, plan, refuse, shell
 from harness.errors import LaunchError
+from harness.rank_environment import Launch, environment
 
 _CLOSE_S = 5.0
 _TOGETHER = "the ranks are dealt to workers as they come: launch.nnodes times launch.nproc of them"
 
 
 def render(job: Job) -> str:
-    from harness.runtime import Launch, environment
-
     _check(job)
     settings, world = job.settings.dask, job.world_size
     where = settings.scheduler or f"a cluster of this machine with {world} worker(s) of a thread each"

@@ -27,7 +27,7 @@ from harness.engines.gang import KILL_S, PEERS_S
 from harness.engines.job import Job, Outcome
 from harness.errors import LaunchError
 from harness.folder import RunFolder
-from harness.runtime import Launch, environment
+from harness.rank_environment import Launch, environment
 
 BY = "harness launch, engine dask"
 _FETCH_S = 2.0  # between two looks at what is new in a run folder elsewhere

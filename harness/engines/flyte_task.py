@@ -29,7 +29,7 @@ from harness.engines.flyte import OUTCOME
 from harness.engines.gang import Gang
 from harness.engines.job import Job, plan
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
-from harness.runtime import detect
+from harness.rank_environment import detect
 from harness.url_folder import UrlFolder
 
 _ONE_MACHINE = ("launch.engine=local", "launch.nnodes=1", "launch.max_restarts=0")

@@ -10,6 +10,7 @@ from harness.engines.gang import Gang
 from harness.engines.job import Job, Outcome, refuse, shell
 from harness.errors import LaunchError
 from harness.network import interfaces
+from harness.rank_environment import gang_environment
 
 _NO_NODES = "one machine is all it knows; use launch.engine=torchrun, slurm, dask, flyte or kubernetes"
 
@@ -62,8 +63,6 @@ def _check(job: Job) -> None:
 
 
 def _place(rank: int, world_size: int, port: Any) -> dict[str, str]:
-    from harness.runtime import gang_environment
-
     return gang_environment(rank, world_size, port, "harness launch, engine local")
 
 

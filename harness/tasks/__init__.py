@@ -32,5 +32,6 @@ What `harness export` writes beside a model is
 
     signature                {"input": name, "output": name, "classes": [...], "preprocessing": {...}}; all optional
 
+Ours keep what they open in ``opened``: a launcher, which reads a YAML for its ranks, then does so without torch.
 Nothing here knows about ranks, amp or checkpoints.
 """

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torchvision import datasets
-
-from harness import metrics, models
-from harness.config import ModelSection, TaskSection
-from harness.data.arrays import Arrays, map_idx
+from harness.config import TaskSection
 from harness.section import Positive
+
+if TYPE_CHECKING:
+    from harness.tasks.opened.mnist import Images
 
 
 class Task(TaskSection):
@@ -36,93 +29,13 @@ class Task(TaskSection):
         "loss": "min",
         "mean_class_accuracy": "max",
     }
-    kind: ClassVar[Any] = datasets.MNIST  # names the folder and the classes
+    kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "MNIST"
+    """torchvision's name of the data set, and of the folder that it keeps it in."""
     mean: ClassVar[float] = 0.1307  # of all training pixels, on the scale 0 to 1
     std: ClassVar[float] = 0.3081
 
     def open(self, seed: int, cache_dir: Path | None) -> Images:
         """The images, mapped from their files. Raises DataError."""
-        return Images(self, self._rows("train", self.train_rows), self._rows("t10k", self.eval_rows))
+        from harness.tasks.opened import mnist
 
-    def _rows(self, split: str, num_rows: int | None) -> Arrays:
-        raw = Path(self.root) / self.kind.__name__ / "raw"
-        how = f"type: harness data {self.name} {self.root}"
-        images = map_idx(raw / f"{split}-images-idx3-ubyte", 3, how)[:num_rows, None]
-        labels = map_idx(raw / f"{split}-labels-idx1-ubyte", 1, how)[:num_rows]
-        return Arrays(images, labels.astype(np.int64))
-
-
-@dataclass(frozen=True)
-class Images:
-    """The opened task: data, model, loss and metrics. Images are uint8 (rows, 1, height, width)."""
-
-    options: Task
-    train: Arrays
-    eval: Arrays
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """``classes[index]`` is the name of a class index."""
-        return tuple(name.split(" - ")[0] for name in self.options.kind.classes)  # MNIST's are "0 - zero"
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return {"train rows": len(self.train), "eval rows": len(self.eval), "classes": len(self.classes)}
-
-    @property
-    def notes(self) -> list[str]:
-        return []
-
-    @property
-    def fingerprint(self) -> str:
-        """The same on two nodes if and only if they read the same images and labels."""
-        digest = hashlib.sha256()
-        for rows in (self.train, self.eval):
-            for array in (rows.inputs, rows.targets):
-                digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
-
-    def label_counts(self, start: int, stop: int) -> np.ndarray:
-        """Training rows of each class among rows [start, stop)."""
-        return np.bincount(self.train.targets[start:stop], minlength=len(self.classes))
-
-    def model(self, section: ModelSection) -> nn.Module:
-        known = {"num_classes": len(self.classes), "in_channels": 1}
-        return models.build(section.name, section.args, known, torch.zeros(2, *self.train.inputs.shape[1:]))
-
-    def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 (batch, 1, height, width) -> float32, normalised, on the same device."""
-        return inputs.float().div_(255).sub_(self.options.mean).div_(self.options.std)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of logits (batch, classes)."""
-        return functional.cross_entropy(outputs, targets)
-
-    def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        return metrics.classification(outputs, targets, len(self.classes))
-
-    def report(self, sums: metrics.Sums) -> metrics.Report:
-        return metrics.classification_report(sums, self.classes)
-
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
-        return metrics.classification_table(outputs, self.classes)
-
-    def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
-        """Number and label of rows to evaluate."""
-        return {"id": rows.tolist(), "truth": [self.classes[code] for code in self.eval.targets[rows].tolist()]}
-
-    @property
-    def signature(self) -> dict[str, Any]:
-        """What a user of an exported model must know."""
-        return {
-            "input": "images",
-            "output": "logits",
-            "classes": list(self.classes),
-            "preprocessing": {
-                "color": "gray",
-                "size": list(self.train.inputs.shape[2:]),
-                "scale": "pixels from 0 to 255 are divided by 255, then mean is subtracted, then divided by std",
-                "mean": [self.options.mean],
-                "std": [self.options.std],
-            },
-        }
+        return mnist.mapped(self)

@@ -24,7 +24,7 @@ from harness import launch
 from harness.engines import flyte
 from harness.engines.job import Outcome
 from harness.errors import ConfigError, LaunchError
-from harness.runtime import Launch
+from harness.rank_environment import Launch
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until

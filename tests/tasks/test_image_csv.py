@@ -9,7 +9,8 @@ import torch
 from harness.config import ModelSection
 from harness.errors import ConfigError, DataError
 from harness.metrics import Sums
-from harness.tasks.image_csv import Augment, Task, _pipeline, _Shift
+from harness.tasks.image_csv import Augment, Task
+from harness.tasks.opened.image_csv import _pipeline, _Shift
 from tests.fixtures import make_config, write_rows
 
 

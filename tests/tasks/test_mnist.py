@@ -13,15 +13,16 @@ from harness.config import ModelSection
 from harness.errors import DataError
 from harness.metrics import Sums
 from harness.tasks import fashion_mnist, mnist
+from harness.tasks.opened.mnist import Images
 from tests.datasets import write_idx
 
-TASKS = [(mnist.Task, "mnist", datasets.MNIST), (fashion_mnist.Task, "fashion_mnist", datasets.FashionMNIST)]
+TASKS = [(mnist.Task, "mnist"), (fashion_mnist.Task, "fashion_mnist")]
 
 
 @pytest.fixture(params=TASKS, ids=["mnist", "fashion_mnist"])
 def task(request, tmp_path):
-    cls, name, kind = request.param
-    raw = tmp_path / kind.__name__ / "raw"
+    cls, name = request.param
+    raw = tmp_path / cls.kind / "raw"
     write_idx(raw, "train", 25)
     write_idx(raw, "t10k", 12)
     return cls(name=name, root=str(tmp_path))
@@ -30,7 +31,7 @@ def task(request, tmp_path):
 def test_rows_are_those_of_torchvision(task):
     opened = task.open(0, None)
     for rows, train in ((opened.train, True), (opened.eval, False)):
-        theirs = task.kind(task.root, train=train)
+        theirs = getattr(datasets, task.kind)(task.root, train=train)
         batch = rows.batch(np.arange(len(theirs)), None)
         assert torch.equal(batch.inputs[:, 0], theirs.data)
         assert torch.equal(batch.targets, theirs.targets)
@@ -40,7 +41,7 @@ def test_rows_are_those_of_torchvision(task):
 
 
 def test_classes_have_names():
-    digits, clothes = (mnist.Images(cls(name=name), None, None).classes for cls, name, _ in TASKS)
+    digits, clothes = (Images(cls(name=name), None, None).classes for cls, name in TASKS)
     assert digits == tuple("0123456789")
     assert (clothes[0], clothes[9]) == ("T-shirt/top", "Ankle boot")
     assert fashion_mnist.Task(name="fashion_mnist").root == "data/fashion_mnist"
@@ -54,7 +55,7 @@ def test_first_rows_only(task):
 def test_fingerprint_is_of_the_images(task):
     first = task.open(0, None).fingerprint
     assert task.open(1, None).fingerprint == first
-    path = Path(task.root) / task.kind.__name__ / "raw" / "t10k-images-idx3-ubyte"
+    path = Path(task.root) / task.kind / "raw" / "t10k-images-idx3-ubyte"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -94,7 +95,7 @@ def test_what_to_type_where_the_images_are_not(task, tmp_path):
 def test_numbers_to_normalise_by_are_those_of_the_images(shared_data, tmp_path):
     from harness.data import published
 
-    for cls, name, _ in TASKS:
+    for cls, name in TASKS:
         getattr(published, name)(tmp_path / name, str(shared_data / name))
         task = cls(name=name, root=str(tmp_path / name))
         pixels = np.asarray(task.open(0, None).train.inputs) / np.float32(255)

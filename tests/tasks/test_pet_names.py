@@ -12,6 +12,7 @@ from harness.config import ModelSection
 from harness.data.names import ALPHABET, STOP, clean, encode
 from harness.errors import ConfigError, DataError
 from harness.metrics import Sums
+from harness.tasks.opened.pet_names import context
 from harness.tasks.pet_names import Task
 from tests.datasets import NAMES, write_names
 
@@ -148,12 +149,12 @@ def test_a_model_that_knows_nothing_costs_the_logarithm_of_its_choices(path):
 
 def test_context_is_what_a_row_has_before_a_character(path):
     prefixes = torch.from_numpy(encode("abc")).long()[None]
-    assert opened(path, window=5).options.context(prefixes).tolist() == [encode("**abc").tolist()]
-    assert opened(path, window=2).options.context(prefixes).tolist() == [encode("bc").tolist()]
-    assert opened(path, rows="names").options.context(prefixes).tolist() == [encode("*abc").tolist()]
+    assert context(opened(path, window=5).options, prefixes).tolist() == [encode("**abc").tolist()]
+    assert context(opened(path, window=2).options, prefixes).tolist() == [encode("bc").tolist()]
+    assert context(opened(path, rows="names").options, prefixes).tolist() == [encode("*abc").tolist()]
     nothing = torch.zeros(3, 0, dtype=torch.int64)
-    assert opened(path, window=2).options.context(nothing).tolist() == [[0, 0]] * 3
-    assert opened(path, rows="names").options.context(nothing).tolist() == [[0]] * 3
+    assert context(opened(path, window=2).options, nothing).tolist() == [[0, 0]] * 3
+    assert context(opened(path, rows="names").options, nothing).tolist() == [[0]] * 3
 
 
 def test_notes_and_what_cannot_be_used(path, tmp_path):

@@ -1,0 +1,151 @@
+"""The launch environment: which rank of how many a process is, and where they meet.
+
+The only reader of RANK, WORLD_SIZE, SLURM_* and their kin, and their writer for ranks that an engine of ours starts. It
+needs no torch, as nothing does that only starts others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.errors import LaunchError
+
+_BY = "HARNESS_LAUNCHED_BY"
+_STORE_IS_HELD = "TORCHELASTIC_USE_AGENT_STORE"
+_TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N driver.py …, or unset the variables"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where this process stands among its peers, as the launcher said it."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    by: str = "one process"
+    elastic: bool = False  # torch's launcher, which ends all ranks of a node at the first that leaves
+    supervised: bool = False  # started by a process that answers for this one, and that it does not outlive
+    restart: int = 0
+    store_is_held: bool = False  # somebody else listens at the master's port, so rank 0 is not to open a store there
+    error_file: str = ""  # where torch's launcher looks for a rank's last words
+
+
+def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
+    """The launch that ``environ`` describes: a complete set of torch's variables, else Slurm's, else one process.
+
+    ``local_rank`` is what the command line said (``--local_rank`` or ``--local-rank``), which must agree.
+    Raises LaunchError for an incomplete set, a number out of range or a contradiction; nothing is guessed.
+    """
+    in_slurm = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
+    begun = [name for name in _TORCH if name in environ and not (in_slurm and name.startswith("MASTER"))]
+    if begun:
+        if local_rank is not None and "LOCAL_RANK" not in environ:
+            environ = {**environ, "LOCAL_RANK": str(local_rank)}
+        launch = _from_torch(environ)
+    elif in_slurm:
+        launch = _from_slurm(environ)
+    else:
+        launch = Launch()
+    if local_rank is not None and local_rank != launch.local_rank:
+        raise LaunchError(
+            f"--local_rank={local_rank} contradicts local rank {launch.local_rank} of the environment ({launch.by})",
+            hint="drop --local_rank, or start the script with the launcher that sets both",
+        )
+    return launch
+
+
+def environment(launch: Launch) -> dict[str, str]:
+    """What ``detect`` reads as ``launch``, for whoever starts a rank; ``by`` is set where an engine of ours does."""
+    return {
+        "RANK": str(launch.rank),
+        "LOCAL_RANK": str(launch.local_rank),
+        "WORLD_SIZE": str(launch.world_size),
+        "LOCAL_WORLD_SIZE": str(launch.local_world_size),
+        "MASTER_ADDR": launch.master_addr,
+        "MASTER_PORT": str(launch.master_port),
+        _STORE_IS_HELD: str(launch.store_is_held),
+        "TORCHELASTIC_RESTART_COUNT": str(launch.restart),
+        **({_BY: launch.by} if launch.supervised else {}),
+    }
+
+
+def gang_environment(rank: int, world_size: int, port: int, by: str) -> dict[str, str]:
+    """That of ``rank`` of a gang on this machine, whose parent holds the store at ``port``."""
+    launch = Launch(rank, rank, world_size, world_size, "127.0.0.1", port, by, supervised=True, store_is_held=True)
+    return environment(launch)
+
+
+def _from_torch(environ: Mapping[str, str]) -> Launch:
+    missing = [name for name in _TORCH if not environ.get(name)]
+    if missing:
+        found = ", ".join(f"{name}={environ[name]}" for name in _TORCH if name in environ)
+        raise LaunchError(
+            f"the launch environment is incomplete: found {found}; missing {', '.join(missing)}", hint=_HINT
+        )
+    elastic = "TORCHELASTIC_RUN_ID" in environ
+    world_size = _number(environ, "WORLD_SIZE", 1)
+    local_world_size = (
+        _number(environ, "LOCAL_WORLD_SIZE", 1, world_size) if "LOCAL_WORLD_SIZE" in environ else world_size
+    )
+    return Launch(
+        rank=_number(environ, "RANK", 0, world_size - 1),
+        local_rank=_number(environ, "LOCAL_RANK", 0, local_world_size - 1),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_number(environ, "MASTER_PORT", 0, 65535),
+        by=environ.get(_BY) or ("torch.distributed.launch or torchrun" if elastic else "RANK and WORLD_SIZE"),
+        elastic=elastic,
+        supervised=elastic or _BY in environ,
+        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
+        store_is_held=environ.get(_STORE_IS_HELD) == "True",
+        error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Launch:
+    """One task of an srun step. The port follows from the job's number, so that all ranks agree without talking."""
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", 1)
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    if not nodes and "MASTER_ADDR" not in environ:
+        raise LaunchError("Slurm's environment names no node list (SLURM_STEP_NODELIST)", hint="export MASTER_ADDR")
+    job, step = (_number(environ, n, 0) if n in environ else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    # Steps of one job may run side by side on one node.
+    port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 20000
+    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
+    return Launch(
+        rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),
+        local_rank=_number(environ, "SLURM_LOCALID", 0, world_size - 1),
+        world_size=world_size,
+        local_world_size=int(per_node.group()) if per_node else 1,
+        master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
+        master_port=port,
+        by="srun",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: "node[03-07,9],x" is node03, "rack[1-2]n[3-4]" is rack1n3."""
+    match = re.match(r"(?:[^,\[\]]|\[\w[^\]]*\])+", nodelist)
+    if not match:
+        raise LaunchError(f"the node list {nodelist!r} cannot be read", hint="export MASTER_ADDR")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
+
+
+def _number(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
+    try:
+        value = int(environ[name])
+    except KeyError:
+        raise LaunchError(f"the launch environment is incomplete: {name} is missing", hint=_HINT) from None
+    except ValueError:
+        raise LaunchError(f"{name}={environ[name]!r} is not a whole number", hint=_HINT) from None
+    if value < low or (high is not None and value > high):
+        allowed = f"from {low} to {high}" if high is not None else f"{low} or more"
+        raise LaunchError(f"{name}={value} is out of range: {allowed}", hint=_HINT)
+    return value
