@@ -16,6 +16,14 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
+def terminal():
+    """Whatever these tests were started under."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     yield
@@ -37,7 +45,7 @@ class Stoppable:
         self._asked.set()
 
 
-def test_each_one_counts_and_what_was_before_is_put_back():
+def test_each_one_counts_and_what_was_before_is_put_back(terminal):
     before = [signal.getsignal(number) for number in ASKING]
     with signals.counted() as stops:
         for count, number in enumerate(ASKING, 1):

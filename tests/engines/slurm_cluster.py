@@ -121,10 +121,9 @@ class Cluster:
         """As when its power fails: slurmd and all that it started are gone at once."""
         own = {pid for pid, environ in self.processes().items() if environ.get("SLURMD_NODENAME") == name}
         lost = {self._daemons[name].pid, *own, *self._stepds(name)}
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # else one that is left for a moment tells of the others' end
-            for pid in lost:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        for pid in sorted(lost, key=_begun):  # who started others first, or it tells of their end
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._daemons.pop(name).wait()
 
     def _stepds(self, name: str) -> list[int]:
@@ -172,6 +171,14 @@ class Cluster:
             for daemon in self._daemons.values():
                 daemon.wait(5)
             time.sleep(0.05)
+
+
+def _begun(pid: int) -> int:
+    """When a process was started, in ticks since the machine was."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
 
 
 @contextmanager
