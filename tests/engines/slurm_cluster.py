@@ -119,9 +119,12 @@ class Cluster:
 
     def lose_node(self, name: str) -> None:
         """As when its power fails: slurmd and all that it started are gone at once."""
-        own = {pid for pid, environ in self.processes().items() if environ.get("SLURMD_NODENAME") == name}
-        lost = {self._daemons[name].pid, *own, *self._stepds(name)}
-        for pid in sorted(lost, key=_begun):  # who started others first, or it tells of their end
+        daemons = [self._daemons[name].pid, *self._stepds(name)]
+        own = [pid for pid, environ in self.processes().items() if environ.get("SLURMD_NODENAME") == name]
+        script, *others = sorted(own, key=_begun)
+        # Nobody is left for a moment who would tell of another's end: not the job's script, and not the process with
+        # which srun watches itself, to have Slurm kill the step on all nodes.
+        for pid in (*daemons, script, *reversed(others)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._daemons.pop(name).wait()
@@ -173,12 +176,12 @@ class Cluster:
             time.sleep(0.05)
 
 
-def _begun(pid: int) -> int:
-    """When a process was started, in ticks since the machine was."""
+def _begun(pid: int) -> tuple[int, int]:
+    """An order in which processes were started."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]), pid  # ticks since boot
     except OSError:
-        return 0
+        return 0, pid
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -205,7 +206,8 @@ def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
     config = write_config(tmp_path, stripes, **SLOW, output=f"file://{tmp_path}/runs", data={"cache_dir": None})
     page = tmp_path / flyte.FILE
     page.write_text(flyte.render(launch.plan(str(config), ["launch.nnodes=2"])))
-    pod = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
+    endpoint = ("127.0.0.1", free_port())
+    pod = {"PET_RDZV_ENDPOINT": ":".join(map(str, endpoint)), "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
     words = [*PYFLYTE, "run", page, "experiment", "--config", config]
     folder = tmp_path / "runs" / "run"
 
@@ -213,14 +215,21 @@ def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
         environ = {**pod, "APEX_HARNESS_CACHE": str(tmp_path / f"cache-{number}")}
         return started(words, tmp_path / f"{number}.txt", **environ)
 
-    with machine(1) as one, machine(2) as other:
-        wait_for_steps(folder, 1, START_S)
-        lost, left = (one, other) if "0" in {environ.get("RANK") for environ in one.alive().values()} else (other, one)
-        lost.end()
-        assert left.wait(END_S) == 1, left.text()
-        wait_until(lambda: not left.alive(), 5, "nothing left of the other machine")
-        assert "rank 1 failed at step" in left.text()
-        assert "lost contact with the other ranks" in left.text()
+    def listens() -> bool:
+        with suppress(OSError), socket.create_connection(endpoint, timeout=1):
+            return True
+        return False
+
+    with machine(1) as one:
+        wait_until(listens, START_S, "the first machine keeps the meeting place")
+        with machine(2) as other:
+            wait_for_steps(folder, 1, START_S)
+            rank = next(environ["RANK"] for environ in one.alive().values() if "RANK" in environ)
+            other.end()
+            assert one.wait(END_S) == 1, one.text()
+            wait_until(lambda: not one.alive(), 5, "nothing left of the first machine")
+    assert f"rank {rank} failed at step" in one.text()
+    assert "lost contact with the other ranks" in one.text()
     assert not (folder / "summary.json").exists()
     with machine(1) as one, machine(2) as other:
         codes = {one.wait(START_S + END_S), other.wait(END_S)}
