@@ -90,9 +90,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             if not done:
                 let_go(runtime.launch, stop)
         except Exception as error:
-            at, doing = time.time(), ends.raised_at(error)  # the first to fail is the last to leave
-            if _lost_peer(error):
-                at += 1  # torch's launcher counts whole seconds, and a consequence must not look as early as its cause
+            at, doing = _since(error), ends.raised_at(error)  # the first to fail is the last to leave
             code = fail(folder, runtime, watch, run, error)
             reason, everything = str(error).strip().partition("\n")[0], "".join(traceback.format_exception(error))
             last_words(code, "failed", watch.doing or doing, reason, at, everything)
@@ -219,6 +217,11 @@ def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, err
         log.error("%s", "".join(traceback.format_exception(error)).rstrip())
     watch.linger()
     return int(report["exit_code"])
+
+
+def _since(error: Exception) -> float:
+    """Now, as torch's launcher is told. It counts whole seconds: a consequence must not look as early as its cause."""
+    return time.time() + bool(_lost_peer(error))
 
 
 def _explained(error: Exception) -> Exception:

@@ -54,3 +54,9 @@ def test_what_a_lost_peer_is_told_by():
     """By these words whoever concludes on a run knows a consequence from a cause."""
     told = train._explained(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4000"))
     assert str(told).startswith(f"{ends.LOST_CONTACT}: [gloo/")
+
+
+def test_a_consequence_is_later_than_its_cause_in_whole_seconds(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 100.25)
+    assert int(train._since(ArithmeticError("a layer went wrong"))) == 100
+    assert int(train._since(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))) == 101
