@@ -25,6 +25,8 @@ class JobOutput:
         """Exit code of each task of the newest start that did not end well, or minus the signal it died of; the first
         to end comes first."""
         self.lost = ""
+        self.died = ""
+        """What is to be said if nothing else is known: srun's own end."""
         self.start = 0
         """Which start of the job the newest is, from 1."""
         self.over = False
@@ -49,11 +51,12 @@ class JobOutput:
 
     def _note(self, line: str) -> None:
         if found := _START.match(line):
-            self.exits, self.lost, self.over, self.start = {}, "", False, int(found.group(1))
+            self.exits, self.lost, self.died, self.over = {}, "", "", False
+            self.start = int(found.group(1))
         elif found := _OVER.match(line):
             self.over = True
             if (number := int(found.group(1)) - 128) > 0 and not self.exits:
-                self.lost = self.lost or f"srun, which started the ranks, died of {signal_name(number)}"
+                self.died = f"srun, which started the ranks, died of {signal_name(number)}"
         elif found := _NODE.match(line):
             self.lost = found.group(1)
         elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:

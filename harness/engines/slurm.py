@@ -156,6 +156,7 @@ class Slurm:
             lost = f"no word of rank {', '.join(map(str, where))} {_PEERS_S:.0f} s after the first failure"
         elif state is not None and state.over and state.name not in ("COMPLETED", "FAILED"):
             lost = lost or f"Slurm ended job {self._number}: {state.name}"
+        lost = lost or self._output.died
         if (state is None or state.name != "COMPLETED") and (gone := down(nodes)):
             lost = f"{lost}; " * bool(lost) + f"nodes that Slurm has lost: {gone}"
         return Outcome(self._output.exits, lost if silent and not self._asked else "", bool(self._asked))

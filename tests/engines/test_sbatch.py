@@ -204,7 +204,7 @@ def test_srun_itself_may_die(tmp_path, lines, lost):
     output = JobOutput()
     output.path = str(tmp_path / "7.txt")
     output.show(last=True)
-    assert output.lost == lost
+    assert (output.lost or output.died) == lost
 
 
 def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
@@ -252,6 +252,21 @@ def test_a_controller_that_is_away_for_ever(planned, monkeypatch):
 def test_jobs_that_slurm_ended(planned, monkeypatch, name):
     Answers(monkeypatch, "RUNNING", "COMPLETING", name)
     assert slurm.Slurm(planned(), "7").follow().lost == f"Slurm ended job 7: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("FAILED", "srun, which started the ranks, died of SIGKILL"), ("TIMEOUT", "Slurm ended job 7: TIMEOUT")],
+)
+def test_what_slurm_says_of_a_job_goes_before_what_its_script_says_of_srun(planned, monkeypatch, tmp_path, name, lost):
+    Answers(monkeypatch, "RUNNING", name)
+    (tmp_path / "7.txt").write_text(
+        "harness: job 7, start 1, on n0\nharness: job 7: exit code 137, another start: no\n"
+    )
+    run = slurm.Slurm(planned(), "7")
+    run._output.path = str(tmp_path / "7.txt")
+    run._output.show()
+    assert run.follow().lost == lost
 
 
 def test_a_job_that_slurm_has_forgotten(planned, monkeypatch):
