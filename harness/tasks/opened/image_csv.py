@@ -16,11 +16,12 @@ from torch.nn import functional
 from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
-from harness import metrics, models
+from harness import models
 from harness.config import ModelSection
 from harness.data.images import ImageTable
 from harness.data.table import Table, open_table
 from harness.errors import DataError
+from harness.tasks.opened.classification import Classification
 
 if TYPE_CHECKING:
     from harness.tasks.image_csv import Augment, Task
@@ -67,7 +68,7 @@ def _images(task: Task, table: Table, codes: Sequence[int], seed: int) -> ImageT
 
 
 @dataclass(frozen=True)
-class ImageCsv:
+class ImageCsv(Classification):
     """The opened task: data, model, loss and metrics. ``classes[index]`` is the label of a class index.
 
     ``known_size`` is the (height, width) of images where it was learned from other data than these.
@@ -126,15 +127,6 @@ class ImageCsv:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of logits (batch, classes)."""
         return functional.cross_entropy(outputs, targets, label_smoothing=self.options.label_smoothing)
-
-    def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        return metrics.classification(outputs, targets, len(self.classes))
-
-    def report(self, sums: metrics.Sums) -> metrics.Report:
-        return metrics.classification_report(sums, self.classes)
-
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
-        return metrics.classification_table(outputs, self.classes)
 
     def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
         """Path and label of rows to evaluate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision import datasets
 
-from harness import metrics, models
+from harness import models
 from harness.config import ModelSection
 from harness.data.arrays import Arrays, map_idx
+from harness.tasks.opened.classification import Classification
 
 if TYPE_CHECKING:
     from harness.tasks.mnist import Task
@@ -35,15 +37,15 @@ def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
 
 
 @dataclass(frozen=True)
-class Images:
+class Images(Classification):
     """The opened task: data, model, loss and metrics. Images are uint8 (rows, 1, height, width)."""
 
     options: Task
     train: Arrays
     eval: Arrays
 
-    @property
-    def classes(self) -> tuple[str, ...]:
+    @cached_property
+    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
         """``classes[index]`` is the name of a class index."""
         known = getattr(datasets, self.options.kind).classes
         return tuple(name.split(" - ")[0] for name in known)  # MNIST's are "0 - zero"
@@ -80,15 +82,6 @@ class Images:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of logits (batch, classes)."""
         return functional.cross_entropy(outputs, targets)
-
-    def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        return metrics.classification(outputs, targets, len(self.classes))
-
-    def report(self, sums: metrics.Sums) -> metrics.Report:
-        return metrics.classification_report(sums, self.classes)
-
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
-        return metrics.classification_table(outputs, self.classes)
 
     def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
         """Number and label of rows to evaluate."""
