@@ -34,7 +34,7 @@ def _mlp(width: int, depth: int) -> nn.Module:
 
 
 def _cnn() -> nn.Module:
-    from harness.models import SmallCNN
+    from harness.training.models import SmallCNN
 
     return SmallCNN(10, batch_norm=True)
 

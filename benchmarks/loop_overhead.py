@@ -49,9 +49,9 @@ class InMemory:
 
 def measure(model: str, level: str, rounds: int, steps: int) -> tuple[float, float]:
     """(median us of a hand-written step, median of the paired differences in us)."""
-    from harness import loop
-    from harness.rank_environment import detect
-    from harness.runtime import open_runtime
+    from harness.distributed.launch_env import detect
+    from harness.distributed.runtime import open_runtime
+    from harness.training import loop
 
     torch.set_num_threads(1)
     import os
@@ -106,14 +106,15 @@ def _alternate(first: Callable[[], None], second: Callable[[], None], rounds: in
 
 
 def _build(folder: Path, runtime: Any, model: str, level: str) -> Any:
-    from harness import assemble, configfile
+    from harness.config import loader
     from harness.data import digits
-    from harness.folder import RunFolder
-    from harness.stop import Stop
+    from harness.distributed.stop import Stop
+    from harness.runs.run_dir import RunFolder
+    from harness.training import build
 
     data = Path(tempfile.gettempdir()) / "apex-harness-digits"
     digits.write(data)
-    config = configfile.load(
+    config = loader.load(
         "configs/digits.yaml",
         [f"output={folder}", f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv",
          f"task.root={data}", f"model.name={model}", *(["model.args=null"] if model == "mlp" else []),
@@ -122,7 +123,7 @@ def _build(folder: Path, runtime: Any, model: str, level: str) -> Any:
     )  # fmt: skip
     run_folder = RunFolder(folder / "run")
     run_folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    return assemble.build(config, runtime, run_folder, Stop(runtime))
+    return build.build(config, runtime, run_folder, Stop(runtime))
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def read_pandas(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tu
 
 def read_table(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tuple[int, int, int]]:
     """The same through open_table."""
-    from harness.data.table import open_table
+    from harness.data.table.table import open_table
 
     table = open_table(path, text=["path", "caption"], label="label", cache_dir=cache)
     start, stop = int(rank * table.num_rows / world), int((rank + 1) * table.num_rows / world)
@@ -98,7 +98,7 @@ def read_table(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tup
 
 def _rank(reader: str, path: Path, rank: int, world: int, cache: Path, barrier: Barrier, results: Any) -> None:
     # Before the clock starts, as a training script would. The table does without pandas.
-    importlib.import_module("pandas" if reader == "pandas" else "harness.data.table")
+    importlib.import_module("pandas" if reader == "pandas" else "harness.data.table.table")
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     barrier.wait()
@@ -164,7 +164,7 @@ def _worker(table: Any, worker: int, workers: int, results: Any) -> None:
 
 def measure_workers(path: Path, workers: int, cache: Path) -> str:
     """Private memory of forked loader workers over one shuffled epoch of labels and paths."""
-    from harness.data.table import open_table
+    from harness.data.table.table import open_table
 
     table = open_table(path, text=["path"], label="label", cache_dir=cache)
     context = multiprocessing.get_context("fork")

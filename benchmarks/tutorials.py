@@ -19,8 +19,9 @@ import numpy as np
 from matplotlib import pyplot
 
 from benchmarks import machine
-from harness import configfile, generate
+from harness.config import loader
 from harness.data.names import ALPHABET, BLANK_CODE, whole
+from harness.inference import generate
 
 INK, QUIET, COLORS = "#1f2430", "#8a93a6", ("#2f6fde", "#d1453b", "#2a9d6f", "#b07aa1")
 IMAGES = {"mnist": ("MNIST", 0.990), "fashion_mnist": ("FashionMNIST", 0.900)}  # and what is claimed for them
@@ -71,7 +72,7 @@ def epochs(runs: dict[str, dict[str, Any]], names: Any, metric: str) -> str:
 
 def counted(names_file: str) -> dict[str, float]:
     """Nats a character of the held-out names by counts of the training names: what a model must at least beat."""
-    from harness.tasks.pet_names import Task
+    from harness.tasks.pet_names.config import Task
 
     opened = Task(name="pet_names", names=names_file, rows="names").open(0, None)
     pairs = np.ones((len(ALPHABET), len(ALPHABET)))  # every pair seen once more, so that none is impossible
@@ -95,7 +96,7 @@ def counted(names_file: str) -> dict[str, float]:
 
 
 def names_table(runs: dict[str, dict[str, Any]]) -> str:
-    task = configfile.load(runs["pet_names"]["folder"] / "config.yaml").task
+    task = loader.load(runs["pet_names"]["folder"] / "config.yaml").task
     rows = [[f"(counts: {name})", f"{value:.3f}", "", "", "", ""] for name, value in counted(task.names).items()]
     for name, title in NAMES.items():
         run = runs[name]

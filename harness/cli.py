@@ -26,7 +26,7 @@ _ENGINES = ("local", "torchrun", "slurm", "dask", "flyte", "kubernetes")
 def drive(argv: Sequence[str]) -> int:
     """``driver.py -c CONFIG [key=value …]``: train, on as many ranks as the launch environment says."""
     parent = os.getppid()  # before the imports, which take seconds
-    # A scheduler's word ahead of its limit comes once, and by default a process dies of it; harness.stop lets it in.
+    # A scheduler's word ahead of its limit comes once, and by default a process dies of it; harness.distributed.stop lets it in.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     parser = argparse.ArgumentParser(prog="driver.py", description="Train the experiment of a YAML file.")
     _config_arguments(parser)
@@ -36,7 +36,7 @@ def drive(argv: Sequence[str]) -> int:
     # The imports leave half a million objects that stay: looking for garbage among them takes a quarter of their time,
     # and later a quarter of a second each time in the middle of training.
     gc.disable()
-    from harness import train  # late, so that --help answers at once
+    from harness.training import main as train  # late, so that --help answers at once
 
     gc.freeze()
     gc.enable()
@@ -220,7 +220,8 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from harness import bench, console
+    from harness.benchmark import strategies as bench
+    from harness.training import console
 
     console.to_terminal(0)
     written = bench.strategies(
@@ -232,7 +233,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from harness import check
+    from harness.training import preflight as check
 
     if arguments.world < 1:
         print("error: --world must be 1 or more", file=sys.stderr)
@@ -246,7 +247,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from harness import compare, fetched
+    from harness.compare import command as compare
+    from harness.runs import fetched
 
     one, other = (fetched.at_hand(place, checkpoint=True) for place in (arguments.one, arguments.other))
     return compare.main(one, other, arguments.json)
@@ -273,7 +275,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from harness import fetched, generate
+    from harness.inference import generate
+    from harness.runs import fetched
 
     wish = generate.Wish(arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing)
     for name in generate.names(fetched.at_hand(arguments.folder), wish):
@@ -282,7 +285,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from harness import console, export, fetched
+    from harness.inference import export
+    from harness.runs import fetched
+    from harness.training import console
 
     console.to_terminal(0)
     fetched.check_out(arguments.folder, arguments.out, "model.onnx")
@@ -291,7 +296,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    from harness import launch
+    from harness.engines import command as launch
 
     words = {"engine": arguments.engine, "nproc": arguments.nproc, "max_restarts": arguments.max_restarts,
              "rendezvous": arguments.rendezvous, "node_rank": arguments.node_rank,
@@ -305,7 +310,8 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from harness import fetched, predict
+    from harness.inference import predict
+    from harness.runs import fetched
 
     wish = predict.Request(fetched.at_hand(arguments.folder), arguments.csv, arguments.out, arguments.overrides)
     words = sys.argv[1:] if arguments.again is None else arguments.again
@@ -313,8 +319,8 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from harness import fetched
     from harness.report import command
+    from harness.runs import fetched
 
     fetched.check_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
     paths = [fetched.at_hand(place) for place in arguments.paths]
@@ -331,10 +337,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _schema(arguments: argparse.Namespace) -> int:
-    from harness import configfile
+    from harness.config import loader
     from harness.sweep import spec
 
-    text = spec.json_schema() if arguments.of == "sweep" else configfile.json_schema()
+    text = spec.json_schema() if arguments.of == "sweep" else loader.json_schema()
     if arguments.out is None:
         print(text, end="")
         return EXIT_DONE

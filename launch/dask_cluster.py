@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from distributed import Client, LocalCluster, SSHCluster
 
-from harness.engines import dask
+from harness.engines.dask import engine
 from harness.errors import HarnessError
 
 
@@ -42,7 +42,7 @@ def main() -> int:
         client = opened.enter_context(Client(cluster))
         overrides = [*arguments.overrides, "launch.nnodes=1", f"launch.nproc={arguments.ranks}"]
         try:
-            return dask.run(client, arguments.config, overrides).exit_code
+            return engine.run(client, arguments.config, overrides).exit_code
         except HarnessError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code

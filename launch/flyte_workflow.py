@@ -14,7 +14,7 @@ The first trains on this machine, in the working folder. The second does on a cl
 from flytekit import Resources, task, workflow
 from flytekit.types.file import FlyteFile
 
-from harness.engines.flyte_task import Results, train_node
+from harness.engines.flyte.task import Results, train_node
 
 MACHINE = Resources(cpu="2", mem="4Gi")
 

@@ -54,7 +54,7 @@ fi
 
 # A static rendezvous: ranks follow from NODE_RANK, never from host names, which may be equal. One port serves both
 # launchers and ranks (TORCH_DISABLE_SHARE_RDZV_TCP_STORE would open a second, random one); what a restarted gang must
-# not read of the one before it is kept apart by harness/runtime.py.
+# not read of the one before it is kept apart by harness/distributed/runtime.py.
 exec "$python" -W ignore::FutureWarning -m "$module" --nnodes="$NNODES" --node_rank="$NODE_RANK" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --nproc_per_node="$per_node" \
     "$root/driver.py" -c "$config" "$@"

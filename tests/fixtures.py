@@ -11,8 +11,8 @@ import torch
 import yaml
 from torchvision.io import write_png
 
-from harness import configfile
-from harness.config import Config
+from harness.config import loader
+from harness.config.schema import Config
 
 
 def write_rows(folder: Path, name: str, num_rows: int, classes: int = 3, size: tuple[int, int] = (8, 8)) -> Path:
@@ -65,7 +65,7 @@ def write_yaml(path: Path, tree: dict[str, Any] | str) -> Path:
 
 def make_config(folder: Path, overrides: Sequence[str] = (), **sections: Any) -> Config:
     """The validated configuration of ``settings(folder, **sections)``."""
-    return configfile.load(write_yaml(folder / "config.yaml", settings(folder, **sections)), overrides)
+    return loader.load(write_yaml(folder / "config.yaml", settings(folder, **sections)), overrides)
 
 
 class CountingTable:
@@ -79,8 +79,8 @@ class CountingTable:
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Any:
         from harness.data.images import Batch
+        from harness.data.seeds import derive
         from harness.errors import DataError
-        from harness.rng import derive
 
         if self.fail_at is not None and self.fail_at in rows:
             raise DataError("image not found: x.png", where=f"train.csv:{self.fail_at + 2}", hint="restore it")

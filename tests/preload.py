@@ -4,7 +4,7 @@ import contextlib
 
 import numpy  # noqa: F401
 
-import harness.train  # noqa: F401
+import harness.training.main  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401

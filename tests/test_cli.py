@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from harness import cli, train
+from harness import cli
+from harness.training import main
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
 
@@ -92,7 +93,7 @@ def test_the_words_are_these(capsys):
 
 def test_drive_hands_everything_on(monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "main", lambda *arguments: seen.append(arguments) or 75)
+    monkeypatch.setattr(main, "main", lambda *arguments: seen.append(arguments) or 75)
     assert cli.drive(["-c", "x.yaml", "a=1", "--local_rank=2", "b=2"]) == 75
     assert cli.drive(["--local-rank", "1", "a=1", "--config", "y.yaml"]) == 75
     gc.unfreeze()  # it counts on its process to end by ``leave``

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from harness.apex.installation import install, uninstall
+from harness.apex.import_hook import install, uninstall
 
 __all__ = [
     "DeprecatedFeatureWarning",

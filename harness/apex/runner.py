@@ -15,7 +15,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from harness.apex import local_rank
-from harness.apex.children import World
+from harness.apex.spawn import World
 
 USAGE = """\
 usage: python -m harness.apex [--device cpu] SCRIPT [ARGS...]

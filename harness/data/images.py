@@ -19,9 +19,9 @@ import torch
 from torchvision.io import ImageReadMode, decode_image, read_file
 from torchvision.transforms.v2 import functional
 
-from harness.data.table import Table
+from harness.data.seeds import AUGMENTATION, derive
+from harness.data.table.table import Table
 from harness.errors import DataError, first_line
-from harness.rng import AUGMENTATION, derive
 
 NUM_TRIES = 100  # readable rows looked for in place of an unreadable one
 MAX_NAMES = 10_000  # of a folder, among which the nearest is looked for

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from harness.data.images import Batch
+from harness.data.loader_workers import in_loader_worker
 from harness.data.shards import Segment, bounds, num_steps, plan, step_rows
-from harness.data.workers import in_loader_worker
 from harness.errors import HarnessError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import names
-from harness.data.fetch import Published, alone, bring, is_url, local, replace
+from harness.data.download import Published, alone, bring, is_url, local, replace
 from harness.errors import DataError
 
 MNIST = (

@@ -8,10 +8,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
+from harness.distributed.launch_env import detect
+from harness.distributed.network import address_of, interface_towards
 from harness.doctor.findings import Finding, Place
 from harness.errors import LaunchError
-from harness.network import address_of, interface_towards
-from harness.rank_environment import detect
 
 _HERE = "127.0.0.1"
 

@@ -111,8 +111,8 @@ def backend(place: Place) -> Iterator[Finding]:
     """What ``precision.backend: auto`` takes. Only an Apex that has amp is imported for the answer."""
     import torch
 
-    from harness import precision
-    from harness.config import PrecisionSection
+    from harness.config.schema import PrecisionSection
+    from harness.training import precision
 
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda and find().has_amp else "cpu")

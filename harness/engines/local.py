@@ -6,11 +6,12 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from harness.engines.gang import Gang
-from harness.engines.job import Job, Outcome, refuse, shell
+from harness.distributed.launch_env import gang_environment
+from harness.distributed.monitor import Outcome
+from harness.distributed.network import interfaces
+from harness.distributed.worker_group import Gang
+from harness.engines.base import Job, refuse, shell
 from harness.errors import LaunchError
-from harness.network import interfaces
-from harness.rank_environment import gang_environment
 
 _NO_NODES = "one machine is all it knows; use launch.engine=torchrun, slurm, dask, flyte or kubernetes"
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import EXIT_DONE, ConfigError
-from harness.files import write_atomically
-from harness.records import find
 from harness.report import scaling, study, table
+from harness.runs.files import write_atomically
+from harness.runs.reader import find
 
 FORMS = ("html", "md", "csv", "png")
 

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from harness.records import Record
 from harness.report import downsample
+from harness.runs.reader import Record
 
 Direction = Literal["max", "min"]
 AXES = ("epoch", "samples", "seconds")

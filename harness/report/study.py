@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.config import NOT_THE_RECIPE, flatten
-from harness.records import Record
+from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.report import history, words
 from harness.report.history import Direction, History
+from harness.runs.reader import Record
 
 MAX_APART = 4  # settings that a run is named by; runs that differ in more are named by their folders
 LENGTH = ("train.epochs", "train.max_steps")  # a resumed run may be longer; a compared one may not

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness import console, signals
+from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
-from harness.folder import cannot_write
 from harness.report.reproduce import trial_again
+from harness.runs.run_dir import cannot_write
 from harness.sweep import file as sweep_file
 from harness.sweep import results, table
 from harness.sweep.board import Board
@@ -25,6 +25,7 @@ from harness.sweep.process import command
 from harness.sweep.progress import Progress, Reader
 from harness.sweep.slots import Machine
 from harness.sweep.space import typed
+from harness.training import console
 
 if TYPE_CHECKING:
     from harness.sweep.runner import Runner

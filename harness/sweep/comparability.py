@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config import Config
-from harness.optim import scaled_lr
+from harness.config.schema import Config
 from harness.sweep.space import Settings, identity
+from harness.training.optim import scaled_lr
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config import flatten
-from harness.conflicts import Conflict
+from harness.config.constraints import Conflict
+from harness.config.schema import flatten
 from harness.sweep.space import identity
 from harness.sweep.spec import Range, Sweep, axes
 

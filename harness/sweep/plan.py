@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from harness import check, configfile
-from harness.config import Config
+from harness.config import loader
+from harness.config.schema import Config
 from harness.errors import ConfigError
 from harness.sweep.comparability import Finding, Planned, findings
 from harness.sweep.file import SweepFile
 from harness.sweep.slots import Machine, is_here, need
 from harness.sweep.space import Settings, corners, grid, typed
+from harness.training import preflight
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Plan:
         return next(trial.config for trial in self.trials if trial.settings.keys() == settings.keys())
 
     def config(self, settings: Settings) -> Config:
-        return configfile.load(self.file.base, self.words(settings), self.file.origins)
+        return loader.load(self.file.base, self.words(settings), self.file.origins)
 
 
 def make(file: SweepFile, engine: str | None, parallel: int | None, machine: Machine) -> Plan:
@@ -86,7 +87,7 @@ def _load(file: SweepFile, engine: str | None, trials: Iterable[Settings]) -> tu
     origins = {"checkpoint.best_metric": file.path, **file.origins}
     for settings in trials:
         try:
-            config = configfile.load(file.base, typed({**_fixed(file, engine), **settings}), origins)
+            config = loader.load(file.base, typed({**_fixed(file, engine), **settings}), origins)
             planned.append(Planned(settings, config))
         except ConfigError as error:
             wrong.setdefault(str(error), []).append(" ".join(typed(settings)))
@@ -116,7 +117,7 @@ def _examine(
         if (key := _built(trial.config)) in facts:
             continue
         words = typed({**_fixed(file, engine), **trial.settings})
-        facts[key], found = check.examine(file.base, words, trial.world)
+        facts[key], found = preflight.examine(file.base, words, trial.world)
         if is_here(trial.config):  # what another machine has cannot be seen from here
             for problem in found:
                 wrong.setdefault(str(problem), []).append(" ".join(typed(trial.settings)))
@@ -125,7 +126,7 @@ def _examine(
 
 def _built(config: Config) -> str:
     """The same for trials that ``harness check`` can say nothing different of."""
-    tree = configfile.as_tree(config)
+    tree = loader.as_tree(config)
     sections = {key: tree[key] for key in ("task", "data", "model", "batch", "precision", "parallel", "runtime")}
     optimizer = {**tree["optimizer"], "lr": None, "weight_decay": tree["optimizer"]["weight_decay"] is None}
     return json.dumps([sections, optimizer, config.launch.nnodes * config.launch.nproc], sort_keys=True)

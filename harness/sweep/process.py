@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.ends import signal_name
+from harness.distributed.stack import signal_name
 from harness.errors import EXIT_DONE, EXIT_STOPPED
-from harness.files import identity
+from harness.runs.files import identity
 from harness.sweep.space import typed
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.files import finite, write_atomically
+from harness.runs.files import finite, write_atomically
 from harness.sweep.plan import Plan
 from harness.sweep.space import Settings, identity
 from harness.sweep.spec import Choices, Range, axes

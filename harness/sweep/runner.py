@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from harness.config import Config
+from harness.config.schema import Config
 from harness.errors import HarnessError
 from harness.sweep import process, results
 from harness.sweep.board import Board

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config import Config
+from harness.config.schema import Config
 from harness.doctor.machine import cpu_quota
 
 

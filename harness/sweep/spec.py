@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from harness.section import Arguments, Positive, Section
+from harness.config.base import Arguments, Positive, Section
 
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 

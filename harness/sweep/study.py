@@ -17,8 +17,8 @@ import optuna
 import sqlalchemy
 from optuna.trial import TrialState
 
-from harness import configfile
-from harness.config import NOT_THE_RECIPE, flatten
+from harness.config import loader
+from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.errors import ConfigError, HarnessError, first_line
 from harness.sweep import samplers
 from harness.sweep.plan import Plan
@@ -238,7 +238,7 @@ def _open(url: str, name: str, direction: str, pruner: optuna.pruners.BasePruner
 
 def _recipe(plan: Plan) -> dict[str, Any]:
     """What all trials have in common and what decides what they come to; kept with the study."""
-    flat = flatten(configfile.as_tree(plan.trials[0].config))
+    flat = flatten(loader.as_tree(plan.trials[0].config))
     kept = {
         key: value for key, value in flat.items() if key in _COUNTS or not {key, key.split(".")[0]} & NOT_THE_RECIPE
     }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from harness.tasks import mnist
+from harness.tasks.mnist import config
 
 
-class Task(mnist.Task):
+class Task(config.Task):
     """60,000 gray pictures of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
 
     name: Literal["fashion_mnist"]  # type: ignore[assignment]

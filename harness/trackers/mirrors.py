@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config, flatten
+from harness.config.schema import Config, flatten
 from harness.errors import ConfigError, first_line
-from harness.files import finite, write_atomically
+from harness.runs.files import finite, write_atomically
 from harness.trackers.mirror import Facts, Line, Mirror, Sample
 from harness.trackers.record import JsonLines, Nothing, Tracker
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.errors import CheckpointError
-from harness.files import finite
+from harness.runs.files import finite
 from harness.trackers.mirror import Sample
 
 # Fields that differ between two runs that are otherwise equal.

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 import harness.apex
-from harness import configfile
 from harness.apex import amp
+from harness.config import loader
 from tests.conftest import ROOT
 from tests.ranks import free_port
 
@@ -79,7 +79,7 @@ def test_the_imports(text):
 def test_the_yaml_is_a_configuration(tmp_path):
     (text,) = blocks("yaml")
     (tmp_path / "mine.yaml").write_text(text)
-    config = configfile.load(tmp_path / "mine.yaml", [])
+    config = loader.load(tmp_path / "mine.yaml", [])
     assert config.precision.opt_level == yaml.safe_load(text)["precision"]["opt_level"] == "O2"
 
 

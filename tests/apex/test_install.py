@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import harness.apex
-from harness.apex import historical
+from harness.apex import legacy_paths
 from harness.apex.patches import Patches, patches
 
 IMPOSTORS = {
@@ -115,10 +115,10 @@ def test_amp_state_by_its_historical_path(installed):
 
 
 @pytest.mark.contract("1.1")
-@pytest.mark.parametrize("name", historical._MODULES)
+@pytest.mark.parametrize("name", legacy_paths._MODULES)
 def test_historical_modules_have_the_names_they_had(installed, name):
     module = importlib.import_module(f"apex.{name}")
-    missing = [each for each in historical._MODULES[name][0].split() if not hasattr(module, each)]
+    missing = [each for each in legacy_paths._MODULES[name][0].split() if not hasattr(module, each)]
     assert not missing
     # `import apex.amp.frontend as frontend` goes by attributes
     assert sys.modules[f"apex.{name}"] is module
@@ -222,8 +222,8 @@ def test_uninstall_leaves_nothing():
     def all_of_it():
         harness.apex.install()
         harness.apex.install()
-        assert sum(type(finder).__module__ == "harness.apex.installation" for finder in sys.meta_path) == 1
-        for name in historical._MODULES:
+        assert sum(type(finder).__module__ == "harness.apex.import_hook" for finder in sys.meta_path) == 1
+        for name in legacy_paths._MODULES:
             importlib.import_module(f"apex.{name}")
         importlib.import_module("amp_C")
         during = snapshot()

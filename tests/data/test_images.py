@@ -12,7 +12,7 @@ from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
 from harness.data.images import Batch, ImageTable
-from harness.data.table import open_table
+from harness.data.table.table import open_table
 from harness.errors import DataError
 from tests.fixtures import write_rows
 

@@ -9,7 +9,7 @@ import torchvision.datasets
 
 from harness import cli
 from harness.data import published
-from harness.data.fetch import Published
+from harness.data.download import Published
 from tests.datasets import write_idx
 
 

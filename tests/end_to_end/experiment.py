@@ -92,8 +92,8 @@ class Kill:
         self.rank, self.step, self.where = rank, step, where
 
     def arm(self) -> None:
-        from harness import evaluate, loop
-        from harness.run import Run
+        from harness.training import evaluate, loop
+        from harness.training.run import Run
 
         def die() -> None:
             os.kill(os.getpid(), signal.SIGKILL)

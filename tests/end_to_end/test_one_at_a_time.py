@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from harness import folder as folders
 from harness.errors import ConfigError
-from harness.folder import RunFolder
+from harness.runs import run_dir as folders
+from harness.runs.run_dir import RunFolder
 from tests.end_to_end.experiment import run, write_config, write_images
 from tests.end_to_end.processes import started, wait_for_steps
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness import cli, configfile, export
+from harness import cli
+from harness.config import loader
 from harness.errors import HarnessError
-from harness.models import SmallCNN
+from harness.inference import export
+from harness.training.models import SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, run, write_config, write_images
 from tests.end_to_end.processes import driver
@@ -83,7 +85,9 @@ def test_trackers_show_what_the_table_has(trained):
     for split, name in (("train", "loss"), ("eval", "top1"), ("epoch", "rows_used")):
         points = [(event.step, event.value) for event in reader.Scalars(f"{split}/{name}")]
         assert points == [
-            (line["step"], pytest.approx(line[name])) for line in record if line["split"] == split
+            (line["step"], pytest.approx(line[name]))
+            for line in record
+            if line["split"] == split and line[name] is not None  # a window whose steps all overflowed has no loss
         ]  # fmt: skip
 
 
@@ -306,7 +310,7 @@ def test_export_wants_the_data_it_was_trained_on(trained, tmp_path, capsys):
     words = ["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "x")]
     assert cli.main([*words, f"task.train_csv={data / 'other.csv'}"]) == 2
     assert "other classes" in capsys.readouterr().err
-    assert configfile.load(folder / "config.yaml").task.name == "image_csv"
+    assert loader.load(folder / "config.yaml").task.name == "image_csv"
 
 
 def test_onnx_without_its_packages_says_what_to_type(trained, tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ import sys
 import pytest
 import yaml
 
-from harness import cli, configfile
+from harness import cli
+from harness.config import loader
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_images
 from tests.ranks import run_ranks
@@ -133,7 +134,7 @@ def test_launch_commands(tmp_path):
 
 
 def test_settings_named_in_the_readme_exist():
-    schema = configfile.json_schema()
+    schema = loader.json_schema()
     for key in re.findall(r"`((?:data|train|runtime|checkpoint|precision|parallel)\.(\w+))", README):
         assert f'"{key[1]}"' in schema, key[0]
 

@@ -22,7 +22,10 @@ from tests.end_to_end.experiment import (
 )
 
 FSDP = {"strategy": "fsdp"}
-IN_TWO_PARTS = {"name": "mlp", "args": {"hidden": 1100}}  # its first layer is a block of its own, see harness.sharded
+IN_TWO_PARTS = {
+    "name": "mlp",
+    "args": {"hidden": 1100},
+}  # its first layer is a block of its own, see harness.training.fsdp
 
 
 @pytest.fixture(scope="module")

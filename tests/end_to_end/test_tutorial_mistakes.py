@@ -19,10 +19,11 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DistributedSampler, Subset
 
-from harness import assemble, configfile
+from harness.config import loader as configfile
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.shards import RULES, shard
-from harness.models import SmallCNN
+from harness.training import build
+from harness.training.models import SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import NUM_EVAL, NUM_TRAIN, record, run, write_config, write_images
 from tests.end_to_end.processes import started
@@ -201,7 +202,7 @@ def test_batch_that_grows_with_the_number_of_ranks(tmp_path):
     write_rows(tmp_path, "train", 64)
     write_rows(tmp_path, "eval", 4)
     sizes = {
-        key: [assemble.sizes(make_config(tmp_path, batch=batch), 64, world) for world in (1, 2, 4)]
+        key: [build.sizes(make_config(tmp_path, batch=batch), 64, world) for world in (1, 2, 4)]
         for key, batch in {"global": {"global": 16}, "per_rank": {"global": None, "per_rank": 16}}.items()
     }
     assert [(size.global_batch, size.per_rank) for size in sizes["global"]] == [(16, 16), (16, 8), (16, 4)]
@@ -210,7 +211,7 @@ def test_batch_that_grows_with_the_number_of_ranks(tmp_path):
     with pytest.raises(configfile.ConfigError, match="must be said once"):
         make_config(tmp_path, batch={"global": None})
     config = make_config(tmp_path, batch={"global": 16})
-    facts = assemble.describe(
-        config, assemble.open_task(config, assemble.Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
+    facts = build.describe(
+        config, build.open_task(config, build.Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
     )
     assert facts["batch"] == "8 a rank, 16 in all"

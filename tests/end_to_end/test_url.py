@@ -107,7 +107,7 @@ class Upload(Kill):
         self.name, self.left = name, number
 
     def arm(self) -> None:
-        from harness.url_folder import UrlFolder
+        from harness.runs.storage import UrlFolder
 
         put = UrlFolder.put
 
@@ -252,7 +252,7 @@ class Term(Kill):
     """Is asked to stop, by a scheduler, at the end of a step."""
 
     def arm(self) -> None:
-        from harness import loop
+        from harness.training import loop
 
         book = loop.count
 
@@ -281,11 +281,11 @@ class Away(Kill):
         self.left = number
 
     def arm(self) -> None:
-        from harness import courier
-        from harness.url_folder import UrlFolder
+        from harness.runs import uploader
+        from harness.runs.storage import UrlFolder
 
         put = UrlFolder.put
-        courier.STALLED_S = 1.0
+        uploader.STALLED_S = 1.0
 
         def refuse(folder: UrlFolder, *args: Any) -> None:
             self.left -= 1

@@ -86,10 +86,10 @@ class Running(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        from harness.engines import dask
+        from harness.engines.dask import engine
 
         try:
-            self.conclusion = dask.run(*self._words, hear=self.events.append)
+            self.conclusion = engine.run(*self._words, hear=self.events.append)
         except Exception as error:
             self.error = error
 

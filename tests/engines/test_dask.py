@@ -20,11 +20,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from harness import ends, launch
-from harness.checkpoint import Checkpoints
-from harness.engines import dask_claims, dask_disk, dask_rank
+from harness.engines import command as launch
+from harness.engines.dask import reservation, worker_files
+from harness.engines.dask import worker as dask_rank
 from harness.errors import ConfigError, LaunchError
-from harness.folder import RunFolder
+from harness.runs import rank_exit
+from harness.runs.checkpoint import Checkpoints
+from harness.runs.run_dir import RunFolder
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -70,25 +72,25 @@ def marking(mark):
 
 
 def test_render(tmp_path, stripes):
-    from harness.engines import dask
+    from harness.engines.dask import engine
 
     words = ["launch.nproc=2", "launch.dask.scheduler=tcp://10.0.0.1:8786", "launch.dask.resources={GPU: 1}"]
-    text = dask.render(launch.plan(str(write_config(tmp_path, stripes)), words))
+    text = engine.render(launch.plan(str(write_config(tmp_path, stripes)), words))
     assert text == (ROOT / "tests" / "engines" / "golden" / "dask.txt").read_text()
 
 
 @pytest.mark.parametrize("word", ["min_nodes=1", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
 def test_what_means_nothing_here(tmp_path, stripes, word):
-    from harness.engines import dask
+    from harness.engines.dask import engine
 
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
-    for call in (dask.render, dask.start):
+    for call in (engine.render, engine.start):
         with pytest.raises(LaunchError, match="means nothing to engine dask"):
             call(job)
 
 
 def test_a_worker_never_imports_torch():
-    command = "import sys, harness.engines.dask_disk; sys.exit('torch' in sys.modules)"
+    command = "import sys, harness.engines.dask.worker_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
@@ -113,31 +115,31 @@ def places(found):
 
 def test_workers_are_claimed_all_or_none_and_by_one_run():
     there = scheduler(worker("b:1"), worker("a:1", threads=4), worker("c:1"))
-    assert places(dask_claims.claim("one", "me", 2, {}, there)) == ["a:1", "b:1"]
-    refused = dask_claims.claim("two", "other", 2, {}, there)
+    assert places(reservation.claim("one", "me", 2, {}, there)) == ["a:1", "b:1"]
+    refused = reservation.claim("two", "other", 2, {}, there)
     assert refused["places"] == []
     assert [line for line in refused["seen"] if "1 rank(s) of another run: room for 0" in line]
-    assert places(dask_claims.claim("three", "other", 1, {}, there)) == ["c:1"]
-    dask_claims.release("one", there)
-    assert places(dask_claims.claim("two", "other", 2, {}, there)) == ["a:1", "b:1"]
+    assert places(reservation.claim("three", "other", 1, {}, there)) == ["c:1"]
+    reservation.release("one", there)
+    assert places(reservation.claim("two", "other", 2, {}, there)) == ["a:1", "b:1"]
     there.clients = ("me",)  # what the other had claimed, it took along
-    assert places(dask_claims.claim("four", "me", 3, {}, there)) == ["a:1", "b:1", "c:1"]
+    assert places(reservation.claim("four", "me", 3, {}, there)) == ["a:1", "b:1", "c:1"]
 
 
 def test_busy_and_closing_workers_have_no_room():
     busy, mine = worker("a:1", tasks=["sum-1"]), worker("b:1", tasks=["apex-harness-0-rank-0"])
     there = scheduler(busy, mine, worker("c:1", status="closing_gracefully"), worker("d:1", threads=2, tasks=["sum-2"]))
-    assert places(dask_claims.claim("one", "me", 2, {}, there)) == ["b:1", "d:1"]
-    assert dask_claims.claim("two", "me", 1, {}, there)["places"] == []
+    assert places(reservation.claim("one", "me", 2, {}, there)) == ["b:1", "d:1"]
+    assert reservation.claim("two", "me", 1, {}, there)["places"] == []
 
 
 def test_a_rank_a_gpu_and_workers_with_gpus_first():
     there = scheduler(worker("a:1"), worker("b:1", threads=8, GPU=2), worker("c:1", threads=1, GPU=4))
-    found = dask_claims.claim("one", "me", 4, {}, there)
+    found = reservation.claim("one", "me", 4, {}, there)
     assert found["places"] == [("b:1", {"GPU": 1}), ("b:1", {"GPU": 1}), ("c:1", {"GPU": 1}), ("a:1", {})]
     there = scheduler(worker("a:1"), worker("b:1", BIG=1.0), worker("c:1", threads=4, BIG=3.0))
-    assert places(dask_claims.claim("one", "me", 2, {"BIG": 1.0}, there)) == ["b:1", "c:1"]
-    assert dask_claims.claim("two", "me", 1, {"BIG": 1.0}, there)["places"] == []
+    assert places(reservation.claim("one", "me", 2, {"BIG": 1.0}, there)) == ["b:1", "c:1"]
+    assert reservation.claim("two", "me", 1, {"BIG": 1.0}, there)["places"] == []
 
 
 def refusing(error):
@@ -152,14 +154,14 @@ def refusing(error):
     [(ModuleNotFoundError("No module named 'harness'"), "install the project"), (ConnectionError("reset"), "reset")],
 )
 def test_a_worker_that_cannot_be_asked(error, told):
-    from harness.engines.dask_places import ask
+    from harness.engines.dask.placement import ask
 
     with pytest.raises(LaunchError, match=told):
         ask(refusing(error), dask_rank.look, "")
 
 
 def test_workers_of_different_releases_are_refused(tmp_path, stripes):
-    from harness.engines import dask_places
+    from harness.engines.dask import placement
     from harness.version import __version__
 
     def facts(**versions):
@@ -172,47 +174,47 @@ def test_workers_of_different_releases_are_refused(tmp_path, stripes):
         scheduler=SimpleNamespace(address="tcp://there:1"), id="me",
     )  # fmt: skip
     job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2"])
-    seats, shared = dask_places.find(there, job, "name", 0.0)
+    seats, shared = placement.find(there, job, "name", 0.0)
     assert [seat.worker for seat in seats] == ["a:1", "b:1"]
     assert shared
     for versions, told in (({"torch": "2.6.0"}, "b:1 has torch 2.6.0, others 2.15.0"), ({"harness": "0"}, "harness 0")):
         seen["b:1"] = facts(**versions)
         with pytest.raises(LaunchError, match=told):
-            dask_places.find(there, job, "name", 0.0)
+            placement.find(there, job, "name", 0.0)
     seen["b:1"] = facts() | {"sees": False}
-    assert dask_places.find(there, job, "name", 0.0)[1] is False
+    assert placement.find(there, job, "name", 0.0)[1] is False
     job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2", "launch.dask.shared=true"])
     with pytest.raises(LaunchError, match="b:1 cannot see"):
-        dask_places.find(there, job, "name", 0.0)
+        placement.find(there, job, "name", 0.0)
 
 
 def test_a_path_a_dictionary_or_a_config_may_be_given(tmp_path, stripes):
-    from harness.engines import dask
+    from harness.engines.dask import engine
 
     path = write_config(tmp_path, stripes, **TWO)
-    jobs = [dask._job(each, ["train.epochs=2"]) for each in (path, str(path), yaml.safe_load(path.read_text()))]
-    jobs.append(dask._job(jobs[0].config, []))
+    jobs = [engine._job(each, ["train.epochs=2"]) for each in (path, str(path), yaml.safe_load(path.read_text()))]
+    jobs.append(engine._job(jobs[0].config, []))
     assert all(job.config == jobs[0].config for job in jobs)
     assert jobs[0].world_size == jobs[0].config.train.epochs == 2
     with pytest.raises(LaunchError, match="asynchronous"):
-        dask.run(SimpleNamespace(asynchronous=True), path)
+        engine.run(SimpleNamespace(asynchronous=True), path)
 
 
 def test_a_batch_that_cannot_be_dealt(tmp_path, stripes):
-    from harness.engines import dask
+    from harness.engines.dask import engine
 
     with pytest.raises(ConfigError, match="8 rows cannot be dealt to 3 ranks"):
-        dask.run(SimpleNamespace(asynchronous=False), write_config(tmp_path, stripes), ["launch.nproc=3"])
+        engine.run(SimpleNamespace(asynchronous=False), write_config(tmp_path, stripes), ["launch.nproc=3"])
 
 
 @pytest.fixture
 def placed(tmp_path, stripes, monkeypatch):
     """Two ranks that nobody has started, after a start that has left words."""
-    from harness.engines.dask_gang import Placed
+    from harness.engines.dask.cluster_run import Placed
 
     logs = tmp_path / "runs" / "run" / "logs"
     logs.mkdir(parents=True)
-    ends.leave(logs, 1, 7, 75, "stopped")
+    rank_exit.leave(logs, 1, 7, 75, "stopped")
     monkeypatch.setattr(Placed, "_start", lambda self: None)
     job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2"])
     placed = Placed(SimpleNamespace(status="closed"), job, None, ExitStack())
@@ -223,7 +225,7 @@ def placed(tmp_path, stripes, monkeypatch):
 def test_a_rank_that_has_lost_its_worker_runs_until_it_has_left_its_own_words(tmp_path, placed):
     placed._lose([1], "worker b:1 is gone")
     assert placed._is_running(1)
-    ends.leave(tmp_path / "runs" / "run" / "logs", 1, 9, 75, "stopped")
+    rank_exit.leave(tmp_path / "runs" / "run" / "logs", 1, 9, 75, "stopped")
     assert not placed._is_running(1)
     placed._exits[0] = 70
     outcome = placed.follow()
@@ -234,7 +236,7 @@ def test_a_rank_that_has_lost_its_worker_runs_until_it_has_left_its_own_words(tm
 
 
 def test_results_of_two_starts_do_not_come_home_to_one_folder(placed, monkeypatch):
-    monkeypatch.setattr("harness.folder._HOLD_S", 0.0)
+    monkeypatch.setattr("harness.runs.run_dir._HOLD_S", 0.0)
     other = RunFolder(placed._job.folder)
     placed._send(SimpleNamespace(send=lambda foreign: None))
     with pytest.raises(ConfigError, match="another start"):
@@ -266,7 +268,7 @@ class Disks:
 @pytest.fixture
 def apart(tmp_path):
     """The run folder at home, that of rank 0 and that of rank 1, and what stands between them."""
-    from harness.engines.dask_home import Home
+    from harness.engines.dask.file_sync import Home
 
     disks = Disks(one=tmp_path / "one", two=tmp_path / "two")
     home = Home(disks, "job", tmp_path / "run", 2, {"one": [0], "two": [1]})
@@ -301,7 +303,7 @@ def test_files_come_home_as_they_grow(apart):
 
 
 def test_large_files_come_in_chunks(apart, monkeypatch):
-    monkeypatch.setattr(dask_disk, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(worker_files, "CHUNK_BYTES", 1000)
     home, first, _ = apart.folders
     for size in (2500, 4000, 3000, 0):
         (first / "weights.safetensors").write_bytes(os.urandom(size))
@@ -487,7 +489,7 @@ def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark, capfd):
 
 
 def test_not_enough_workers(tmp_path, stripes, dask_cluster):
-    from harness.engines import dask
+    from harness.engines.dask import engine
 
     config = write_config(tmp_path, stripes)
     words = [
@@ -497,20 +499,20 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
         "batch.global=10",
     ]
     with pytest.raises(LaunchError) as refused:
-        dask.start(launch.plan(str(config), words))
+        engine.start(launch.plan(str(config), words))
     assert "5 rank(s) need 5 worker(s) with a free thread" in str(refused.value)
     assert str(refused.value).count("1 thread(s), running: room for 1") == 3
     assert not list(tmp_path.glob("runs/*"))
     with pytest.raises(LaunchError, match="that have {'GPU': 1.0} each"):
-        dask.run(dask_cluster.client, config, ["launch.dask.timeout_s=1", "launch.dask.resources={GPU: 1.0}"])
+        engine.run(dask_cluster.client, config, ["launch.dask.timeout_s=1", "launch.dask.resources={GPU: 1.0}"])
 
 
 def test_a_scheduler_that_is_not_there(tmp_path, stripes):
-    from harness.engines import dask
+    from harness.engines.dask import engine
 
     words = ["launch.dask.scheduler=tcp://127.0.0.1:1", "launch.dask.timeout_s=1"]
     with pytest.raises(LaunchError, match="tcp://127.0.0.1:1: the scheduler does not answer"):
-        dask.start(launch.plan(str(write_config(tmp_path, stripes)), words))
+        engine.start(launch.plan(str(write_config(tmp_path, stripes)), words))
 
 
 @pytest.mark.slow

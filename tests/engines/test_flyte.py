@@ -21,11 +21,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import launch
-from harness.engines import flyte
-from harness.engines.job import Outcome
+from harness.distributed.launch_env import Launch
+from harness.distributed.monitor import Outcome
+from harness.engines import command as launch
+from harness.engines.flyte import engine
 from harness.errors import ConfigError, LaunchError
-from harness.rank_environment import Launch
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
@@ -81,12 +81,12 @@ def golden(name: str, text: str) -> None:
     ],
 )
 def test_render(name, words):
-    golden(name, flyte.render(launch.plan("configs/digits.yaml", [*MACHINE, *words])))
+    golden(name, engine.render(launch.plan("configs/digits.yaml", [*MACHINE, *words])))
 
 
 def test_the_page_in_launch_is_what_the_engine_writes():
     words = ["launch.nproc=2", "launch.flyte.cpu=2", "launch.flyte.memory=4Gi"]
-    assert PAGE.read_text() == flyte.render(launch.plan("configs/digits.yaml", words))
+    assert PAGE.read_text() == engine.render(launch.plan("configs/digits.yaml", words))
 
 
 @pytest.mark.parametrize("word", ["nnodes=2", "max_restarts=1", "rendezvous=a:1", "node_rank=0", "min_nodes=1"])
@@ -94,22 +94,22 @@ def test_what_a_run_of_this_machine_cannot_do(tmp_path, stripes, word):
     words = [f"launch.{word}", *(["launch.nnodes=2"] if word == "min_nodes=1" else [])]
     job = launch.plan(str(write_config(tmp_path, stripes)), words)
     with pytest.raises(LaunchError, match=rf"launch\.{word.partition('=')[0]}"):
-        flyte.start(job)
+        engine.start(job)
     assert not (tmp_path / "runs").exists()
 
 
 def test_without_flytekit(tmp_path, stripes, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match="flytekit") as refused:
-        flyte.start(launch.plan(str(write_config(tmp_path, stripes)), []))
+        engine.start(launch.plan(str(write_config(tmp_path, stripes)), []))
     assert "pip install" in refused.value.hint
 
 
 @pytest.mark.parametrize(
     ("does", "outcome"),
     [
-        (f'echo \'{{"exits": {{"0": 0, "1": 0}}}}\' > ${flyte.OUTCOME}', Outcome({0: 0, 1: 0})),
-        (f'echo \'{{"exits": {{"1": -9, "0": 70}}}}\' > ${flyte.OUTCOME}; exit 70', Outcome({0: 70, 1: -9})),
+        (f'echo \'{{"exits": {{"0": 0, "1": 0}}}}\' > ${engine.OUTCOME}', Outcome({0: 0, 1: 0})),
+        (f'echo \'{{"exits": {{"1": -9, "0": 70}}}}\' > ${engine.OUTCOME}; exit 70', Outcome({0: 70, 1: -9})),
         ("exit 1", Outcome()),  # flytekit itself could not go on, and has said why
         ("exit 0", Outcome()),
         ("kill -9 $$", Outcome(lost="flytekit's local runner died of signal 9")),
@@ -121,7 +121,7 @@ def test_what_becomes_of_the_runner(tmp_path, stripes, does, outcome):
     runner.write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/folder.txt\n{does}\n")
     runner.chmod(0o755)
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.python={runner}"])
-    assert flyte.start(job).follow() == outcome
+    assert engine.start(job).follow() == outcome
     assert not Path((tmp_path / "folder.txt").read_text().strip()).exists()
 
 
@@ -204,8 +204,8 @@ def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
     """As in the two pods of its PyTorchJob: each runs the page, and torch's elastic agents meet at the endpoint. The
     run is kept at a URL, and the machines have no disk in common. One of them is lost, and both start again."""
     config = write_config(tmp_path, stripes, **SLOW, output=f"file://{tmp_path}/runs", data={"cache_dir": None})
-    page = tmp_path / flyte.FILE
-    page.write_text(flyte.render(launch.plan(str(config), ["launch.nnodes=2"])))
+    page = tmp_path / engine.FILE
+    page.write_text(engine.render(launch.plan(str(config), ["launch.nnodes=2"])))
     endpoint = ("127.0.0.1", free_port())
     pod = {"PET_RDZV_ENDPOINT": ":".join(map(str, endpoint)), "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
     words = [*PYFLYTE, "run", page, "experiment", "--config", config]
@@ -256,7 +256,7 @@ def test_what_is_registered(tmp_path):
         "nodes": ["launch.nnodes=2", "launch.max_restarts=3", "launch.flyte.gpu=4"],
     }.items():
         plan = launch.plan("configs/digits.yaml", [*MACHINE, "launch.nproc=4", *words])
-        (pages / f"{name}.py").write_text(flyte.render(plan))
+        (pages / f"{name}.py").write_text(engine.render(plan))
     words = ["--pkgs", "pages", "package", "--image", "flyte:1", "--source", ".", "--output", "out.tgz"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([*PYFLYTE, *words], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=60)
@@ -274,11 +274,11 @@ def test_what_is_registered(tmp_path):
 @needs_flytekit
 @pytest.mark.parametrize(("body", "words"), [("train_node", ["launch.nproc=3"]), ("train_rank", [])])
 def test_a_batch_that_cannot_be_dealt(tmp_path, stripes, monkeypatch, body, words):
-    from harness.engines import flyte_task
+    from harness.engines.flyte import task
 
-    monkeypatch.setattr(flyte_task, "detect", lambda environ: Launch(world_size=3))
+    monkeypatch.setattr(task, "detect", lambda environ: Launch(world_size=3))
     with pytest.raises(ConfigError, match="8 rows cannot be dealt to 3 ranks"):
-        getattr(flyte_task, body)(str(write_config(tmp_path, stripes)), words)
+        getattr(task, body)(str(write_config(tmp_path, stripes)), words)
 
 
 @needs_flytekit
@@ -286,22 +286,22 @@ def test_a_retry_without_a_shared_disk(tmp_path, monkeypatch):
     """What one attempt of the task hands to Flyte, the next one finds."""
     from flytekit.core.checkpointer import SyncCheckpoint
 
-    from harness.engines import flyte_task
+    from harness.engines.flyte import task
 
     kept = []
-    monkeypatch.setattr(flyte_task, "current_context", lambda: SimpleNamespace(checkpoint=kept[-1]))
+    monkeypatch.setattr(task, "current_context", lambda: SimpleNamespace(checkpoint=kept[-1]))
     monkeypatch.chdir(tmp_path)
     folder = Path("runs", "run")
     (folder / "checkpoints" / "step-4").mkdir(parents=True)
     (folder / "checkpoints" / "latest").write_text("step-4\n")
     (folder / "checkpoints" / "step-4" / "state.pt").write_bytes(b"state")
     kept.append(SyncCheckpoint(str(tmp_path / "kept")))
-    flyte_task._keep(folder)
+    task._keep(folder)
     shutil.rmtree("runs")
     kept.append(SyncCheckpoint(str(tmp_path / "next"), str(tmp_path / "kept")))
-    flyte_task._bring_back(folder)
+    task._bring_back(folder)
     assert (folder / "checkpoints" / "latest").read_text() == "step-4\n"
     assert (folder / "checkpoints" / "step-4" / "state.pt").read_bytes() == b"state"
     (folder / "checkpoints" / "latest").write_text("step-8\n")
-    flyte_task._bring_back(folder)  # what lies there is newer than what was kept
+    task._bring_back(folder)  # what lies there is newer than what was kept
     assert (folder / "checkpoints" / "latest").read_text() == "step-8\n"

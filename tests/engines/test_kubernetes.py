@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import configfile, launch
-from harness.engines import kubernetes
-from harness.engines.conclusion import Aftermath
+from harness.config import loader
+from harness.engines import command as launch
+from harness.engines.kubernetes import engine
 from harness.errors import LaunchError
+from harness.runs.outcome import Aftermath
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -60,11 +61,11 @@ def documents(text):
 def test_render(name, tmp_path):
     """The manifest is the golden file; HARNESS_GOLDEN=write writes it. The configuration in it loads as what it was."""
     job, path = plan(*JOBS[name]), GOLDEN / f"kubernetes_{name}.yaml"
-    text = kubernetes.render(job)
+    text = engine.render(job)
     config, manifest = documents(text)
     inside = tmp_path / "inside.yaml"
     inside.write_text(config["data"].pop("config.yaml"))
-    assert configfile.load(inside) == job.config
+    assert loader.load(inside) == job.config
     comment = text.partition("apiVersion")[0]
     shown = comment + yaml.safe_dump_all([config, manifest], sort_keys=False)
     if os.environ.get("HARNESS_GOLDEN") == "write":
@@ -77,7 +78,7 @@ def test_the_page_in_launch_is_what_the_engine_writes(tmp_path):
     config, job = documents((ROOT / "launch" / "pytorchjob.yaml").read_text())
     path = tmp_path / "config.yaml"
     path.write_text(config["data"]["config.yaml"])
-    ours, our_job = documents(kubernetes.render(launch.plan(str(path), ["launch.engine=kubernetes"])))
+    ours, our_job = documents(engine.render(launch.plan(str(path), ["launch.engine=kubernetes"])))
     assert job == our_job
     assert config["metadata"] == ours["metadata"]
 
@@ -105,7 +106,7 @@ def test_the_manifest_is_valid(name):
     validate = pytest.importorskip("kubernetes_validate", reason=hint).validate
     training = pytest.importorskip("kubeflow.training.models", reason=hint)
     core = pytest.importorskip("kubernetes.client.models", reason=hint)
-    config, job = documents(kubernetes.render(plan(*JOBS[name])))
+    config, job = documents(engine.render(plan(*JOBS[name])))
     validate(config, "1.31", strict=True)
     assert unknown_fields(job, "KubeflowOrgV1PyTorchJob", (training, core)) == []
     for replica in job["spec"]["pytorchReplicaSpecs"].values():
@@ -131,13 +132,13 @@ def test_the_manifest_is_valid(name):
 )
 def test_what_no_cluster_could_use(words, said):
     with pytest.raises(LaunchError, match=said):
-        kubernetes.render(plan(*words))
+        engine.render(plan(*words))
 
 
 def test_without_kubectl(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="kubectl") as refused:
-        kubernetes.start(plan(IMAGE))
+        engine.start(plan(IMAGE))
     assert "--dry-run" in refused.value.hint
 
 
@@ -159,7 +160,7 @@ def test_without_a_cluster(monkeypatch, tmp_path, said, shown):
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(LaunchError) as refused:
-        kubernetes.start(plan(IMAGE))
+        engine.start(plan(IMAGE))
     assert refused.value.message == f"kubectl get: {shown}"
     assert "--dry-run" in refused.value.hint
 
@@ -181,7 +182,7 @@ def answers(tmp_path, monkeypatch):
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kubernetes, "_POLL_S", 0.01)
+    monkeypatch.setattr(engine, "_POLL_S", 0.01)
     (folder / "job.json").touch()
 
     def answer(condition, codes, log="", **pod):
@@ -202,7 +203,7 @@ def answers(tmp_path, monkeypatch):
 def concluded(job):
     """What harness launch would say, where the run folder cannot be seen."""
     aftermath = Aftermath(job.folder, job.world_size)
-    return aftermath.conclude(kubernetes.start(job).follow())
+    return aftermath.conclude(engine.start(job).follow())
 
 
 JOB = [str(ROOT / "configs" / "digits.yaml"), [IMAGE, "launch.nnodes=2", "launch.nproc=4", "output=/nowhere"]]
@@ -229,14 +230,14 @@ def test_exit_codes_of_pods(answers, condition, master, worker, code, said, capf
     shown = capfd.readouterr()
     assert "epoch 1" in shown.out
     assert "rank 0: failed" not in shown.out, "the last words of the pod are said once, here"
-    assert (folder / "applied.yaml").read_text() == kubernetes.render(launch.plan(*JOB))
+    assert (folder / "applied.yaml").read_text() == engine.render(launch.plan(*JOB))
 
 
 def test_a_pod_that_waits_says_why(answers, capfd):
     waiting = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False",
                "reason": "Unschedulable", "message": "0/3 nodes are available"}]}  # fmt: skip
     answers("", {"digits-master-0": 0}, containerStatuses=[], **waiting)
-    started_ = kubernetes.start(launch.plan(*JOB))
+    started_ = engine.start(launch.plan(*JOB))
     started_._look(started_._kubectl.pods())
     assert "pod digits-master-0: Pending (Unschedulable 0/3 nodes are available)" in capfd.readouterr().err
 
@@ -245,23 +246,23 @@ def test_a_job_that_is_running_is_left_alone(answers):
     folder = answers("", {})
     (folder / "job.json").write_text('{"status": {}}')
     with pytest.raises(LaunchError, match="digits is running in namespace default"):
-        kubernetes.submit(launch.plan(*JOB))
+        engine.submit(launch.plan(*JOB))
     assert not (folder / "applied.yaml").exists()
 
 
 def test_a_job_that_is_over_is_replaced(answers):
     folder = answers("", {})
     (folder / "job.json").write_text('{"status": {"conditions": [{"type": "Failed", "status": "True"}]}}')
-    assert kubernetes.submit(launch.plan(*JOB)) == "pytorchjob/digits"
+    assert engine.submit(launch.plan(*JOB)) == "pytorchjob/digits"
     calls = (folder / "calls.txt").read_text().splitlines()
     assert [call.split()[2] for call in calls] == ["get", "delete", "apply"]
 
 
 def test_a_cluster_out_of_reach(answers, monkeypatch):
     folder = answers("", {"digits-master-0": 0})
-    job = kubernetes.start(launch.plan(*JOB))
+    job = engine.start(launch.plan(*JOB))
     (folder / "pods.json").unlink()
-    monkeypatch.setattr(kubernetes, "_OUT_OF_REACH_S", 0.2)
+    monkeypatch.setattr(engine, "_OUT_OF_REACH_S", 0.2)
     assert "out of reach" in job.follow().lost
 
 

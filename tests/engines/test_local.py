@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from harness import launch
-from harness.engines import gang, local
+from harness.distributed import worker_group
+from harness.engines import command as launch
+from harness.engines import local
 from harness.errors import ConfigError, LaunchError
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -68,9 +69,9 @@ def test_dry_run_does_nothing(tmp_path, stripes, capsys):
 
 
 def test_the_first_to_end_comes_first_and_the_others_are_ended(monkeypatch):
-    monkeypatch.setattr(gang, "PEERS_S", 0.2)
+    monkeypatch.setattr(worker_group, "PEERS_S", 0.2)
     environs = {rank: {**os.environ, "RANK": str(rank)} for rank in range(2)}
-    outcome = gang.Gang(["sh", "-c", "[ $RANK = 0 ] || kill -KILL $$; exec sleep 60"], environs, 60).follow()
+    outcome = worker_group.Gang(["sh", "-c", "[ $RANK = 0 ] || kill -KILL $$; exec sleep 60"], environs, 60).follow()
     assert list(outcome.exits.items()) == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
 
 

@@ -10,7 +10,8 @@ import shlex
 
 import pytest
 
-from harness import cli, configfile
+from harness import cli
+from harness.config import loader
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "engines.md").read_text()
@@ -44,14 +45,14 @@ def test_other_commands_are_the_known_ones():
 
 
 def test_every_engine_has_a_section():
-    from harness.engines.settings import LaunchSection
+    from harness.config.launch import LaunchSection
 
     kinds = LaunchSection.model_json_schema()["properties"]["engine"]["enum"]
     assert {heading.lower() for heading in re.findall(r"^## (\w+)$", PAGE, re.M)} == set(kinds)
 
 
 def test_settings_and_files_named_on_it_exist():
-    schema = configfile.json_schema()
+    schema = loader.json_schema()
     for key in re.findall(r"`(?:launch|data|runtime|checkpoint|train)\.(?:\w+\.)?(\w+)", PAGE):
         assert f'"{key}"' in schema, key
     for link in re.findall(r"\]\(([^)#]+)\)", PAGE):

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from harness import launch
 from harness.cli import main
-from harness.engines import sbatch, slurm
-from harness.engines.joboutput import JobOutput
-from harness.engines.scontrol import JobState, NoAnswer, parse
+from harness.engines import command
+from harness.engines.slurm import engine, sbatch
+from harness.engines.slurm.job_output import JobOutput
+from harness.engines.slurm.scontrol import JobState, NoAnswer, parse
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_config
@@ -27,7 +27,7 @@ def planned(tmp_path, monkeypatch):
     write_config(tmp_path, tmp_path / "data", output="runs", data={"cache_dir": None})
     shutil.copy(ROOT / "driver.py", tmp_path)
     monkeypatch.chdir(tmp_path)
-    return lambda *words: launch.plan("config.yaml", ["launch.engine=slurm", *words])
+    return lambda *words: command.plan("config.yaml", ["launch.engine=slurm", *words])
 
 
 EVERYTHING = [
@@ -42,7 +42,7 @@ EVERYTHING = [
 
 @pytest.mark.parametrize(("golden", "words"), [("plain", []), ("everything", EVERYTHING)])
 def test_the_whole_script(planned, golden, words):
-    text = slurm.render(planned(*words)).replace(sys.executable, "PYTHON")
+    text = engine.render(planned(*words)).replace(sys.executable, "PYTHON")
     assert text == (GOLDEN / f"slurm_{golden}.txt").read_text()
     assert_shell(text)
 
@@ -87,7 +87,7 @@ def test_trials_of_the_copied_array_are_experiments():
     first, last = map(int, re.search(r"--array=(\d+)-(\d+)", text).groups())
     assert (first, last) == (0, len(trials) - 1)
     for words in trials:
-        launch.plan(str(ROOT / "configs" / "digits.yaml"), words.split())
+        command.plan(str(ROOT / "configs" / "digits.yaml"), words.split())
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_trials_of_the_copied_array_are_experiments():
     ],
 )
 def test_settings_that_cannot_be(planned, words, message):
-    for call in (slurm.render, slurm.start):
+    for call in (engine.render, engine.start):
         with pytest.raises(LaunchError, match=message):
             call(planned(*words))
 
@@ -121,7 +121,7 @@ def test_tasks_of_an_array_ask_for_the_same(planned):
 
 def test_a_file_in_a_folder_that_is_not_there(planned, tmp_path):
     with pytest.raises(LaunchError, match="no such folder") as caught:
-        slurm.start(planned("launch.slurm.output=logs/%j.txt"))
+        engine.start(planned("launch.slurm.output=logs/%j.txt"))
     assert caught.value.hint == "mkdir -p logs"
 
 
@@ -210,9 +210,9 @@ def test_srun_itself_may_die(tmp_path, lines, lost):
 def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
     """Slurm keeps the job for minutes when all that there is to know is known."""
     Answers(monkeypatch, "RUNNING", "COMPLETING")
-    monkeypatch.setattr(slurm, "_LINGER_S", 0.05)
-    monkeypatch.setattr(slurm, "down", lambda nodes: "n1 (completing*)")
-    run = slurm.Slurm(planned(), "7")
+    monkeypatch.setattr(engine, "_LINGER_S", 0.05)
+    monkeypatch.setattr(engine, "down", lambda nodes: "n1 (completing*)")
+    run = engine.Slurm(planned(), "7")
     run._output.over, run._output.start = True, 1
     assert run.follow().lost == "nodes that Slurm has lost: n1 (completing*)"
 
@@ -222,10 +222,10 @@ class Answers:
 
     def __init__(self, monkeypatch, *states: str | None) -> None:
         self._states, self.asked = list(states), 0
-        monkeypatch.setattr(slurm, "job_state", self.state)
-        monkeypatch.setattr(slurm, "down", lambda nodes: "")
+        monkeypatch.setattr(engine, "job_state", self.state)
+        monkeypatch.setattr(engine, "down", lambda nodes: "")
         for name in ("_POLL_S", "_SOON_S", "_SELDOM_S"):
-            monkeypatch.setattr(slurm, name, 0.001)
+            monkeypatch.setattr(engine, name, 0.001)
 
     def state(self, number: str) -> JobState | None:
         self.asked += 1
@@ -238,20 +238,20 @@ class Answers:
 
 def test_a_controller_that_is_away_for_a_while(planned, monkeypatch):
     answers = Answers(monkeypatch, "PENDING", "deaf", "deaf", "RUNNING", "COMPLETED")
-    assert slurm.Slurm(planned(), "7").follow() == slurm.Outcome()
+    assert engine.Slurm(planned(), "7").follow() == engine.Outcome()
     assert answers.asked == 5
 
 
 def test_a_controller_that_is_away_for_ever(planned, monkeypatch):
     Answers(monkeypatch, "RUNNING", "deaf")
-    monkeypatch.setattr(slurm, "_DEAF_S", 0.05)
-    assert slurm.Slurm(planned(), "7").follow().lost.endswith("(connect failure); job 7 may still run")
+    monkeypatch.setattr(engine, "_DEAF_S", 0.05)
+    assert engine.Slurm(planned(), "7").follow().lost.endswith("(connect failure); job 7 may still run")
 
 
 @pytest.mark.parametrize("name", ["TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "CANCELLED"])
 def test_jobs_that_slurm_ended(planned, monkeypatch, name):
     Answers(monkeypatch, "RUNNING", "COMPLETING", name)
-    assert slurm.Slurm(planned(), "7").follow().lost == f"Slurm ended job 7: {name}"
+    assert engine.Slurm(planned(), "7").follow().lost == f"Slurm ended job 7: {name}"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_what_slurm_says_of_a_job_goes_before_what_its_script_says_of_srun(plann
     (tmp_path / "7.txt").write_text(
         "harness: job 7, start 1, on n0\nharness: job 7: exit code 137, another start: no\n"
     )
-    run = slurm.Slurm(planned(), "7")
+    run = engine.Slurm(planned(), "7")
     run._output.path = str(tmp_path / "7.txt")
     run._output.show()
     assert run.follow().lost == lost
@@ -271,28 +271,28 @@ def test_what_slurm_says_of_a_job_goes_before_what_its_script_says_of_srun(plann
 
 def test_a_job_that_slurm_has_forgotten(planned, monkeypatch):
     Answers(monkeypatch, "RUNNING", None)
-    assert slurm.Slurm(planned(), "7").follow() == slurm.Outcome()
+    assert engine.Slurm(planned(), "7").follow() == engine.Outcome()
 
 
 def test_slurm_starts_it_again_where_its_script_would_not(planned, monkeypatch):
     """A lost node, which Slurm notices while the ranks' failure comes to the script."""
     answers = Answers(monkeypatch, "COMPLETING 1", "PENDING 1", "RUNNING 1", "COMPLETED 1")
-    monkeypatch.setattr(slurm, "_LINGER_S", 0.0)
-    run = slurm.Slurm(planned(), "7")
+    monkeypatch.setattr(engine, "_LINGER_S", 0.0)
+    run = engine.Slurm(planned(), "7")
     run._output.over, run._output.start = True, 1
-    assert run.follow() == slurm.Outcome()
+    assert run.follow() == engine.Outcome()
     assert answers.asked == 4
 
 
 def test_stopping_asks_then_insists(planned, monkeypatch):
     """Asked: not to be started again, a checkpoint. Asked again, or after the grace period: ended."""
     said = []
-    monkeypatch.setattr(slurm, "_quietly", lambda *words: said.append(" ".join(words)))
+    monkeypatch.setattr(engine, "_quietly", lambda *words: said.append(" ".join(words)))
     Answers(monkeypatch, *["RUNNING"] * 50, "CANCELLED")
-    run = slurm.Slurm(planned("launch.grace_s=0.01"), "7")
+    run = engine.Slurm(planned("launch.grace_s=0.01"), "7")
     run.stop()
     assert said == ["scontrol update JobId=7 Requeue=0", "scancel --state=PENDING 7", "scancel --signal=TERM 7"]
-    assert run.follow() == slurm.Outcome(stopped=True)
+    assert run.follow() == engine.Outcome(stopped=True)
     assert "scancel 7" in said
     said.clear()
     run.stop()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch
 from harness.cli import main
-from harness.engines import slurm
+from harness.engines import command as launch
+from harness.engines.slurm import engine
 from harness.errors import LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
@@ -81,7 +81,7 @@ def ranks(run_: Started) -> list[int]:
 def test_slurm_accepts_what_is_rendered(cluster, tmp_path, stripes):
     job = launch.plan(str(configured(tmp_path, stripes, time="1:00:00", mem="100M", extra=["--nice=5"])), [])
     script = tmp_path / "job.sh"
-    for text in (slurm.render(job), slurm.array_script([job, job], "several")):
+    for text in (engine.render(job), engine.array_script([job, job], "several")):
         script.write_text(text)
         cluster.ask("sbatch", "--test-only", str(script))
     for name in ("slurm.sbatch", "slurm_sweep.sbatch"):
@@ -93,10 +93,10 @@ def test_refused(cluster, tmp_path, stripes, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     job = launch.plan(str(configured(tmp_path, stripes)), ["launch.slurm.partition=gpu", "launch.nnodes=8"])
     with pytest.raises(LaunchError, match="sbatch refused the job: .*invalid partition"):
-        slurm.start(job)
+        engine.start(job)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="this machine has no"):
-        slurm.start(job)
+        engine.start(job)
 
 
 def test_exception_on_rank_1(cluster, tmp_path, stripes):
@@ -127,7 +127,7 @@ def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, mon
         wait_for_steps(folder, 3, START_S)
         number = number_of(run_)
         with pytest.raises(LaunchError, match=f"job {number} trains run from this folder already"):
-            slurm.submit(launch.plan(str(config), []))
+            engine.submit(launch.plan(str(config), []))
         run_.signal(signal.SIGINT)
         assert run_.wait(END_S) == 75, run_.text()
         assert not run_.alive()
@@ -215,7 +215,7 @@ def test_the_same_weights_from_an_array_and_from_a_copied_script(cluster, tmp_pa
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     config = str(configured(tmp_path, stripes, step_s=0.0))
     jobs = [launch.plan(config, [f"name={name}", "launch.nnodes=1", "launch.nproc=2"]) for name in ("one", "two")]
-    numbers = slurm.submit_array(jobs, "several")
+    numbers = engine.submit_array(jobs, "several")
     script = (ROOT / "launch" / "slurm.sbatch").read_text()
     mine = {"config": config, "folder": f"{tmp_path}/runs/copied", "python": sys.executable,
             "#SBATCH --output": f"{tmp_path}/%j.txt"}  # fmt: skip
@@ -225,7 +225,7 @@ def test_the_same_weights_from_an_array_and_from_a_copied_script(cluster, tmp_pa
     (tmp_path / "mine.sbatch").write_text(script)
     copied = cluster.ask("sbatch", "--parsable", str(tmp_path / "mine.sbatch"), "name=copied").strip()
     for job, number in zip(jobs, numbers, strict=True):
-        assert slurm.Slurm(job, number).follow() == slurm.Outcome()
+        assert engine.Slurm(job, number).follow() == engine.Outcome()
         assert_same_run(unbroken, job.folder)
     wait_until(lambda: cluster.job(copied)["JobState"] == "COMPLETED", START_S, f"the end of job {copied}")
     assert_same_run(unbroken, tmp_path / "runs" / "copied")
@@ -238,7 +238,7 @@ def test_handed_over(cluster, tmp_path, stripes, monkeypatch, capsys):
     assert main(["launch", "-c", str(config), "--detach", "launch.slurm.extra=[--hold]"]) == 0
     number = capsys.readouterr().out.strip()
     assert cluster.job(number)["JobState"] == "PENDING"
-    run_ = slurm.Slurm(launch.plan(str(config), []), number)
+    run_ = engine.Slurm(launch.plan(str(config), []), number)
     run_.stop()
-    assert run_.follow() == slurm.Outcome(stopped=True)
+    assert run_.follow() == engine.Outcome(stopped=True)
     assert cluster.job(number)["JobState"] == "CANCELLED"

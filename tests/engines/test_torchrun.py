@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import ends, launch
-from harness.engines import lastwords, meeting, torchrun
+from harness.engines import command as launch
+from harness.engines.torchrun import engine as torchrun
+from harness.engines.torchrun import error_files, rendezvous
 from harness.errors import LaunchError
+from harness.runs import rank_exit
 from tests.end_to_end.experiment import assert_same_run, record, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
 
@@ -75,9 +77,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_render(tmp_path, stripes, monkeypatch, shape):
-    monkeypatch.setattr(meeting, "interface_towards", lambda *_, **__: "eth0")
-    monkeypatch.setattr(meeting, "address_of", lambda _: "10.0.0.2")
-    monkeypatch.setattr(meeting, "is_here", lambda _: False)
+    monkeypatch.setattr(rendezvous, "interface_towards", lambda *_, **__: "eth0")
+    monkeypatch.setattr(rendezvous, "address_of", lambda _: "10.0.0.2")
+    monkeypatch.setattr(rendezvous, "is_here", lambda _: False)
     config = str(write_config(tmp_path, stripes))
     text = torchrun.render(launch.plan(config, ["launch.engine=torchrun", *SHAPES[shape]]))
     text = text.replace(config, "CONFIG").replace(shlex.quote(sys.executable), "PYTHON")
@@ -110,13 +112,13 @@ def test_what_cannot_work_is_refused(tmp_path, stripes, case):
 
 
 def test_last_words_are_those_of_the_last_start(tmp_path):
-    assert lastwords.read(tmp_path) == (0, [])
+    assert error_files.read(tmp_path) == (0, [])
     for attempt, codes in ((0, [70, 70]), (9, [0, 75]), (10, [65])):
         for rank, code in enumerate(codes):
             (tmp_path / "run_x" / f"attempt_{attempt}" / str(rank)).mkdir(parents=True)
             file = tmp_path / "run_x" / f"attempt_{attempt}" / str(rank) / "error.json"
-            ends.tell_launcher(str(file), 12.5, "line\nmore", rank=rank + 4, world_size=8, exit_code=code)
-    assert lastwords.read(tmp_path) == (10, [lastwords.Words(4, 8, 65)])
+            rank_exit.tell_launcher(str(file), 12.5, "line\nmore", rank=rank + 4, world_size=8, exit_code=code)
+    assert error_files.read(tmp_path) == (10, [error_files.Words(4, 8, 65)])
     content = json.loads(file.read_text())["message"]
     assert content == {"message": "line", "extraInfo": {"py_callstack": "line\nmore", "timestamp": "12"}}
 
@@ -152,7 +154,7 @@ def test_a_launcher_without_ranks_is_ended_unless_it_may_start_others(
     monkeypatch.setattr(torchrun, "_LOOK_S", 0.05)
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words])
     (job.folder / "logs").mkdir(parents=True)
-    ends.leave(job.folder / "logs", 1, 7, 70, "failed")
+    rank_exit.leave(job.folder / "logs", 1, 7, 70, "failed")
     started_ = torchrun.start(job)
     if not is_ended:
         threading.Timer(2.0, lambda: (started_.stop(), started_.stop())).start()
@@ -193,7 +195,7 @@ def test_killed_ranks_then_launcher_then_harness_then_the_end(tmp_path, stripes)
         wait_for_more_steps(folder, 2)
 
     def reasons():
-        return [end.reason for end in ends.read(folder / "logs").values()]
+        return [end.reason for end in rank_exit.read(folder / "logs").values()]
 
     with started(command(config, "--max-restarts", "1"), tmp_path / "rank.txt") as run_:
         until_it_trains(1)
@@ -260,9 +262,9 @@ import os, sys, threading, time
 if "RANK" in os.environ:
     folder = os.path.dirname(os.path.abspath(__file__))
     def look():
-        while "harness.runtime" not in sys.modules or not hasattr(sys.modules["harness.runtime"], "_meet"):
+        while "harness.distributed.runtime" not in sys.modules or not hasattr(sys.modules["harness.distributed.runtime"], "_meet"):
             time.sleep(0.05)
-        runtime = sys.modules["harness.runtime"]
+        runtime = sys.modules["harness.distributed.runtime"]
         meet = runtime._meet
         def late(launch, timeout_s):
             if launch.rank == 1:

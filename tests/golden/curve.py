@@ -7,6 +7,8 @@ python -m tests.golden.curve --record   replace the record
 from __future__ import annotations
 
 import json
+import platform
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +20,13 @@ STEPS = 30
 
 
 def machine() -> dict[str, str]:
-    """What the last digits of a curve depend on."""
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    """What the last digits of a curve depend on: the CPU's model chooses kernels, not its instruction set alone."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else [platform.processor()]
+    return {
+        "torch": torch.__version__,
+        "cpu": f"{models[0] if models else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
 
 
 def train(folder: Path) -> list[float]:

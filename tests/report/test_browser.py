@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from harness import records
 from harness.report import page, scaling, study
+from harness.runs import reader
 from tests.report.synthetic import Fake, write_run, write_sweep
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
@@ -44,7 +44,7 @@ def report(tmp_path_factory):
     sweep = write_sweep(folder / "sweep", [*fakes, Fake(lr=0.05, seed=1), Fake(lr=0.8, state="unfinished")])
     for trial in (sweep / "trials").iterdir():
         (trial / "confusion.csv").write_text("truth,cat,<b>dog</b>\ncat,8,1\n<b>dog</b>,2,9\n")
-    found = study.build(records.find([sweep]))
+    found = study.build(reader.find([sweep]))
     path = folder / "report.html"
     path.write_text(page.render(found, scaling.choose_target(found, None)), encoding="utf-8")
     return path
@@ -216,7 +216,7 @@ def test_it_prints_in_light_whatever_the_screen(visit, tmp_path):
 def test_names_that_are_scripts_do_nothing(visit, tmp_path):
     evil = "<img src=x onerror=alert(1)><a href='javascript:alert(2)'>x</a>"
     runs = [write_run(tmp_path / str(n), Fake(name=evil, settings={"model.name": f"{evil}{n}"})) for n in range(3)]
-    found = study.build(records.find(runs))
+    found = study.build(reader.find(runs))
     path = tmp_path / "report.html"
     path.write_text(page.render(found, scaling.choose_target(found, None)), encoding="utf-8")
     here = visit(path)

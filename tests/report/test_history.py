@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from harness import records
 from harness.report import history
+from harness.runs import reader
 from tests.report.synthetic import PHASES, Fake, write_run
 
 
 def read(folder, metric="top1", direction="max"):
-    return history.read(records.read(folder), metric, direction)
+    return history.read(reader.read(folder), metric, direction)
 
 
 def write(folder, lines):

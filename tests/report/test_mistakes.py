@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from harness import records
 from harness.report import mistakes, study
+from harness.runs import reader
 from tests.report.synthetic import Fake, write_run
 
 TABLE = "id,guess,truth,score_cat,score_dog\na.png,cat,cat,0.9,0.1\nb.png,dog,cat,0.2,0.8\nc.png,cat,dog,0.99,0.01\n"
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(folder):
-    return study.build([records.read(folder)]).runs[0]
+    return study.build([reader.read(folder)]).runs[0]
 
 
 def test_the_matrix(folder):

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from harness import records
 from harness.report import charts_ranks, charts_runs, charts_settings, lines, page, scaling, study
+from harness.runs import reader
 from tests.report.synthetic import Fake, write_run, write_sweep
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
@@ -44,7 +44,7 @@ class Elements(html.parser.HTMLParser):
 
 
 def build(*paths):
-    return study.build(records.find(paths))
+    return study.build(reader.find(paths))
 
 
 def render(*paths, target=None):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from harness import records
 from harness.report import reproduce, study
+from harness.runs import reader
 from tests.report.synthetic import Fake, write_run, write_sweep
 
 
@@ -20,7 +20,7 @@ def place(tmp_path, monkeypatch):
 def run(folder, **start):
     told = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps([told[0] | start]))
-    return study.build([records.read(folder)]).runs[0]
+    return study.build([reader.read(folder)]).runs[0]
 
 
 def test_one_process(place):
@@ -48,7 +48,7 @@ def test_several_machines(place):
 
 def test_a_trial_is_made_again_outside_its_sweep(place):
     sweep = write_sweep(place / "runs" / "lr", [Fake(name="0000")])
-    found = study.build(records.find([sweep])).runs[0]
+    found = study.build(reader.find([sweep])).runs[0]
     assert reproduce.commands(found)[1] == (
         "harness launch -c runs/lr/trials/0000/config.yaml output=runs name=lr-0000"
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from harness import records
 from harness.report import scaling, study
+from harness.runs import reader
 from tests.report.synthetic import Fake, write_run, write_sweep
 
 
 def of(folder, fakes):
-    return study.build(records.find([write_sweep(folder / "sweep", fakes)]))
+    return study.build(reader.find([write_sweep(folder / "sweep", fakes)]))
 
 
 def test_by_hand(tmp_path):
@@ -69,7 +69,7 @@ def test_other_devices_are_not_compared(tmp_path):
     told = json.loads((runs[1] / "provenance.json").read_text())
     told[0]["ranks"] = ["there: cuda:0 (NVIDIA H100)"] * 2
     (runs[1] / "provenance.json").write_text(json.dumps(told))
-    assert scaling.ladders(study.build(records.find(runs)), None) == []
+    assert scaling.ladders(study.build(reader.find(runs)), None) == []
 
 
 def test_the_ranks_of_other_batches_are_named(tmp_path):

@@ -7,13 +7,13 @@ import statistics
 
 import pytest
 
-from harness import records
 from harness.report import study
+from harness.runs import reader
 from tests.report.synthetic import Fake, write_run, write_sweep
 
 
 def build(*folders):
-    return study.build(records.find(folders))
+    return study.build(reader.find(folders))
 
 
 def test_the_best_first_and_what_was_never_evaluated_last(tmp_path):

@@ -7,13 +7,13 @@ import io
 
 import pytest
 
-from harness import records
 from harness.report import scaling, study, table
+from harness.runs import reader
 from tests.report.synthetic import Fake, write_run, write_sweep
 
 
 def forms(*paths, target=None):
-    found = study.build(records.find(paths))
+    found = study.build(reader.find(paths))
     wanted = scaling.choose_target(found, target)
     ladders = scaling.ladders(found, wanted.value if wanted else None)
     return table.markdown(found, wanted, ladders), list(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness import configfile
+from harness.config import loader
 from harness.sweep.comparability import Planned, findings
 from harness.sweep.space import grid, typed
 from harness.sweep.spec import Sweep
@@ -23,7 +23,7 @@ def judged(
     base = write_yaml(tmp_path / "base.yaml", settings(tmp_path, batch={"global": 8}))
     common = {key.replace("__", "."): value for key, value in fixed.items()}
     sweep = Sweep.model_validate({"name": "x", "base": "b", "space": space, "seeds": list(seeds)})
-    trials = [Planned(trial, configfile.load(base, typed({**common, **trial}))) for trial in grid(sweep)]
+    trials = [Planned(trial, loader.load(base, typed({**common, **trial}))) for trial in grid(sweep)]
     return [(finding.refused, finding.message) for finding in findings(trials, parallel, lambda config: batch_norm)]
 
 

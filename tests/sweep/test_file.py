@@ -7,7 +7,8 @@ import json
 import pytest
 import yaml
 
-from harness import cli, configfile
+from harness import cli
+from harness.config import loader
 from harness.errors import EXIT_USAGE, ConfigError
 from harness.sweep import file, spec
 from harness.sweep.plan import make
@@ -188,7 +189,7 @@ def test_shipped_sweeps_load_and_their_grids_are_valid(path):
     assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
     found = file.load(str(path))
     for settings in corners(found.sweep) if found.sweep.is_search else grid(found.sweep):
-        configfile.load(found.base, typed({**found.fixed, **settings}))
+        loader.load(found.base, typed({**found.fixed, **settings}))
 
 
 def test_shipped_sweeps_are_these():

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config import ModelSection
+from harness.config.schema import ModelSection
 from harness.errors import ConfigError, DataError
-from harness.metrics import Sums
-from harness.tasks.image_csv import Augment, Task
-from harness.tasks.opened.image_csv import _pipeline, _Shift
+from harness.tasks.image_csv.config import Augment, Task
+from harness.tasks.image_csv.task import _pipeline, _Shift
+from harness.training.metrics import Sums
 from tests.fixtures import make_config, write_rows
 
 

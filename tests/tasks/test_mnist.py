@@ -9,14 +9,15 @@ import pytest
 import torch
 from torchvision import datasets
 
-from harness.config import ModelSection
+from harness.config.schema import ModelSection
 from harness.errors import DataError
-from harness.metrics import Sums
-from harness.tasks import fashion_mnist, mnist
-from harness.tasks.opened.mnist import Images
+from harness.tasks import fashion_mnist
+from harness.tasks.mnist import config
+from harness.tasks.mnist.task import Images
+from harness.training.metrics import Sums
 from tests.datasets import write_idx
 
-TASKS = [(mnist.Task, "mnist"), (fashion_mnist.Task, "fashion_mnist")]
+TASKS = [(config.Task, "mnist"), (fashion_mnist.Task, "fashion_mnist")]
 
 
 @pytest.fixture(params=TASKS, ids=["mnist", "fashion_mnist"])

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config import ModelSection
+from harness.config.schema import ModelSection
 from harness.data.names import ALPHABET, STOP, clean, encode
 from harness.errors import ConfigError, DataError
-from harness.metrics import Sums
-from harness.tasks.opened.pet_names import context
-from harness.tasks.pet_names import Task
+from harness.tasks.pet_names.config import Task
+from harness.tasks.pet_names.task import context
+from harness.training.metrics import Sums
 from tests.datasets import NAMES, write_names
 
 SIZE = len(ALPHABET)

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from harness import configfile
+from harness.config import loader
 from harness.errors import ConfigError
 from harness.trackers import mirrors
 from harness.trackers.mirror import Clock, Sample, scalars
@@ -66,7 +66,7 @@ def make(tmp_path, listener):
     config = make_config(tmp_path, trackers=["tensorboard"])
     folder = tmp_path / "run"
     folder.mkdir()
-    return lambda: mirrors.make(folder / "metrics.jsonl", 0, config, configfile.to_text(config))
+    return lambda: mirrors.make(folder / "metrics.jsonl", 0, config, loader.to_text(config))
 
 
 def warnings(caplog):

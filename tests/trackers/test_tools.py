@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import configfile
+from harness.config import loader
 from harness.trackers import mirrors
 from harness.trackers.mirror import Sample, scalars
 from tests.end_to_end.processes import wait_until
@@ -40,7 +40,7 @@ def start(tmp_path):
 
     def start(name: str, offset: int, **settings):
         config = make_config(tmp_path, trackers=[name], **settings)
-        tracker = mirrors.make(folder / "metrics.jsonl", 0, config, configfile.to_text(config))
+        tracker = mirrors.make(folder / "metrics.jsonl", 0, config, loader.to_text(config))
         tracker.rewind(offset)
         return tracker
 

@@ -1,0 +1,164 @@
+"""What two runs, or two groups of seeds, came to, and how far a difference between them may be chance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from harness.compare import significance
+from harness.report.history import NOT_METRICS
+from harness.runs.reader import Record
+
+Pair = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Metrics of the newest evaluation of a run, and of the one whose weights it kept. Empty where there is none."""
+
+    step: int | None
+    final: dict[str, float]
+    best_step: int | None
+    best: dict[str, float]
+    best_metric: str | None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric in two runs: of the newest evaluation, and of the best one."""
+
+    name: str
+    final: Pair
+    best: Pair
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What both runs' best models said of the same rows (``predictions.csv``): how many both have right, A alone, B
+    alone, neither. ``interval``: of B's accuracy minus A's; ``p``: of McNemar's exact test."""
+
+    rows: int
+    both: int
+    only_one: int
+    only_other: int
+    neither: int
+    difference: float
+    interval: tuple[float, float]
+    p: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric over the seeds of two groups. Standard errors and the interval are None where a single seed says
+    nothing of them."""
+
+    name: str
+    values: tuple[list[float], list[float]]
+    means: tuple[float, float]
+    errors: tuple[float | None, float | None]
+    interval: tuple[float, float] | None
+
+    @property
+    def difference(self) -> float:
+        return self.means[1] - self.means[0]
+
+
+def evaluations(record: Record) -> Evaluations:
+    """From the record, which is there while a run is still under way; which one was best, from its summary."""
+    table = record.metrics()
+    rows = table.filter(pc.equal(table["split"], "eval")).to_pylist()
+    by_step = {row["step"]: _metrics(row) for row in rows if row["step"] is not None}
+    best = record.summary.get("best")
+    best = best if isinstance(best, dict) else {}
+    last = max(by_step, default=None)
+    metric = next((name for name in best if name != "step"), None)
+    step = best.get("step") if metric and best[metric] is not None else None
+    return Evaluations(last, by_step.get(last, {}), step, by_step.get(step, {}), metric)
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if name not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
+    """Every metric of either, in the order of the records; the one that decided what is best comes first."""
+    names = dict.fromkeys([*one.final, *other.final])
+    order = sorted(names, key=lambda name: name not in (one.best_metric, other.best_metric))
+    return [
+        Metric(name, (one.final.get(name), other.final.get(name)), (one.best.get(name), other.best.get(name)))
+        for name in order
+    ]
+
+
+def guesses(one: Path, other: Path) -> tuple[Guesses | None, str]:
+    """Row by row, what the tables of predictions of two run folders say; or why that cannot be."""
+    tables = []
+    for label, folder in (("A", one), ("B", other)):
+        table, why = _predictions(folder / "predictions.csv")
+        if table is None:
+            return None, f"{label} has {why}"
+        tables.append(table)
+    mine, theirs = tables
+    if mine.select(["id", "truth"]) != theirs.select(["id", "truth"]):
+        if any(len(pc.unique(table["id"])) < len(table) for table in tables):
+            return None, "their tables of predictions are of other rows"
+        mine = mine.join(theirs, ["id", "truth"], right_suffix="_other", join_type="inner").combine_chunks()
+    else:
+        mine = mine.append_column("guess_other", theirs["guess"])
+    mine = mine.drop_null()
+    if not len(mine):
+        return None, "their tables of predictions have no row in common"
+    right, other_right = pc.equal(mine["guess"], mine["truth"]), pc.equal(mine["guess_other"], mine["truth"])
+    both, only_one, only_other = (
+        pc.sum(pc.and_(*pair)).as_py()
+        for pair in ((right, other_right), (right, pc.invert(other_right)), (pc.invert(right), other_right))
+    )
+    counts = both, only_one, only_other, len(mine) - both - only_one - only_other
+    interval, p = significance.paired_interval(*counts), significance.mcnemar(only_one, only_other)
+    return Guesses(len(mine), *counts, (only_other - only_one) / len(mine), interval, p), ""
+
+
+def _predictions(path: Path) -> tuple[pa.Table | None, str]:
+    """id, guess and truth of ``path``, as words; a row that could not be read has no guess."""
+    names = ["id", "guess", "truth"]
+    convert = pyarrow.csv.ConvertOptions(
+        include_columns=names,
+        column_types=dict.fromkeys(names, pa.string()),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
+    if not path.is_file():
+        return None, "no predictions.csv"
+    try:
+        return pyarrow.csv.read_csv(path, convert_options=convert), ""
+    except (pa.ArrowInvalid, OSError):
+        return None, "no predictions.csv with a guess and a truth for each row"
+    except KeyError:  # arrow's, for a column that is not there
+        return None, "a predictions.csv without guess and truth, which is not about right and wrong"
+
+
+def spreads(one: Sequence[Evaluations], other: Sequence[Evaluations], best: bool) -> list[Spread]:
+    """Metrics that all runs of two groups have, over their seeds; of the best evaluations, or the newest."""
+    groups = [[run.best if best else run.final for run in group] for group in (one, other)]
+    names = [name for name in groups[0][0] if all(name in run for group in groups for run in group)]
+    deciding = one[0].best_metric
+    found = []
+    for name in sorted(names, key=lambda name: name != deciding):
+        mine, theirs = ([run[name] for run in group] for group in groups)
+        errors = significance.standard_error(mine), significance.standard_error(theirs)
+        found.append(
+            Spread(name, (mine, theirs), (fmean(mine), fmean(theirs)), errors, significance.welch(mine, theirs))
+        )
+    return found

@@ -1,0 +1,136 @@
+"""Physical lines of a CSV, found again the slow way: only to say in an error on which line something is.
+
+Reads with Python's csv module, which agrees with pyarrow and pandas on what a record is: a quote counts at the start
+of a field only, blank lines are no records. About a second for each million rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.data.table.source import open_bytes
+
+
+def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
+    """The 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer rows."""
+    wanted, found = iter(rows), []
+    target = next(wanted, None)
+    for record, line in enumerate(_record_lines(path)):
+        while target is not None and record == target + 1:  # record 0 is the header
+            found.append(line)
+            target = next(wanted, None)
+        if target is None:
+            break
+    return found
+
+
+def uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
+    """(how many records have another number of fields, the first ``limit`` of them as (line, fields))."""
+    count, first = 0, list[tuple[int, int]]()
+    with _any_field_size(), _text(path) as text:
+        for line, fields in _records(text):
+            if len(fields) != num_columns and (len(fields) > 1 or fields[0].strip()):
+                count += 1
+                if len(first) < limit:
+                    first.append((line, len(fields)))
+    return count, first
+
+
+def unclosed_quote(path: Path, num_columns: int) -> int | None:
+    """The line of the record whose quote is still open at the end of the file."""
+    # A file with one more record at its end: if that record is not seen as one, a quote has swallowed it.
+    end = ["\x1aend of file\x1a"] * num_columns
+    with _any_field_size(), _text(path) as text:
+        last_line, last = 0, [""]
+        for last_line, last in _records(text, ["\n", ",".join(end) + "\n"]):  # noqa: B007
+            pass
+    return None if last == end else last_line
+
+
+def bad_utf8(path: Path) -> tuple[int, str] | None:
+    """(line, the byte and its surroundings) of the first bytes that are not UTF-8."""
+    with open_bytes(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                around = line[max(0, error.start - 20) : error.end + 20].decode("latin-1").strip()
+                return number, f"byte 0x{line[error.start]:02x} (in Latin-1 it would be part of {around!r})"
+    return None
+
+
+def header_of(path: Path) -> list[str]:
+    """The fields of the first record, as text; [] if there is none in the first megabyte.
+
+    Raises UnicodeDecodeError.
+    """
+    with open_bytes(path) as stream:
+        head = stream.read(1 << 20)
+    whole = max(head.rfind(b"\n"), head.rfind(b"\r")) + 1 if len(head) == 1 << 20 else len(head)
+    with _any_field_size():
+        text = io.StringIO(head[:whole].decode("utf-8-sig").replace("\0", ""), newline="")
+        return next((fields for fields in csv.reader(text) if fields), [])
+
+
+def _record_lines(path: Path) -> Iterator[int]:
+    """The line on which each record starts, header first. Lines without quotes never reach the csv module."""
+    with _any_field_size(), _text(path) as text:
+        line, quoted = 0, _Pushed(text)
+        reader = csv.reader(quoted)
+        for content in text:
+            line += 1
+            if '"' in content:
+                quoted.pushed, before = content, reader.line_num
+                next(reader)
+                yield line
+                line += reader.line_num - before - 1
+            elif content.strip():
+                yield line
+
+
+class _Pushed:
+    """Lines for a csv reader: first the one pushed, then, while a quote is open, more of the text."""
+
+    def __init__(self, text: Iterator[str]) -> None:
+        self.text, self.pushed = text, ""
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line, self.pushed = self.pushed, ""
+        return (line or next(self.text)).replace("\0", "")
+
+
+def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[int, list[str]]]:
+    def lines() -> Iterator[str]:
+        for line in text:
+            yield line.replace("\0", "")  # at which the csv module of Python 3.10 stops
+        yield from more
+
+    reader, line = csv.reader(lines()), 1
+    for fields in reader:
+        if fields:
+            yield line, fields
+        line = reader.line_num + 1
+
+
+@contextmanager
+def _text(path: Path) -> Iterator[io.TextIOWrapper]:
+    # Latin-1 maps every byte, so a wrong encoding cannot get in the way; quotes and line ends are ASCII in UTF-8.
+    with open_bytes(path) as stream, io.TextIOWrapper(stream, encoding="latin-1", newline="") as text:
+        yield text
+
+
+@contextmanager
+def _any_field_size() -> Iterator[None]:
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)

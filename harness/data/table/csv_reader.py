@@ -1,0 +1,181 @@
+"""A CSV as a stream of Arrow record batches in which every column is text, or a DataError that says what is wrong.
+
+Reads as pandas does where both accept a file: blank lines (and lines of white space) are no rows, a quote counts at the
+start of a field only, a nameless column is called ``Unnamed: 0``. Unlike pandas, text is never taken for missing:
+``NA``, ``None``, ``null`` and the empty field stay what they are. A short row is an error, not a row with gaps.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections.abc import Generator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.csv
+
+from harness.data.table import csv_lines
+from harness.data.table.source import open_bytes
+from harness.errors import DataError
+
+_FIRST_BLOCK, _LAST_BLOCK = 4 << 20, 256 << 20  # bytes; a record must fit into one block
+
+
+def read_header(path: Path, name: str) -> list[str]:
+    """The column names, in order; DataError if there are none or two are equal."""
+    try:
+        raw = csv_lines.header_of(path)
+    except UnicodeDecodeError:
+        raise _not_utf8(path, name) from None
+    except (OSError, EOFError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=name) from error
+    if not "".join(raw).strip():
+        raise DataError("the file has no header line", where=name, hint="the first line must name the columns")
+    names = [column if column.strip() else f"Unnamed: {i}" for i, column in enumerate(raw)]
+    twice = sorted({column for column in names if names.count(column) > 1})
+    if twice:
+        raise DataError(
+            f"the header names a column twice: {', '.join(map(repr, twice))}",
+            where=f"{name}:1",
+            hint="give every column a name of its own",
+        )
+    return names
+
+
+def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:
+    """The rows in order, in batches of any length, never empty ones. ``columns`` is what ``read_header`` gave."""
+    block_bytes, num_rows = _FIRST_BLOCK, 0
+    while True:
+        skip = num_rows
+        try:
+            for batch in _read(path, name, columns, block_bytes):
+                fresh = batch.slice(min(skip, batch.num_rows))
+                skip -= batch.num_rows - fresh.num_rows
+                num_rows += fresh.num_rows
+                if fresh.num_rows:
+                    yield fresh
+            return
+        except _RecordTooLong:
+            _check_quotes(path, name, columns)
+            block_bytes *= 8
+            if block_bytes > _LAST_BLOCK:
+                limit = f"{_LAST_BLOCK >> 20} MiB"
+                raise DataError(f"a row is longer than {limit}", where=name, hint="is a quote missing?") from None
+
+
+class _RecordTooLong(Exception):
+    """A record does not fit into a block; the reading has to begin again with larger ones."""
+
+
+class _Ended(io.RawIOBase):
+    """The bytes of a file and then one more record, in blocks none of which ends in a carriage return.
+
+    pyarrow takes a line feed at the start of a block for the second half of a line end, and drops it, even if
+    the first half was inside quotes.
+    """
+
+    def __init__(self, stream: BinaryIO, ending: bytes) -> None:
+        self.stream, self.ending, self.kept = stream, ending, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        more = self.stream.read(size - len(self.kept))
+        block = self.kept + more if self.kept else more  # no copy of a block in the usual case
+        self.kept = b""
+        if len(block) < size:
+            block, self.ending = block + self.ending, b""
+        elif block.endswith(b"\r"):
+            block, self.kept = block[:-1], b"\r"
+        return block
+
+
+def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Generator[pa.RecordBatch, None, None]:
+    # pyarrow lets an unclosed quote swallow the rest of the file without a word. So the file is given one more
+    # record, which nobody could have written; if it does not come out as the last row, a quote has swallowed it.
+    mark = secrets.token_hex(16)
+    uneven: list[str] = []
+
+    def on_uneven(row: pa.csv.InvalidRow) -> str:
+        if not row.text.strip():
+            return "skip"
+        uneven.append(row.text)
+        return "error"
+
+    held: pa.RecordBatch | None = None
+    try:
+        with open_bytes(path) as stream:
+            ending = "\n" + ",".join([mark] * len(columns)) + "\n"
+            for batch in _open(_Ended(stream, ending.encode()), block_bytes, columns, on_uneven):
+                if batch.num_rows:
+                    if held is not None:
+                        yield held
+                    held = batch
+    except pa.ArrowInvalid as error:
+        raise _diagnose(path, name, columns, str(error), bool(uneven)) from error
+    except (OSError, EOFError) as error:  # a broken gzip file is both
+        raise DataError(f"the file cannot be read to its end: {error}", where=name) from error
+    last = held.slice(held.num_rows - 1).to_pylist()[0] if held is not None else {}
+    if held is None or set(last.values()) != {mark}:
+        _check_quotes(path, name, columns)
+        raise DataError("the end of the file was not understood", where=name, hint="is a quote missing?")
+    yield held.slice(0, held.num_rows - 1)
+
+
+def _open(
+    stream: _Ended, block_bytes: int, columns: list[str], on_uneven: object
+) -> Generator[pa.RecordBatch, None, None]:
+    reader = pa.csv.open_csv(
+        stream,
+        # Column names come from our own reading of the header: pyarrow would take two nameless ones for one.
+        # Threads only slow its stream down: it is parsed block by block all the same.
+        read_options=pa.csv.ReadOptions(block_size=block_bytes, use_threads=False),
+        parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=on_uneven),
+        convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
+    )
+    for batch in reader:
+        yield pa.RecordBatch.from_arrays(batch.columns, names=columns)
+
+
+def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: bool) -> Exception:
+    """Find out what pyarrow stumbled over, and where."""
+    if "straddling" in message or "block size" in message:
+        return _RecordTooLong()
+    if "UTF8" in message:
+        return _not_utf8(path, name)
+    try:
+        _check_quotes(path, name, columns)
+    except DataError as error:
+        return error
+    count, first = csv_lines.uneven_records(path, len(columns), limit=5) if uneven else (0, [])
+    if not count:
+        return DataError(f"the CSV cannot be parsed: {message}", where=name)
+    seen = ", ".join(f"line {line} has {fields}" for line, fields in first)
+    return DataError(
+        f"{count} row{'s' * (count > 1)} without exactly {len(columns)} fields, as the header has: {seen}"
+        + (", …" if count > len(first) else ""),
+        where=f"{name}:{first[0][0]}",
+        hint="put a field that holds a comma into double quotes; write a missing field as an empty one",
+    )
+
+
+def _check_quotes(path: Path, name: str, columns: list[str]) -> None:
+    line = csv_lines.unclosed_quote(path, len(columns))
+    if line is not None:
+        raise DataError(
+            "a quote is opened in this row and never closed: it swallows the rest of the file",
+            where=f"{name}:{line}",
+            hint='close the quote, or write a quote inside a quoted field twice: "a 5"" pipe"',
+        )
+
+
+def _not_utf8(path: Path, name: str) -> DataError:
+    line, what = csv_lines.bad_utf8(path) or (0, "some byte")
+    return DataError(
+        f"the file is not UTF-8: {what}",
+        where=f"{name}:{line}" if line else name,
+        hint=f"convert it: iconv -f LATIN1 -t UTF-8 {name} > utf8.csv",
+    )

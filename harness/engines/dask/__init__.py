@@ -1,0 +1,1 @@
+"""Ranks on the workers of a Dask cluster. Start at engine.py."""

@@ -1,0 +1,144 @@
+"""Engine dask: one gang of ranks on the workers of a Dask cluster, each a process that its worker answers for.
+
+harness launch -c configs/digits.yaml --engine dask --scheduler tcp://10.0.0.1:8786 --nproc 4
+dask.run(client, "configs/digits.yaml")     # in a notebook, with a distributed.Client that is there already
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.config import loader
+from harness.config.schema import Config
+from harness.distributed.launch_env import Launch, environment
+from harness.distributed.monitor import attend
+from harness.engines.base import Job, plan, refuse, shell
+from harness.engines.dask.cluster_run import BY, News, Placed
+from harness.errors import LaunchError
+from harness.runs.outcome import Aftermath, Conclusion
+
+_CLOSE_S = 5.0
+_TOGETHER = "the ranks are dealt to workers as they come: launch.nnodes times launch.nproc of them"
+
+
+def render(job: Job) -> str:
+    _check(job)
+    settings, world = job.settings.dask, job.world_size
+    where = settings.scheduler or f"a cluster of this machine with {world} worker(s) of a thread each"
+    symbols: dict[str, Any] = {"rank": "R", "local_rank": "L", "local_world_size": "N", "master_port": "PORT"}
+    launch = Launch(**symbols, world_size=world, master_addr="ADDRESS", by=BY, supervised=True)
+    takes = f", resources={settings.resources}" if settings.resources else ""
+    command = [job.settings.python or "PYTHON", "driver.py", "-c", "CONFIG"]
+    return (
+        f"# {where}: room for {world} rank(s) on as many workers within {settings.timeout_s:g} s, or nothing begins\n"
+        f"client.submit(supervise, RANK, workers=[WORKER], allow_other_workers=False, pure=False{takes})\n"
+        f"# each starts a rank, R from 0 to {world - 1}, L of N on its machine; ADDRESS and PORT are those of rank 0\n"
+        f"# PYTHON is the worker's, CONFIG the resolved configuration, which is sent\n"
+        f"{shell(command, job.environ() | environment(launch))}\n"
+    )
+
+
+def start(job: Job) -> Placed:
+    _check(job)
+    with ExitStack() as opened:
+        client = _connect(job, opened)
+        return Placed(client, job, None, opened.pop_all())
+
+
+def run(
+    client: Any,
+    config: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    hear: Callable[[News], None] | None = None,
+) -> Conclusion:
+    """Train ``config`` (a YAML's path, its content as a dictionary, or a Config) on the cluster of ``client``; return
+    how it ended: ``exit_code``, as of the process, and ``text``.
+
+    ``launch.nnodes`` times ``launch.nproc`` ranks are started; the results are in OUTPUT/NAME here. An interrupt ends
+    the run with a checkpoint, and the same call goes on from it. ``hear`` is called, in another thread, with every
+    event: {"rank": 0, "file": "metrics.jsonl", "lines": […]} for the record, the same for "terminal" and each log.
+    Raises ConfigError or LaunchError where nothing was begun.
+    """
+    if client.asynchronous:
+        raise LaunchError("this client is asynchronous", hint="give a Client(…) made without asynchronous=True")
+    job = _job(config, overrides)
+    _check(job)
+    aftermath = Aftermath(job.folder, job.world_size, job.url)
+    conclusion = aftermath.conclude(attend(Placed(client, job, hear, ExitStack())))
+    print(conclusion.text, file=sys.stderr)
+    return conclusion
+
+
+def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Job:
+    if isinstance(config, str | Path):
+        return plan(str(config), overrides)
+    text = loader.to_text(config) if isinstance(config, Config) else yaml.safe_dump(dict(config))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return _job(path, overrides)
+
+
+def _check(job: Job) -> None:
+    refuse(
+        job, "dask", min_nodes=_TOGETHER, rendezvous=_TOGETHER, node_rank=_TOGETHER,
+        max_restarts="the same command goes on from the newest checkpoint; launch.engine=torchrun restarts by itself",
+    )  # fmt: skip
+
+
+def _connect(job: Job, opened: ExitStack) -> Any:
+    """A client of the scheduler that is named, or of a cluster of this machine that ends with the run."""
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError as error:
+        raise LaunchError(
+            f"engine dask needs dask.distributed: {error}", hint="pip install 'apex-harness[dask]'"
+        ) from None
+    address, timeout_s = job.settings.dask.scheduler, job.settings.dask.timeout_s
+    if address is None:
+        with _interrupts_ignored():
+            address = opened.enter_context(
+                LocalCluster(
+                    n_workers=job.world_size, threads_per_worker=1, processes=True, memory_limit=0,
+                    dashboard_address=None, silence_logs=logging.ERROR,
+                )
+            )  # fmt: skip
+    try:
+        client = Client(address, timeout=timeout_s, set_as_default=False)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise LaunchError(
+            f"the scheduler does not answer: {str(error).strip() or type(error).__name__}",
+            where=str(address),
+            hint="start one with `dask scheduler`, and give the address that it prints as launch.dask.scheduler",
+        ) from None
+    opened.callback(_close, client)
+    return client
+
+
+def _close(client: Any) -> None:
+    with suppress(TimeoutError, OSError):  # of a scheduler that is gone
+        client.close(timeout=_CLOSE_S)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes that are started meanwhile ignore Ctrl-C, which a terminal sends to them too: ending the ranks, with a
+    checkpoint, is ours to do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,152 @@
+"""Where torch's launchers of several machines meet: torchrun's options for it, by the settings and this machine's
+network. What cannot work is refused here, before anything waits for it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from harness.distributed.network import address_of, interface_towards, interfaces, is_here, is_loopback
+from harness.engines.base import Job
+from harness.errors import LaunchError
+
+_LAST_CALL_S = 5  # for further machines, once there are enough
+_HEARTBEAT_S, _HEARTBEATS = 2, 5  # a machine that is silent for ten seconds is lost; their clocks may differ by less
+
+
+@dataclass(frozen=True)
+class Meeting:
+    nnodes: int = 1
+    min_nodes: int = 1
+    host: str = ""  # of the first machine; empty: there is only this one
+    port: int = 0
+    node_rank: int | None = None
+    address: str = "127.0.0.1"  # of this machine, for the others
+    hosts_store: bool | None = None  # None: torchrun is to find out
+    wait_s: int = 600
+    name: str = ""
+
+    @property
+    def elastic(self) -> bool:
+        return self.min_nodes < self.nnodes
+
+    def options(self) -> list[str]:
+        """Those of torchrun."""
+        if not self.host:
+            return ["--standalone", f"--local-addr={self.address}"]
+        if self.node_rank is not None:
+            return [f"--nnodes={self.nnodes}", f"--node-rank={self.node_rank}", f"--master-addr={self.host}",
+                    f"--master-port={self.port}", f"--rdzv-conf=timeout={self.wait_s}"]  # fmt: skip
+        conf = {"join_timeout": self.wait_s, "read_timeout": self.wait_s, "last_call_timeout": _LAST_CALL_S,
+                "keep_alive_interval": _HEARTBEAT_S, "keep_alive_max_attempt": _HEARTBEATS}  # fmt: skip
+        if self.hosts_store is not None:
+            conf["is_host"] = int(self.hosts_store)
+        nnodes = f"{self.min_nodes}:{self.nnodes}" if self.elastic else str(self.nnodes)
+        return [f"--nnodes={nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.host}:{self.port}",
+                f"--rdzv-id={self.name}", f"--local-addr={self.address}",
+                f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"]  # fmt: skip
+
+    def environ(self) -> dict[str, str]:
+        """Torchrun keeps the store of the first meeting, and its address, for all later ones. When the first machine
+        is another by then, or one that counted its restarts differently, ranks look for each other in vain."""
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.host and self.node_rank is None else {}
+
+    def failed(self) -> LaunchError:
+        """What to say when the launcher ended before it had started a rank."""
+        if not self.host:
+            return LaunchError("torchrun started no rank; what it says is above")
+        least = f"{self.min_nodes} to {self.nnodes}" if self.elastic else str(self.nnodes)
+        return LaunchError(
+            f"torchrun started no rank on {self.address}: {least} machines did not meet at {self.host}:{self.port} "
+            f"within {self.wait_s} s, or the others had ended",
+            hint="start the same command on every machine; the port must be free on the first and open to the others, "
+            "and launch.interface (a name such as eth0) must lead to them",
+        )
+
+
+def of(job: Job) -> Meeting:
+    """The meeting that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
+    settings = job.settings
+    least = settings.min_nodes or settings.nnodes
+    _check(job, least)
+    if settings.nnodes == 1:
+        return Meeting()
+    assert settings.rendezvous is not None
+    host, _, port = settings.rendezvous.rpartition(":")
+    literal = host.strip("[]")
+    return Meeting(
+        settings.nnodes, least, host, int(port), settings.node_rank,
+        address=_own_address(job, literal),
+        # By itself torchrun compares names, and in vain where this machine's own name means a loopback address.
+        hosts_store=None if is_loopback(literal) else is_here(literal),
+        wait_s=math.ceil(settings.join_s),
+        name=re.sub(r"[^\w.-]", "-", job.config.name),
+    )  # fmt: skip
+
+
+def _check(job: Job, least: int) -> None:
+    settings = job.settings
+
+    def refuse(message: str, hint: str) -> None:
+        raise LaunchError(message, where=job.path, hint=hint)
+
+    if least > settings.nnodes:
+        refuse(f"launch.min_nodes={least} is more than launch.nnodes={settings.nnodes}", "--nnodes MIN:MAX sets both")
+    if settings.nnodes == 1:
+        for key in ("rendezvous", "node_rank"):
+            if getattr(settings, key) is not None:
+                refuse(f"launch.{key} is for several machines, and launch.nnodes is 1", "add --nnodes N, or remove it")
+        return
+    if settings.rendezvous is None:
+        refuse(f"{settings.nnodes} machines must know where to meet", "--rendezvous HOST:PORT, of the first machine")
+    if settings.node_rank is not None:
+        if settings.node_rank >= settings.nnodes:
+            refuse(f"launch.node_rank={settings.node_rank}, of {settings.nnodes} machines", "they count from 0")
+        if settings.max_restarts:
+            refuse(
+                "launch.node_rank and launch.max_restarts exclude each other: who is first may change with a restart",
+                "leave out launch.node_rank, and the machines are numbered as their addresses sort",
+            )
+    if least < settings.nnodes:
+        if not settings.max_restarts:
+            refuse("a range of machines needs launch.max_restarts: each loss of a machine takes one",
+                   "--max-restarts 3, or --nnodes N")  # fmt: skip
+        check_batch(job, least)
+
+
+def check_batch(job: Job, least: int) -> None:
+    """Raise LaunchError unless every number of machines in the range can deal the global batch."""
+    batch, settings = job.config.batch, job.settings
+    if batch.global_ is None:
+        return
+    unit = settings.nproc * batch.accumulate
+    for nodes in range(least, settings.nnodes + 1):
+        if batch.global_ % (nodes * unit):
+            common = math.lcm(*(count * unit for count in range(least, settings.nnodes + 1)))
+            raise LaunchError(
+                f"batch.global={batch.global_} cannot be dealt to {nodes} machines with {settings.nproc} ranks each",
+                where=job.path,
+                hint=f"for {least} to {settings.nnodes} machines, a multiple of {common}; or batch.per_rank",
+            )
+
+
+def _own_address(job: Job, host: str) -> str:
+    """This machine's address on the way to ``host``, or on the interface that is to be used."""
+    wanted = job.settings.interface
+    name = wanted or interface_towards(host, outward=not is_loopback(host))
+    address = address_of(name) if name else None
+    there = ", ".join(f"{known} ({has})" for known, has in interfaces().items())
+    if address is None:
+        raise LaunchError(
+            f"there is no network interface {wanted} with an IPv4 address here" if wanted
+            else f"this machine knows no way to {host}, where all are to meet",
+            where="launch.interface" if wanted else "launch.rendezvous",
+            hint=f"interfaces of this machine: {there}",
+        )  # fmt: skip
+    if is_loopback(address) and not is_loopback(host):
+        raise LaunchError(
+            f"interface {name} ({address}) leads to no other machine", where="launch.interface",
+            hint=f"interfaces of this machine: {there}",
+        )  # fmt: skip
+    return address

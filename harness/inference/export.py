@@ -1,0 +1,188 @@
+"""``harness export``: a run's best weights as a file that other programs load, with what they must know beside it.
+
+The file is loaded again and asked about real rows before it appears under its name. Models are exported in float32,
+whatever amp did in training, and take any number of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from harness.config.schema import Config
+from harness.distributed.runtime import Runtime
+from harness.errors import ConfigError, HarnessError, first_line
+from harness.runs import trained_run
+from harness.runs.files import write_atomically
+from harness.training import build
+
+log = logging.getLogger("harness")
+
+CHECK_ROWS = (8, 3, 1)  # of the evaluation rows: batches of different size
+TOLERANCE = {"safetensors": 0.0, "torch_export": 1e-5, "onnx": 1e-4}  # of the largest output, which is 1 at least
+SUFFIX = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
+
+
+class Subject(NamedTuple):
+    """What is exported, with the names of its input and output and some real inputs."""
+
+    model: nn.Module
+    input: str
+    output: str
+    batches: list[Tensor]
+
+
+def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()) -> Path:
+    """Write the best weights of ``run`` as ``kind`` to ``out``, and what is said of it to ``out`` + ``.json``.
+
+    Raises HarnessError, with neither file there, where what was loaded again does not compute the same.
+    """
+    if kind == "onnx" and (missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if not find_spec(name)]):
+        raise ConfigError(
+            f"{', '.join(missing)} not installed",
+            where="--format onnx",
+            hint="type pip install 'apex-harness[onnx]', or use --format torch_export",
+        )
+    config = trained_run.configuration(run, overrides)
+    out = out or run / f"model{SUFFIX[kind]}"
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError("it is no file in a folder that exists", where=str(out), hint="--out model.onnx")
+    task = build.open_task(config, Runtime())
+    if hasattr(task, "learned") and task.learned != trained_run.learned(run):
+        raise ConfigError(
+            "the training data have other classes, or images of another size, than when the run was trained",
+            where=str(run),
+            hint="put the files back as they were",
+        )
+    subject = _subject(run, config, task)
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        load = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
+            subject, temporary, config, task
+        )
+        difference = _compare(subject, load, kind)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    facts = _facts(config, task, subject, kind, difference)
+    write_atomically(out.with_name(out.name + ".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    log.info("%s: outputs differ by %.2g at most (allowed: %g)", out, difference, TOLERANCE[kind])
+    return out
+
+
+def _subject(run: Path, config: Config, task: Any) -> Subject:
+    model = build.build_model(config, task)
+    trained_run.load(model, trained_run.best(run), run)
+    said = getattr(task, "signature", {})
+    batches, start = [], 0
+    for size in CHECK_ROWS:
+        rows = np.arange(start, start + size) % len(task.eval)
+        batches.append(task.prepare(task.eval.batch(rows, None).inputs))
+        start += size
+    return Subject(model.float().eval(), said.get("input", "inputs"), said.get("output", "outputs"), batches)
+
+
+def _safetensors(subject: Subject, path: Path, config: Config, task: Any) -> Callable[[Tensor], Tensor]:
+    """The weights alone; loading them needs the model's code."""
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
+    save_file(tensors, path, {"model": config.model.name, "args": json.dumps(config.model.args)})
+    again = build.build_model(config, task).eval()
+    again.load_state_dict(load_file(path))
+    return again
+
+
+def _torch_export(subject: Subject, path: Path, config: Config, task: Any) -> Callable[[Tensor], Tensor]:
+    program = _traced(subject)
+    # Through a file object: torch.export wants the name to end in .pt2.
+    with open(path, "wb") as file:
+        torch.export.save(program, file)
+    with open(path, "rb") as file:
+        again: Callable[[Tensor], Tensor] = torch.export.load(file).module()
+    return again
+
+
+def _onnx(subject: Subject, path: Path, config: Config, task: Any) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    program = torch.onnx.export(
+        _traced(subject), input_names=[subject.input], output_names=[subject.output], dynamo=True, verbose=False
+    )
+    assert program is not None  # with dynamo
+    program.save(str(path), external_data=False)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+    def again(inputs: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([subject.output], {subject.input: inputs.numpy()})[0])
+
+    return again
+
+
+def _traced(subject: Subject) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(
+            subject.model, (subject.batches[0],), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
+        )
+    except Exception as error:  # of many kinds, for anything in a model that cannot be traced
+        reason = first_line(error)
+        raise HarnessError(
+            f"torch.export cannot trace this model for any number of rows: {reason}",
+            hint="a forward without branches on its values can be traced; --format safetensors needs no tracing",
+        ) from error
+
+
+def _compare(subject: Subject, load: Callable[[Tensor], Tensor], kind: str) -> float:
+    """The largest difference over real rows, as a share of the largest output (of 1, where all are smaller)."""
+    worst = 0.0
+    for inputs in subject.batches:
+        with torch.no_grad():
+            expected, found = subject.model(inputs), load(inputs)
+        if found.shape != expected.shape:
+            raise HarnessError(f"loaded again, the model yields {tuple(found.shape)}, not {tuple(expected.shape)}")
+        scale = max(1.0, expected.abs().max().item())
+        worst = max(worst, (found - expected).abs().max().item() / scale)
+    if not worst <= TOLERANCE[kind]:  # also where it is not a number
+        raise HarnessError(
+            f"loaded again, its outputs differ by {worst:.2g} on real rows (allowed: {TOLERANCE[kind]:g})",
+            hint="nothing was written; --format safetensors holds the weights as they are",
+        )
+    return worst
+
+
+def _facts(config: Config, task: Any, subject: Subject, kind: str, difference: float) -> dict[str, Any]:
+    example = subject.batches[0]
+    with torch.no_grad():
+        outputs = subject.model(example)
+
+    def described(name: str, tensor: Tensor) -> dict[str, Any]:
+        return {
+            "name": name,
+            "type": str(tensor.dtype).removeprefix("torch."),
+            "shape": ["batch", *tensor.shape[1:]],
+        }
+
+    said = {key: value for key, value in getattr(task, "signature", {}).items() if key not in ("input", "output")}
+    return {
+        "name": config.name,
+        "format": kind,
+        "model": {"name": config.model.name, "args": config.model.args},
+        "inputs": [described(subject.input, example)],
+        "outputs": [described(subject.output, outputs)],
+        **said,
+        "checked": {
+            "rows": sum(CHECK_ROWS),
+            "largest_difference": difference,
+            "allowed": TOLERANCE[kind],
+            "of": "the largest output, or 1",
+        },
+        "torch": torch.__version__,
+    }

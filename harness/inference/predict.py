@@ -1,0 +1,186 @@
+"""``harness predict``: what a trained model guesses for the rows of a new file, on one process or several."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from harness.config.schema import Config
+from harness.data.loader import Loader
+from harness.distributed.launch_env import Launch, detect, gang_environment
+from harness.distributed.monitor import attend
+from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.stop import Stop, on_signals
+from harness.distributed.worker_group import Gang
+from harness.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    CheckpointError,
+    ConfigError,
+    HarnessError,
+    LaunchError,
+    first_line,
+)
+from harness.runs import trained_run
+from harness.training import build, console, optim, precision, prediction_writer
+from harness.training.prediction_writer import Predictor
+
+log = logging.getLogger("harness")
+
+FORMATS = (".csv", ".parquet")
+_END_S = 20.0  # for ranks to end by themselves when they are asked to
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: the rows of ``source`` by the best weights of ``run``, in the file ``out``."""
+
+    run: Path
+    source: str
+    out: Path
+    overrides: Sequence[str] = ()
+
+
+def main(request: Request, world_size: int | None, environ: Mapping[str, str], again: Sequence[str]) -> int:
+    """Predict; return the exit code. Under a launcher this process is one of its ranks; else ``world_size`` processes
+    are started, by typing ``again``, the words of this command."""
+    console.to_terminal(0)
+    launch = detect(environ)
+    console.to_terminal(launch.rank)
+    if launch.world_size > 1 and world_size not in (None, launch.world_size):
+        raise LaunchError(
+            f"--world {world_size}, but a launcher has started {launch.world_size} processes",
+            hint="leave --world away, or start harness predict without a launcher",
+        )
+    config = trained_run.configuration(request.run, request.overrides)
+    _check_out(request.out)
+    if launch.world_size == 1 and (world_size or 1) > 1:
+        open_task(request, config)  # what is wrong is told once, and the file is converted once
+        return _gang(world_size or 1, environ, again)
+    return _rank(request, config, launch)
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix not in FORMATS:
+        raise ConfigError(
+            f"the name of the output must end in {' or '.join(FORMATS)}", where=str(out), hint="--out predictions.csv"
+        )
+    if out.is_dir() or not out.parent.is_dir():
+        what = "it is a folder" if out.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"the output cannot be written: {what}", where=str(out), hint="name a file in a folder that exists"
+        )
+
+
+def open_task(request: Request, config: Config) -> Any:
+    """The task of the run with the rows of ``request.source`` as its ``eval``."""
+    section: Any = config.task
+    if not hasattr(section, "open_new"):
+        raise ConfigError(
+            f"the task {section.name} does not predict the rows of a file",
+            where=str(request.run),
+            hint="image_csv does; for pet_names there is harness generate",
+        )
+    cache = Path(config.data.cache_dir) if config.data.cache_dir else None
+    return section.open_new(trained_run.learned(request.run), request.source, cache)
+
+
+def _rank(request: Request, config: Config, launch: Launch) -> int:
+    with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
+        stop = Stop(runtime)
+        try:
+            with on_signals(stop), _one_thread(runtime.device):
+                return _predict(request, config, runtime, stop)
+        except HarnessError as error:
+            if error.told_by in (None, runtime.rank):
+                log.error("error: %s", error)
+            return error.exit_code
+        except RuntimeError as error:  # of a collective whose peer is gone
+            log.error(
+                "error: %s\n  -> if another rank failed or was killed, its own message tells more", first_line(error)
+            )
+            return EXIT_FAILURE
+
+
+def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> int:
+    start = time.perf_counter()
+    with runtime.together("opening the data"):
+        task = open_task(request, config)
+    runtime.all_equal(task.eval.table.digest, request.source, "give every node the same file")
+    best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
+    with runtime.together("building the model"):
+        model = _model(request, config, task, best, runtime.device)
+    loader = Loader(task.eval, config.data.num_workers, runtime.device)
+    try:
+        written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
+    except OSError as error:
+        raise CheckpointError(
+            f"it cannot be written: {error.strerror}", where=str(request.out), hint="free some space, or name another"
+        ) from None
+    finally:
+        loader.close()
+    if written is None:
+        log.info("stopped (%s); nothing was written", stop.reason or "a peer was")
+        return EXIT_STOPPED
+    seconds = time.perf_counter() - start
+    if written.bad:
+        log.warning("%d images could not be read: their rows are there, without a guess", written.bad)
+    log.info(
+        "%s: %d rows in %.1f s (%.0f rows/s, %d ranks)",
+        request.out, written.rows, seconds, written.rows / seconds, runtime.world_size,
+    )  # fmt: skip
+    return EXIT_DONE
+
+
+def _model(request: Request, config: Config, task: Any, best: dict[str, Tensor], device: torch.device) -> nn.Module:
+    """The model as it is in training: on the device, cast by amp at the run's level."""
+    model = build.build_model(config, task)
+    trained_run.load(model, best, request.run)  # before amp, which casts them
+    model = model.to(device)
+    if config.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    chosen = precision.choose(config.precision, device, config.needs_our_amp)
+    optimizer = optim.build(config.optimizer, precision.trainable(model.parameters()), config.optimizer.lr)
+    model, _ = chosen.initialize(model, optimizer)
+    if config.model.compile:
+        model.compile()
+    return model
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Any:
+    """On a CPU each rank computes on one thread: how many there are may change the last digits, and more ranks use
+    more cores at least as well."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _gang(world_size: int, environ: Mapping[str, str], again: Sequence[str]) -> int:
+    """``world_size`` processes of this machine, which find each other through a store held here; their exit code."""
+    # The system picks the port: what is chosen beforehand may be taken by the time the ranks want it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    places = {rank: gang_environment(rank, world_size, store.port, "harness predict") for rank in range(world_size)}
+    gang = Gang(
+        [sys.executable, "-m", "harness", *again],
+        {rank: {**environ, **place} for rank, place in places.items()},
+        _END_S,
+    )
+    codes = [code for code in attend(gang, "stopping").exits.values() if code]
+    return next((code for code in codes if code > 0 and code != EXIT_FAILURE), EXIT_FAILURE if codes else EXIT_DONE)

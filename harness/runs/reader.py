@@ -1,0 +1,320 @@
+"""What run folders and sweep folders hold, read for whoever compares or shows them. Reads files, and nothing else.
+
+Here is what is in a folder and in what state it was left. What the numbers mean lives in ``harness.report`` and
+``harness.compare.command``. Nothing here needs torch, and nothing a run has left, whole or half, is an error: it is a
+``problem`` of that record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.json
+import yaml
+
+from harness.errors import ConfigError, first_line
+
+State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
+"""finished: trained to its end · stopped: on request, with a checkpoint · pruned: given up by its sweep ·
+failed: left a failure.json · unfinished: still running, or killed · waiting: a trial that has not started ·
+unreadable: nothing of a run is there."""
+
+_REAL, _WHOLE = pa.float64(), pa.int64()
+_KNOWN = pa.schema(
+    {"split": pa.string(), "step": _WHOLE, "epoch": _WHOLE, "samples": _WHOLE, "skipped": _WHOLE, "wall_s": _REAL,
+     "loss": _REAL, "lr": _REAL, "loss_scale": _REAL, "samples_per_s": _REAL, "data_wait": _REAL}
+)  # fmt: skip
+_TAIL_BYTES = 1 << 16  # of a file, in which its last line is looked for
+_LAST_LINES = 5  # of a log, among which a run says that it was stopped
+_Yaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # thousands of files are read
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run's place in its sweep. ``value``: of the sweep's metric, where there is one."""
+
+    number: int
+    params: dict[str, Any]
+    world: int | None
+    state: str
+    value: float | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep folder. ``trials``: as ``sweep.json`` has them; ``space``: {dotted key: values, or what they are}."""
+
+    path: Path
+    name: str
+    metric: str | None
+    direction: Literal["max", "min"] | None
+    space: dict[str, Any]
+    trials: list[dict[str, Any]]
+    problems: list[str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run folder. What could not be read is empty, and told in ``problems``."""
+
+    path: Path
+    name: str
+    state: State
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    provenance: list[dict[str, Any]] = field(default_factory=list)
+    failure: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    sweep: Sweep | None = None
+    trial: Trial | None = None
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks of the newest start."""
+        starts = [start.get("world_size") for start in self.provenance[-1:]]
+        known = [*starts, self.summary.get("world_size"), self.trial.world if self.trial else None]
+        return next((world for world in known if isinstance(world, int)), None)
+
+    def metrics(self) -> pa.Table:
+        """``metrics.jsonl``, a row a line; a key that a line does not have is null there.
+
+        The columns that every training line has are always there. Lines that are not JSON are left out, and told in
+        ``problems``.
+        """
+        try:
+            text = (self.path / "metrics.jsonl").read_bytes()
+        except OSError:
+            return _KNOWN.empty_table()
+        table, problem = _parsed(text)
+        if problem and problem not in self.problems:
+            self.problems.append(problem)
+        return table
+
+
+def read(path: Path) -> Record:
+    """The run folder at ``path``; never fails."""
+    if not path.is_dir():
+        return Record(path, path.name, "unreadable", problems=["there is no such folder"])
+    problems: list[str] = []
+    config = _yaml(path / "config.yaml", problems)
+    summary = _json(path / "summary.json", dict, problems)
+    failure = _json(path / "failure.json", dict, problems)
+    provenance = [start for start in _json(path / "provenance.json", list, problems) if isinstance(start, dict)]
+    problems += _missing(path)
+    if not is_run(path):
+        return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
+    if (path / "failure.json").exists():
+        state: State = "failed"
+    elif summary.get("finished") is True:
+        state = "finished"
+    else:
+        state = "stopped" if _was_stopped(path) else "unfinished"
+    name = config.get("name") or summary.get("name") or path.name
+    return Record(path, str(name), state, config, summary, provenance, failure, problems)
+
+
+def find(paths: Iterable[Path]) -> list[Record]:
+    """The runs at ``paths``, each once: a path is a run folder, a sweep folder, or a folder of such.
+
+    Raises ConfigError for a path where there is no run.
+    """
+    found: dict[Path, Record] = {}
+    for path in paths:
+        records = list(_below(path))
+        if not records:
+            raise _no_run(path)
+        for record in records:
+            found.setdefault(record.path.resolve(), record)
+    return list(found.values())
+
+
+def sweep(path: Path) -> Sweep | None:
+    """The sweep folder at ``path``; None if it is none."""
+    if not (path / "sweep.json").is_file():
+        return None
+    problems: list[str] = []
+    told = _json(path / "sweep.json", dict, problems)
+    directions: dict[Any, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
+    space, trials = told.get("space"), told.get("trials")
+    return Sweep(
+        path,
+        str(told.get("name") or path.name),
+        told.get("metric"),
+        directions.get(told.get("direction")),
+        space if isinstance(space, dict) else {},
+        [trial for trial in trials if isinstance(trial, dict)] if isinstance(trials, list) else [],
+        problems,
+    )
+
+
+def is_run(path: Path) -> bool:
+    """Whether anything of a run is at ``path``."""
+    return any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json", "failure.json"))
+
+
+# Finding
+
+
+def _below(path: Path, depth: int = 1) -> Iterator[Record]:
+    """The runs of ``path``; of a folder that is neither run nor sweep those one level down."""
+    if (found := sweep(path)) is not None:
+        yield from _trials(found)
+    elif is_run(path):
+        yield read(path)
+    elif depth and path.is_dir():
+        for inner in sorted(path.iterdir()):
+            if inner.is_dir():
+                yield from _below(inner, depth - 1)
+
+
+def _trials(sweep: Sweep) -> Iterator[Record]:
+    """The sweep's runs, by number; where ``sweep.json`` cannot be read, those whose folders are there."""
+    if not sweep.trials:
+        yield from (replace(read(path), sweep=sweep) for path in sorted(sweep.path.glob("trials/*")) if path.is_dir())
+        return
+    for place, told in enumerate(sweep.trials):
+        trial = _trial(told, place)
+        record = read(sweep.path / str(told.get("run")))
+        state = record.state
+        if state == "unreadable" and trial.state in ("waiting", "running"):
+            state, record = "waiting", replace(record, problems=[])
+        elif trial.state == "pruned":
+            state = "pruned"
+        elif trial.state == "failed" and state != "finished":
+            state = "failed"
+        yield replace(record, state=state, sweep=sweep, trial=trial)
+
+
+def _trial(told: dict[str, Any], place: int) -> Trial:
+    """A trial of ``sweep.json``; what is not of its kind there is taken as not told."""
+    number, params, world, value = (told.get(key) for key in ("number", "params", "world", "value"))
+    return Trial(
+        number if isinstance(number, int) else place,
+        params if isinstance(params, dict) else {},
+        world if isinstance(world, int) else None,
+        str(told.get("state")),
+        float(value) if isinstance(value, int | float) else None,
+        str(told["error"]) if told.get("error") else None,
+    )
+
+
+def _no_run(path: Path) -> ConfigError:
+    runs = sorted({str(other.parent) for other in Path().glob("runs/*/config.yaml")})
+    there = "; there are " + ", ".join(runs[:5]) if runs else ""
+    reason = "there is neither a run nor a sweep in it" if path.is_dir() else "there is no such folder"
+    return ConfigError(reason, where=str(path), hint=f"name a run folder or a sweep folder{there}")
+
+
+# Reading
+
+
+def _json(path: Path, kind: type, problems: list[str]) -> Any:
+    """The JSON at ``path``; empty where there is none, or not of this kind."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return kind()
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {first_line(error)}")
+        return kind()
+    if isinstance(content, kind):
+        return content
+    problems.append(f"{path.name} holds {type(content).__name__} where {kind.__name__} was expected")
+    return kind()
+
+
+def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml)  # noqa: S506 - a safe loader
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problems.append(f"{path.name} cannot be read: {first_line(error)}")
+        return {}
+    if isinstance(content, dict):
+        return content
+    problems.append(f"{path.name} is not a configuration")
+    return {}
+
+
+def _missing(path: Path) -> list[str]:
+    """Which files that every trained run has are missing, and whether the record breaks off in mid-line."""
+    problems = [
+        f"{name} is missing" for name in ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
+        if not (path / name).is_file()
+    ]  # fmt: skip
+    last = _tail(path / "metrics.jsonl").rpartition(b"\n")[2]
+    if last and not isinstance(_line(last), dict):
+        problems.append(_HALF)
+    return problems
+
+
+_HALF = "metrics.jsonl ends in mid-line: the run was killed while it wrote, or is writing"
+
+
+def _tail(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _was_stopped(path: Path) -> bool:
+    lines = _tail(path / "logs" / "rank-0.log").decode(errors="replace").splitlines()
+    return any("stopped early (" in line for line in lines[-_LAST_LINES:])
+
+
+def _line(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _parsed(text: bytes) -> tuple[pa.Table, str]:
+    """The lines of ``text`` as a table, and what was wrong with them."""
+    end, problem = text.rfind(b"\n") + 1, ""
+    if end < len(text):
+        if isinstance(_line(text[end:]), dict):
+            text += b"\n"
+        else:
+            text, problem = text[:end], _HALF
+    if not text or text.isspace():
+        return _KNOWN.empty_table(), problem
+    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(text), 1 << 20))
+    try:
+        parsing = pyarrow.json.ParseOptions(explicit_schema=_KNOWN)
+        return pyarrow.json.read_json(pa.BufferReader(text), reading, parsing), problem
+    except pa.ArrowInvalid:
+        return _line_by_line(text.split(b"\n"), problem)
+
+
+def _line_by_line(lines: Sequence[bytes], problem: str) -> tuple[pa.Table, str]:
+    """As ``_parsed``, for a file that arrow refuses: what is wrong is left out, a line or a value at a time."""
+    rows = [_line(line) for line in lines if line.strip()]
+    good = [row for row in rows if isinstance(row, dict)]
+    problems = [problem] if problem else []
+    if len(good) < len(rows):
+        problems.append(f"metrics.jsonl: {len(rows) - len(good)} of {len(rows)} lines are not whole, and left out")
+    columns: dict[str, pa.Array] = {}
+    for name in dict.fromkeys([*_KNOWN.names, *(key for row in good for key in row)]):
+        values = [row.get(name) for row in good]
+        kind = _KNOWN.field(name).type if name in _KNOWN.names else None
+        if kind == _WHOLE and any(isinstance(value, float) for value in values):
+            kind = _REAL  # arrow would cut off what is behind the point
+        try:
+            columns[name] = pa.array(values, type=kind)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            expected, kind = (str, kind) if kind == pa.string() else (int | float, _REAL)
+            columns[name] = pa.array([value if isinstance(value, expected) else None for value in values], type=kind)
+            problems.append(f"metrics.jsonl: {name!r} is not of one kind; values that do not fit are left out")
+    return pa.table(columns), "; ".join(problems)

@@ -1,0 +1,250 @@
+"""The run folder: its files, who may write in it, and what a new start does with what it finds there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pandas as pd
+import torch
+import yaml
+
+from harness.config import loader
+from harness.config.schema import Config, recipe_difference
+from harness.distributed.runtime import Runtime
+from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
+from harness.runs import rank_exit
+from harness.runs.files import finite, write_atomically
+
+_PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
+_HOLD_S = 20.0  # a rank that has lost its peers or its launcher is gone by then
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the run folder cannot be written: {error.strerror}", where=str(path), hint="name another with output=FOLDER"
+    )
+
+
+def own_checkpoint(resume: str) -> ConfigError:
+    return ConfigError(
+        f"{resume} is a checkpoint of the very run that is to go on from it",
+        where="checkpoint.resume",
+        hint="auto goes on from the newest one; to go back to an earlier one, give the new run a name=NAME",
+    )
+
+
+class RunFolder:
+    """Paths of one run, and its small files.
+
+    ``join``, ``changed``, ``deliver`` and ``leave`` are for a run that is kept somewhere else (``harness.runs.remote``):
+    here all that is written has arrived.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = str(path)  # for people
+        self.claimed = False  # by this start: before that, what lies there may be another's
+        self._lock: filelock.BaseFileLock | None = None
+        self.begun: Any = None  # what ``claim`` has to tell the other ranks, for ``join``
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.metrics = path / "metrics.jsonl"
+        self.weights = path / "weights.safetensors"
+
+    def hold(self) -> None:
+        """Keep other starts out of the folder until ``release``, or until this process ends, however it does. Waits a
+        moment for one that is about to end. Only one rank calls it. Raises ConfigError."""
+        lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"), thread_local=False)
+        with contextlib.suppress(OSError, NotImplementedError):  # claim tells of the one; some disks know no locks
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=_HOLD_S)
+            except filelock.Timeout:
+                raise ConfigError(
+                    "another start is training in this run folder",
+                    where=self.where,
+                    hint="wait for it or stop it, and type the same again; or give this one a name=NAME",
+                ) from None
+            self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release(force=True)
+
+    def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
+        """Make the folder this run's; return what to tell the user about what was there. Only one rank calls it.
+
+        The same recipe goes on where it was. Another one, or ``resume: never``, moves the old folder aside (NAME.1, …),
+        so that nothing written is lost; before that ``rehearse`` raises what would keep the new one from beginning.
+        Raises ConfigError where the folder cannot be written.
+        """
+        told = ""
+        if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
+            raise own_checkpoint(config.checkpoint.resume)
+        if (saved := self.path / "config.yaml").exists():
+            told = self._continue_or_move(saved, config, rehearse)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
+            write_atomically(self.path / "config.yaml", loader.to_text(config))
+            self.forget()
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
+        return told
+
+    def forget(self) -> None:
+        """Remove what tells how an earlier start ended."""
+        (self.path / "failure.json").unlink(missing_ok=True)
+        rank_exit.forget(self.logs)
+
+    def _continue_or_move(self, saved: Path, config: Config, rehearse: Callable[[], None]) -> str:
+        difference = recipe_difference(_saved_tree(saved), loader.as_tree(config))
+        if config.checkpoint.resume != "never" and not difference:
+            return ""
+        rehearse()
+        aside = self._move_aside()
+        changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
+        changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
+        why = f"its recipe differs ({changes})" if difference else "checkpoint.resume=never"
+        return f"the earlier run was moved to {aside}: {why}"
+
+    def _move_aside(self) -> str:
+        """Give what is there the next free name, NAME.1 or another; return where it is now."""
+        number = next(n for n in range(1, sys.maxsize) if not self.path.with_name(f"{self.path.name}.{n}").exists())
+        aside = self.path.with_name(f"{self.path.name}.{number}")
+        try:
+            os.rename(self.path, aside)
+        except OSError as error:
+            raise ConfigError(
+                f"the earlier run cannot be moved aside: {error.strerror}",
+                where=str(self.path),
+                hint="name this one with name=NAME",
+            ) from None
+        return str(aside)
+
+    def join(self, rank: int, begun: Any) -> None:
+        """Have what ``rank`` needs of the run that rank 0 has claimed. Every rank calls it, after that."""
+
+    def changed(self) -> None:
+        """Something of weight was written: a checkpoint, or results. Only one rank calls it."""
+
+    def deliver(self) -> None:
+        """Wait until all that is written is where it is to be. Only one rank calls it."""
+
+    def leave(self, rank: int, done: bool) -> None:
+        """The last that ``rank`` does with the folder. ``done``: the run has come to its end."""
+
+    def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> None:
+        """Add this start to ``provenance.json``."""
+        path = self.path / "provenance.json"
+        starts = []
+        with contextlib.suppress(FileNotFoundError, ValueError):  # nobody's training ends for a damaged note
+            starts = list(json.loads(path.read_text(encoding="utf-8")))
+        starts.append(
+            {
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "command": [sys.executable, *sys.argv],
+                "git": _git(),
+                "packages": {name: _version(name) for name in _PACKAGES},
+                "python": platform.python_version(),
+                "cuda": torch.version.cuda if runtime.device.type == "cuda" else None,
+                "amp": backend,
+                "launched_by": runtime.launch.by,
+                "world_size": runtime.world_size,
+                "ranks": topology,
+            }
+        )
+        write_atomically(path, json.dumps(starts, indent=1) + "\n")
+
+    def learned(self, facts: dict[str, Any]) -> None:
+        """``task.json``: what the task took from the training data, for predictions without them."""
+        write_atomically(self.path / "task.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
+    def summary(self, values: dict[str, Any]) -> None:
+        write_atomically(self.path / "summary.json", json.dumps(finite(values), indent=1) + "\n")
+
+    def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
+        """``confusion.csv``: a row for each true class, a column for each guess, counts in the cells."""
+        if matrix is not None:
+            table = pd.DataFrame(matrix, index=pd.Index(classes, name="truth"), columns=classes)
+            write_atomically(self.path / "confusion.csv", table.to_csv())
+
+    def failure(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Leave ``report`` as failure.json, unless another rank was first; return what is there."""
+        path = self.path / "failure.json"
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                json.dump(report, file, indent=1)
+        except FileExistsError:
+            return _read_soon(path) or report
+        except OSError:
+            pass  # a full disk or a folder gone; the log and the terminal have the error
+        return report
+
+
+def _saved_tree(path: Path) -> dict[str, Any]:
+    """The resolved configuration of an earlier run; what its version did not have yet is at its default."""
+    with contextlib.suppress(ConfigError):
+        return loader.as_tree(loader.load(path))
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def failure_report(runtime: Runtime, step: int, error: Exception, trace: list[str]) -> dict[str, Any]:
+    return {
+        "rank": runtime.rank,
+        "host": runtime.host,
+        "step": step,
+        "error": type(error).__name__,
+        "message": str(error),
+        "exit_code": error.exit_code if isinstance(error, HarnessError) else EXIT_FAILURE,
+        "traceback": trace,
+    }
+
+
+def _read_soon(path: Path) -> dict[str, Any] | None:
+    """The JSON of ``path``, which another rank may be writing at this moment; None if it never becomes whole."""
+    for _ in range(20):
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            time.sleep(0.05)
+        else:
+            return content
+    return None
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of the working folder and whether it was changed since; None outside a repository."""
+
+    def ask(*command: str) -> str:
+        return subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {
+            "commit": ask("rev-parse", "HEAD"),
+            "changed": bool(ask("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,202 @@
+"""The tables of ``image_csv``, opened: images, model, loss and metrics."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.io import ImageReadMode
+from torchvision.transforms import v2
+
+from harness.config.schema import ModelSection
+from harness.data.images import ImageTable
+from harness.data.table.table import Table, open_table
+from harness.errors import DataError
+from harness.training import models
+from harness.training.classification import Classification
+
+if TYPE_CHECKING:
+    from harness.tasks.image_csv.config import Augment, Task
+
+
+def annotated(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
+    """``task.train_csv`` and ``task.eval_csv``. Raises DataError."""
+    tables = {
+        split: open_table(source, text=(task.path_column,), label=task.label_column, cache_dir=cache_dir)
+        for split, source in (("train", task.train_csv), ("eval", task.eval_csv))
+    }
+    classes = tables["train"].vocabulary
+    codes = {label: index for index, label in enumerate(classes)}
+    unknown = [label for label in tables["eval"].vocabulary if label not in codes]
+    if unknown:
+        raise _unknown_label(tables["eval"], task.train_csv, unknown, classes)
+
+    train, eval_ = (
+        _images(task, table, [codes[label] for label in table.vocabulary], seed) for table in tables.values()
+    )
+    return ImageCsv(task, train, eval_, classes)
+
+
+def to_guess(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
+    """The table ``source``, whose labels are not looked at."""
+    table = open_table(source, text=(task.path_column,), cache_dir=cache_dir)
+    images = _images(task, table, [], seed=0)
+    return ImageCsv(task, images, images, tuple(learned["classes"]), tuple(learned["image_size"]))
+
+
+def _images(task: Task, table: Table, codes: Sequence[int], seed: int) -> ImageTable:
+    """The images of ``table``, of whose label codes ``codes`` are the class indices."""
+    return ImageTable(
+        table=table,
+        root=Path(task.root),
+        path_column=task.path_column,
+        targets=np.asarray(codes, dtype=np.int64),
+        seed=seed,
+        mode=ImageReadMode.RGB if task.color == "rgb" else ImageReadMode.GRAY,
+        augment=_pipeline(task.augment, task.image_size),
+        resize=_pipeline(None, task.image_size),
+        on_bad_image=task.on_bad_image,
+    )
+
+
+@dataclass(frozen=True)
+class ImageCsv(Classification):
+    """The opened task: data, model, loss and metrics. ``classes[index]`` is the label of a class index.
+
+    ``known_size`` is the (height, width) of images where it was learned from other data than these.
+    """
+
+    options: Task
+    train: ImageTable
+    eval: ImageTable
+    classes: tuple[str | int, ...]
+    known_size: tuple[int, ...] | None = None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return {"train rows": len(self.train), "eval rows": len(self.eval), "classes": len(self.classes)}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is odd about the annotations, though it can be used."""
+        return [*self.train.table.notes, *self.eval.table.notes]
+
+    @property
+    def fingerprint(self) -> str:
+        """The same on two nodes if and only if they read the same annotations."""
+        return f"{self.train.table.digest} {self.eval.table.digest}"
+
+    def label_counts(self, start: int, stop: int) -> np.ndarray:
+        """Training rows of each class among rows [start, stop)."""
+        counts = np.zeros(len(self.classes), dtype=np.int64)
+        for edge in range(start, stop, 1 << 20):
+            codes = self.train.table.labels(np.arange(edge, min(edge + (1 << 20), stop)))
+            counts += np.bincount(self.train.targets[codes], minlength=len(self.classes))
+        return counts
+
+    @cached_property
+    def image_size(self) -> tuple[int, ...]:
+        """(height, width) as the model sees it: as set, else that of the first training image that can be read."""
+        known = self.options.image_size or self.known_size
+        return known or tuple(self.train.batch(np.arange(1), epoch=0).inputs.shape[-2:])
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        return {"classes": list(self.classes), "image_size": list(self.image_size)}
+
+    def model(self, section: ModelSection) -> nn.Module:
+        example = torch.zeros(2, self.options.channels, *self.image_size)
+        known = {"num_classes": len(self.classes), "in_channels": self.options.channels}
+        return models.build(section.name, section.args, known, example)
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """uint8 (batch, channels, height, width) -> float32, normalised, on the same device."""
+        mean, std = (
+            _per_channel(v, self.options.channels, inputs.device) for v in (self.options.mean, self.options.std)
+        )
+        return inputs.float().div_(255).sub_(mean).div_(std)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy of logits (batch, classes)."""
+        return functional.cross_entropy(outputs, targets, label_smoothing=self.options.label_smoothing)
+
+    def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
+        """Path and label of rows to evaluate."""
+        table, label = self.eval.table, self.options.label_column
+        found: dict[str, list[Any]] = {"id": table.strings(self.options.path_column, rows)}
+        if table.label is not None:
+            found["truth"] = [table.vocabulary[code] for code in table.labels(rows).tolist()]
+        elif label in table.columns:
+            found["truth"] = table.strings(label, rows)
+        return found
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What a user of an exported model must know."""
+        mean, std = (list(v or [0.5] * self.options.channels) for v in (self.options.mean, self.options.std))
+        return {
+            "input": "images",
+            "output": "logits",
+            "classes": list(self.classes),
+            "preprocessing": {
+                "color": self.options.color,
+                "size": list(self.image_size),
+                "resize": "bilinear with antialiasing" if self.options.image_size else "none: images have this size",
+                "scale": "pixels from 0 to 255 are divided by 255, then mean is subtracted, then divided by std",
+                "mean": mean,
+                "std": std,
+            },
+        }
+
+
+@lru_cache  # made once: a new tensor on a GPU is a copy that the host waits for
+def _per_channel(values: tuple[float, ...] | None, channels: int, device: torch.device) -> Tensor:
+    return torch.tensor(values or [0.5] * channels, device=device).view(-1, 1, 1)
+
+
+def _pipeline(augment: Augment | None, size: tuple[int, int] | None) -> v2.Transform:
+    """uint8 image -> uint8 image."""
+    steps: list[v2.Transform] = []
+    if augment and augment.random_resized_crop and size:
+        steps.append(v2.RandomResizedCrop(size, antialias=True))
+    elif size:
+        steps.append(v2.Resize(size, antialias=True))
+    if augment and augment.rotation:
+        steps.append(v2.RandomRotation(augment.rotation, interpolation=v2.InterpolationMode.BILINEAR))
+    if augment and augment.crop_padding:
+        steps.append(_Shift(augment.crop_padding))
+    if augment and augment.horizontal_flip:
+        steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
+    return v2.Compose(steps) if steps else v2.Identity()
+
+
+class _Shift(v2.Transform):
+    """Move the image by up to ``pixels`` in each direction, filling with zeros."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        self.pixels = pixels
+
+    def forward(self, image: Tensor) -> Tensor:
+        padded = functional.pad(image, [self.pixels] * 4)
+        top, left = torch.randint(0, 2 * self.pixels + 1, (2,)).tolist()
+        return padded[..., top : top + image.shape[-2], left : left + image.shape[-1]]
+
+
+def _unknown_label(table: Table, train_csv: str, unknown: list[Any], classes: tuple[Any, ...]) -> DataError:
+    near = difflib.get_close_matches(str(unknown[0]), [str(label) for label in classes], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "evaluate on labels that are trained, or correct the CSV"
+    labels = ", ".join(repr(label) for label in unknown[:5])
+    code = table.vocabulary.index(unknown[0])
+    row = next(row for row in range(len(table)) if table.labels(np.asarray([row]))[0] == code)
+    return DataError(
+        f"{len(unknown)} label(s) that {train_csv} does not have: {labels}", where=table.where(row), hint=hint
+    )

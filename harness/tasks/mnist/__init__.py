@@ -1,0 +1,1 @@
+"""Task mnist: config.py is its section of the YAML, task.py its data, model and metrics (imports torch)."""

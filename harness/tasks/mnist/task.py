@@ -1,0 +1,104 @@
+"""The files of ``mnist`` and ``fashion_mnist``, opened: images, model, loss and metrics."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision import datasets
+
+from harness.config.schema import ModelSection
+from harness.data.arrays import Arrays, map_idx
+from harness.training import models
+from harness.training.classification import Classification
+
+if TYPE_CHECKING:
+    from harness.tasks.mnist.config import Task
+
+
+def mapped(task: Task) -> Images:
+    """The images in ``task.root``. Raises DataError."""
+    return Images(task, _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows))
+
+
+def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
+    raw = Path(task.root) / task.kind / "raw"
+    how = f"type: harness data {task.name} {task.root}"
+    images = map_idx(raw / f"{split}-images-idx3-ubyte", 3, how)[:num_rows, None]
+    labels = map_idx(raw / f"{split}-labels-idx1-ubyte", 1, how)[:num_rows]
+    return Arrays(images, labels.astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Images(Classification):
+    """The opened task: data, model, loss and metrics. Images are uint8 (rows, 1, height, width)."""
+
+    options: Task
+    train: Arrays
+    eval: Arrays
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """``classes[index]`` is the name of a class index."""
+        known = getattr(datasets, self.options.kind).classes
+        return tuple(name.split(" - ")[0] for name in known)  # MNIST's are "0 - zero"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return {"train rows": len(self.train), "eval rows": len(self.eval), "classes": len(self.classes)}
+
+    @property
+    def notes(self) -> list[str]:
+        return []
+
+    @property
+    def fingerprint(self) -> str:
+        """The same on two nodes if and only if they read the same images and labels."""
+        digest = hashlib.sha256()
+        for rows in (self.train, self.eval):
+            for array in (rows.inputs, rows.targets):
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def label_counts(self, start: int, stop: int) -> np.ndarray:
+        """Training rows of each class among rows [start, stop)."""
+        return np.bincount(self.train.targets[start:stop], minlength=len(self.classes))
+
+    def model(self, section: ModelSection) -> nn.Module:
+        known = {"num_classes": len(self.classes), "in_channels": 1}
+        return models.build(section.name, section.args, known, torch.zeros(2, *self.train.inputs.shape[1:]))
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """uint8 (batch, 1, height, width) -> float32, normalised, on the same device."""
+        return inputs.float().div_(255).sub_(self.options.mean).div_(self.options.std)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy of logits (batch, classes)."""
+        return functional.cross_entropy(outputs, targets)
+
+    def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
+        """Number and label of rows to evaluate."""
+        return {"id": rows.tolist(), "truth": [self.classes[code] for code in self.eval.targets[rows].tolist()]}
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What a user of an exported model must know."""
+        return {
+            "input": "images",
+            "output": "logits",
+            "classes": list(self.classes),
+            "preprocessing": {
+                "color": "gray",
+                "size": list(self.train.inputs.shape[2:]),
+                "scale": "pixels from 0 to 255 are divided by 255, then mean is subtracted, then divided by std",
+                "mean": [self.options.mean],
+                "std": [self.options.std],
+            },
+        }

@@ -1,0 +1,169 @@
+"""Optimizer, learning-rate schedule, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import OptimizerSection, ScheduleSection
+from harness.errors import ConfigError
+from harness.training.fsdp import local, part_like
+
+
+def scaled_lr(section: OptimizerSection, global_batch: int) -> float:
+    """Peak learning rate for ``global_batch`` rows a step.
+
+    linear: Goyal et al., https://arxiv.org/abs/1706.02677; sqrt: Krizhevsky, https://arxiv.org/abs/1404.5997.
+    """
+    if section.lr_scaling == "none" or section.lr_base_batch is None:
+        return section.lr
+    ratio = global_batch / section.lr_base_batch
+    return section.lr * (ratio if section.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of ``section`` over ``params``, in one group."""
+    make = _find(section.name)
+    accepted = inspect.signature(make).parameters
+    given: dict[str, Any] = {"lr": lr, **section.args}
+    for key in ("momentum", "weight_decay"):
+        value = getattr(section, key)
+        if value is not None:
+            given[key] = value
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    wrong = [] if takes_all else [key for key in given if key not in accepted]
+    if wrong:
+        takes = ", ".join(key for key in accepted if key != "params")
+        raise ConfigError(f"{section.name} takes no {', '.join(wrong)}", where="optimizer", hint=f"it takes: {takes}")
+    try:
+        optimizer: torch.optim.Optimizer = make(params, **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{section.name} cannot be made: {error}", where="optimizer") from None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{section.name} is not a torch.optim.Optimizer", where="optimizer.name")
+    return optimizer
+
+
+# Apex's, by short names; imported where they are asked for, like any class that is named by its path.
+FUSED = {
+    f"fused_{name.lower()}": f"harness.apex.optimizers.Fused{name}"
+    for name in ("Adam", "LAMB", "SGD", "NovoGrad", "Adagrad")
+}
+
+
+def _find(name: str) -> Any:
+    known: dict[str, Any] = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value)
+        and issubclass(value, torch.optim.Optimizer)
+        # LBFGS wants to run the model itself, which no amp and no loop of this kind can let it.
+        and value not in (torch.optim.Optimizer, torch.optim.LBFGS)
+    }
+    if name in known:
+        return known[name]
+    module, _, attribute = FUSED.get(name, name).rpartition(".")
+    try:
+        if module:
+            found = getattr(importlib.import_module(module), attribute)
+            inspect.signature(found)
+            return found
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer {name!r} cannot be imported: {error}", where="optimizer.name") from None
+    names = sorted(known) + sorted(FUSED)
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(names)
+    raise ConfigError(f"there is no optimizer {name!r}", where="optimizer.name", hint=hint)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a pure function of the number of applied updates."""
+
+    section: ScheduleSection
+    peak: float
+    floor: float
+    steps_per_epoch: int
+    total_steps: int
+
+    @cached_property
+    def warmup_steps(self) -> int:
+        return round(self.section.warmup_epochs * self.steps_per_epoch)
+
+    def lr(self, applied: int) -> float:
+        """The rate of the update that follows ``applied`` others."""
+        warmup = self.warmup_steps
+        if applied < warmup:
+            return self.peak * (applied + 1) / warmup
+        progress = min(1.0, (applied - warmup) / max(1, self.total_steps - warmup))
+        if self.section.name == "cosine":  # https://arxiv.org/abs/1608.03983, one period
+            return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+        if self.section.name == "polynomial":
+            return self.floor + (self.peak - self.floor) * (1 - progress) ** self.section.power
+        if self.section.name == "step":
+            passed = sum(applied >= round(epoch * self.steps_per_epoch) for epoch in self.section.milestones)
+            return self.peak * self.section.gamma**passed
+        return self.peak
+
+    def set_lr(self, optimizer: torch.optim.Optimizer, applied: int) -> float:
+        lr = self.lr(applied)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+
+class Ema:
+    """An exponential moving average of ``params``, which are copied into ``module`` to evaluate or export it.
+
+    ``sources`` are what the optimizer updates (float32 masters where there are any), in the order of ``params``.
+    The average starts slowly, min(decay, (1 + n) / (10 + n)) after n updates, so that it forgets the random start.
+    """
+
+    def __init__(self, module: nn.Module, sources: list[Tensor], decay: float) -> None:
+        self.params: list[Tensor] = [param for param in module.parameters() if param.requires_grad]
+        self.decay = decay
+        self.num_updates = 0
+        self.average = [source.detach().float().clone() for source in sources]  # sharded where the sources are
+
+    @torch.no_grad()
+    def update(self, sources: Iterable[Tensor]) -> None:
+        """Take in the weights after an applied update; no host sync."""
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        self.num_updates += 1
+        values = [local(source.detach()) for source in sources]
+        if any(value.dtype != torch.float32 for value in values):
+            values = [value.float() for value in values]
+        torch._foreach_lerp_(self._own(), values, 1 - decay)
+
+    def _own(self) -> list[Tensor]:
+        """What of the average this rank holds."""
+        return [local(average) for average in self.average]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model holds the averaged weights while the body runs, and its own again after it."""
+        params = [local(param.detach()) for param in self.params]
+        own = [param.clone() for param in params]
+        torch._foreach_copy_(params, self._own())
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(params, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates, "average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_updates = state["num_updates"]
+        for mine, loaded in zip(self.average, state["average"], strict=True):
+            mine.copy_(part_like(mine, loaded))

@@ -1,0 +1,142 @@
+"""Mixed precision behind one signature: an installed Apex that really has amp, or harness.apex.
+
+The rest of the harness speaks only to a ``Precision``; which implementation answers is decided here, printed, and
+saved in every checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import LarcSection, PrecisionSection
+from harness.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One amp implementation, set up at one level. ``backend`` is its name and version."""
+
+    amp: Any
+    distributed: Any  # the module that holds its DistributedDataParallel
+    backend: str
+    options: dict[str, Any]
+
+    def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        try:
+            initialized: tuple[nn.Module, torch.optim.Optimizer] = self.amp.initialize(model, optimizer, **self.options)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"amp refuses these settings: {error}", where="precision") from error
+        return initialized
+
+    def larc(self, optimizer: torch.optim.Optimizer, section: LarcSection) -> torch.optim.Optimizer:
+        """``optimizer`` with layer-wise adaptive rates; before ``initialize``, which skips steps of the whole."""
+        wrapped: torch.optim.Optimizer = self.distributed.LARC.LARC(optimizer, **section.model_dump())
+        return wrapped
+
+    def synchronized(self, model: nn.Module) -> nn.Module:
+        """``model`` with batch norms that span all ranks. Before the optimizer is built: weights are copied."""
+        converted: nn.Module = self.distributed.convert_syncbn_model(model)
+        return converted
+
+    def scale_loss(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool
+    ) -> AbstractContextManager[Tensor]:
+        context: AbstractContextManager[Tensor] = self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale)
+        return context
+
+    def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        """The parameters that the optimizer really updates, in the order in which it was given them."""
+        params: Iterator[Tensor] = self.amp.master_params(optimizer)
+        return params
+
+    def skips(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the coming ``optimizer.step()`` will be skipped for an overflow. The same on all ranks."""
+        stash = getattr(optimizer, "_amp_stash", None)
+        return bool(getattr(stash, "already_patched", False))
+
+    def loss_scale(self) -> float:
+        scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
+        return float(scalers[0].loss_scale()) if scalers else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: dict(scaler) for name, scaler in self.amp.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.amp.load_state_dict(state)
+
+
+def choose(section: PrecisionSection, device: torch.device, ours: bool = False) -> Precision:
+    """The implementation that ``section`` asks for. ``auto`` takes an installed Apex on CUDA, and ours otherwise.
+
+    ``ours``: something else in the configuration needs ours (``Config.needs_our_amp``).
+    """
+    if section.backend == "harness" or (section.backend == "auto" and (ours or device.type == "cpu")):
+        return _ours(section)
+    apex, why_not = installed_apex()
+    if apex is None:
+        if section.backend == "auto":
+            return _ours(section)
+        raise ConfigError(
+            f"precision.backend=apex, but {why_not}",
+            where="precision.backend",
+            hint="use precision.backend=harness, or follow NVIDIA's instructions for an Apex with amp (25.05 or older)",
+        )
+    if section.opt_level in ("O4", "O5") and not hasattr(apex[0], "bfloat16_function"):
+        raise ConfigError(
+            f"the installed Apex has no level {section.opt_level} (ROCm's has)",
+            where="precision.opt_level",
+            hint="use precision.backend=harness",
+        )
+    return Precision(*apex, _options(section))
+
+
+def installed_apex() -> tuple[tuple[Any, Any, str] | None, str]:
+    """((amp, parallel, name), "") of an installed Apex that has both, or (None, why not)."""
+    try:
+        amp, parallel = importlib.import_module("apex.amp"), importlib.import_module("apex.parallel")
+    except ModuleNotFoundError as error:
+        if error.name == "apex":
+            return None, "no Apex is installed"
+        return (
+            None,
+            "the installed apex has no amp (PyPI's apex is another package, and NVIDIA removed amp after 25.05)",
+        )
+    except Exception as error:
+        return None, f"the installed apex cannot be imported: {error}"
+    if not all(hasattr(amp, name) for name in ("initialize", "scale_loss", "master_params", "state_dict")):
+        return None, "the installed apex.amp is not NVIDIA's"
+    if amp.__name__.startswith("harness."):
+        return None, "apex.amp is harness.apex itself (harness.apex.install() was called)"
+    try:
+        version = importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    return (amp, parallel, f"apex {version}"), ""
+
+
+def _ours(section: PrecisionSection) -> Precision:
+    from harness.apex import amp, parallel
+
+    return Precision(amp, parallel, "harness.apex", _options(section))
+
+
+def _options(section: PrecisionSection) -> dict[str, Any]:
+    """The arguments of ``amp.initialize``; what is not set is left to the level."""
+    chosen = section.model_dump(exclude={"backend"}, exclude_none=True)
+    for key in ("cast_model_type", "cast_model_outputs"):
+        if key in chosen:
+            chosen[key] = getattr(torch, chosen[key])
+    return {**chosen, "verbosity": 0}
+
+
+def trainable(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """What the optimizer is given: one group of all trainable parameters, in the model's order."""
+    return [param for param in params if param.requires_grad]

@@ -1,0 +1,58 @@
+"""Random number streams: every source in use, seeded from (seed, purpose), saved and restored as plain data."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness.data.seeds import derive
+
+
+def seed_all(*key: int) -> None:
+    """Seed torch (all devices), numpy and random from ``key``."""
+    seed = derive(*key)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def get_state(device: torch.device) -> dict[str, Any]:
+    """The state of every stream this rank uses, as tensors and plain numbers (loads with ``weights_only=True``)."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": [
+            str(name),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
+        "python": [version, list(internal), gauss_next],
+    }
+
+
+def set_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what ``get_state`` returned."""
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+
+
+def make_deterministic(on: bool) -> None:
+    """Refuse (or allow again) algorithms whose result changes from run to run."""
+    if on:
+        # cuBLAS reads this at its first use; without it torch refuses to run matrix products deterministically.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.benchmark = not on

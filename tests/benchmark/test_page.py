@@ -1,0 +1,80 @@
+"""docs/strategies.md: its commands are typed, and its table of what cannot work is the one in the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from harness.benchmark import strategies
+from harness.cli import main
+from harness.config.constraints import IMPOSSIBLE
+from harness.data import digits
+from tests.conftest import ROOT
+from tests.ranks import free_port
+
+PAGE = (ROOT / "docs" / "strategies.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for line in block.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder like the project's, with the digits in it."""
+    folder = tmp_path_factory.mktemp("page")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    digits.write(folder / "data" / "digits")
+    return folder
+
+
+def words(start: str) -> list[list[str]]:
+    found = [shlex.split(line) for line in COMMANDS if line.startswith(start)]
+    assert found
+    return found
+
+
+def test_every_kind_of_command_is_tested():
+    kinds = ("harness check ", "harness bench strategies ", "python -m torch.distributed.launch ")
+    assert [line for line in COMMANDS if not line.startswith(kinds)] == []
+
+
+def test_what_is_checked_can_run(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    for command in words("harness check"):
+        assert main(command[1:]) == 0, capsys.readouterr().err
+
+
+def test_the_benchmark_is_understood(place, monkeypatch):
+    monkeypatch.chdir(place)
+    told = []
+    monkeypatch.setattr(strategies.bench_report, "write", lambda found, out: [out / "strategies.md"])
+    monkeypatch.setattr(strategies.log, "info", lambda *_: None)
+    monkeypatch.setattr(strategies, "run", lambda case, *_: told.append(case) or {"train_s": 1.0, "forward_s": 1.0})
+    for command in words("harness bench"):
+        assert main(command[1:]) == 0
+    assert {case.name for case in told} == {"none", "dp", "ddp delayed", "ddp overlapped", "fsdp"}
+
+
+@pytest.mark.slow
+def test_training_in_shards(place):
+    for command in words("python"):
+        command[0] = sys.executable
+        command.insert(command.index("--nproc_per_node=2"), f"--master_port={free_port()}")
+        command[command.index("driver.py")] = str(ROOT / "driver.py")
+        command += ["train.max_steps=2", "runtime.device=cpu"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert "parallel: fsdp" in done.stderr
+
+
+def test_every_impossible_pair_is_on_the_page():
+    table = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
+    for _, conflict in IMPOSSIBLE:
+        for key in conflict.keys:
+            section, name = key.split(".")
+            assert f"{section}.{name}" in table or key in ("parallel.strategy", "optimizer.name"), key

@@ -1,0 +1,168 @@
+"""``harness bench strategies``: which cases there are, what processes measure, and what is said of the figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from harness.benchmark import report, strategies
+from harness.benchmark.report import PARTS, Bench, answers, diagnosis, page, parts
+from harness.benchmark.strategies import Case
+from harness.cli import main
+from harness.config import loader
+from harness.errors import ConfigError, HarnessError
+from tests.fixtures import settings, write_rows, write_yaml
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    write_rows(folder, "train", 20)
+    write_rows(folder, "eval", 6)
+    model = {"name": "mlp", "args": {"hidden": 1100}}
+    tree = settings(
+        folder, model=model, batch={"global": 8}, optimizer={"momentum": 0.9}, precision={"opt_level": "O0"}
+    )
+    return str(write_yaml(folder / "bench.yaml", tree))
+
+
+def plan(config, *overrides, worlds=(1, 2)):
+    return strategies.plan(config, overrides, loader.load(config, overrides), worlds)
+
+
+def told(cases):
+    return [(case.name, case.num_processes, case.rows, case.messages) for case in cases]
+
+
+def test_every_strategy_is_measured_as_it_is_and_without_messages(config):
+    cases, left_out = plan(config)
+    assert told(cases) == [
+        ("none", 1, 8, "none"), ("dp", 1, 8, "none"), ("none", 1, 4, "none"), ("none", 2, 4, "none"),
+        ("ddp delayed", 2, 4, "mute"), ("ddp delayed", 2, 4, "real"), ("ddp overlapped", 2, 4, "mute"),
+        ("ddp overlapped", 2, 4, "real"), ("fsdp", 2, 4, "mute"), ("fsdp", 2, 4, "real"),
+    ]  # fmt: skip
+    assert left_out == {}
+
+
+def test_rows_of_a_rank_stay_where_they_are_said_a_rank(config):
+    cases, _ = plan(config, "batch.global=null", "batch.per_rank=8")
+    assert {case.rows for case in cases} == {8}
+    assert told(cases)[2] == ("none", 2, 8, "none")  # one alone with the rows of a rank is the first case already
+
+
+def test_what_does_not_fit_is_left_out_with_its_reason(config):
+    cases, left_out = plan(config, "precision.opt_level=O2", worlds=(1, 2, 3))
+    assert "fsdp" not in {case.name for case in cases}
+    assert "use precision.opt_level=O1" in left_out["fsdp"]
+    assert left_out["3 processes"] == "batch.global=8 cannot be dealt to 3 ranks"
+    with pytest.raises(ConfigError, match="there is no task"):
+        strategies.strategies(config, ["task.name=nope"], [1], 1, 1, 1, None)
+
+
+@pytest.mark.parametrize("messages", ["real", "mute"])
+def test_fresh_processes_measure_a_case(config, messages):
+    figures = strategies.run(Case("fsdp", ("parallel.strategy=fsdp",), 2, 4, messages), config, [], steps=2, threads=1)
+    assert figures["rows"] == 8
+    assert figures["train_s"] > figures["forward_s"] > 0
+    assert figures["parallel"] == "fsdp in 2 parts"
+    assert figures["skipped"] == 0
+    # weights, gradients and momentum of (64 x 1100 + 1100 + 1100 x 3 + 3) float32 numbers, over two ranks
+    assert figures["held_bytes"] == 3 * 4 * (64 * 1100 + 1100 + 3300 + 3) / 2
+
+
+def test_a_process_that_fails_is_quoted(config):
+    case = Case("none", ("parallel.strategy=none",), 1, 4, "none")
+    with pytest.raises(HarnessError, match="(?s)none on 1 processes: process 0 ended with 1.*image not found"):
+        strategies.run(case, config, ["task.root=/nowhere"], steps=2, threads=1)
+
+
+# What is said of figures, on figures that are made up
+
+
+def made_up(times: dict[tuple[str, int, int, str], list[float]]) -> Bench:
+    def figures(name: str, processes: int, rows: int, train_ms: float) -> dict:
+        held = 8e6 / processes if name == "fsdp" else 8e6
+        on = "dp on one device (cpu)" if name == "dp" else name
+        return {"train_s": train_ms / 1e3, "forward_s": train_ms / 4e3, "rows": rows * processes, "peak_bytes": 9e7,
+                "held_bytes": held, "parallel": on}  # fmt: skip
+
+    cases = [
+        {"name": name, "processes": processes, "rows": rows, "messages": messages,
+         "rounds": [figures(name, processes, rows, train_ms) for train_ms in rounds]}
+        for (name, processes, rows, messages), rounds in times.items()
+    ]  # fmt: skip
+    return Bench("made up", "mlp", "O0", 10, 1, cases, {})
+
+
+TIMES = {
+    ("none", 1, 8, "none"): [100.0, 100.0, 100.5],
+    ("dp", 1, 8, "none"): [100.0, 101.0, 101.0],
+    ("none", 1, 4, "none"): [55.0, 55.0, 56.0],
+    ("none", 2, 4, "none"): [58.0, 58.0, 59.0],
+    ("ddp delayed", 2, 4, "mute"): [60.0, 60.0, 60.0],
+    ("ddp delayed", 2, 4, "real"): [80.0, 80.5, 90.0],
+    ("ddp overlapped", 2, 4, "mute"): [60.0, 60.0, 60.0],
+    ("ddp overlapped", 2, 4, "real"): [64.0, 64.0, 64.0],
+    ("fsdp", 2, 4, "mute"): [90.0, 90.0, 90.0],
+    ("fsdp", 2, 4, "real"): [96.0, 97.0, 98.0],
+}
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    found = made_up(TIMES)
+    delayed = found.gangs[0]
+    where = parts(found, delayed)
+    assert tuple(where) == PARTS
+    assert {name: round(took * 1e3) for name, (took, _) in where.items()} == {
+        "ideal": 50, "batch": 5, "neighbours": 3, "bookkeeping": 2, "messages": 20,
+    }  # fmt: skip
+    assert where["messages"][1] == pytest.approx(0.5e-3)  # by which the rounds differ
+    assert sum(took for took, _ in where.values()) == pytest.approx(report.best(delayed, "train_s"))
+
+
+def test_the_largest_causes_are_named_first():
+    delayed, overlapped, sharded = diagnosis(made_up(TIMES))
+    assert "**ddp delayed on 2 processes** is 1.25 times as fast as one: a step takes 80.0 ms, where 50.0" in delayed
+    assert "What took the other 30.0 ms: 20.0 ms is messages and waiting for the slowest rank" in delayed
+    assert "; 5.0 ms is what does not shrink with the batch" in delayed
+    assert overlapped.index("5.0 ms is what does not shrink") < overlapped.index("4.0 ms is messages")
+    assert "32.0 ms is the strategy's own copies and hooks" in sharded
+
+
+def test_noise_is_no_cause():
+    noisy = {key: [rounds[0], 2 * rounds[0], 3 * rounds[0]] for key, rounds in TIMES.items()}
+    found = made_up(noisy)
+    assert all("No part of the step stands out above the noise" in text for text in diagnosis(found))
+    assert "**The machine was not quiet**" in page(found, "")
+    assert any("nothing that can be told here" in text for text in answers(found))
+    assert "**The machine was not quiet**" not in page(made_up(TIMES), "")
+
+
+def test_answers():
+    said = list(answers(made_up(TIMES)))
+    assert said[0].startswith("Is DDP faster than DP? ddp overlapped on 2 processes gives 1.56 times the rows a second")
+    assert "DataParallel found no second device here" in said[0]
+    assert said[1] == "What does overlapping buy? On 2 processes it saves 16.0 ms of 80.0 a step."
+    assert "takes 1.50 times that of ddp overlapped; a rank holds 3.8 MiB" in said[2]
+    assert "where that holds 7.6" in said[2]
+
+
+def test_the_command_writes_a_table_figures_and_a_plot(config, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+
+    def figures(case, *_):
+        return made_up({(case.name, case.num_processes, case.rows, case.messages): [10.0]}).cases[0]["rounds"][0]
+
+    monkeypatch.setattr(strategies, "run", figures)
+    arguments = ["bench", "strategies", "-c", config, "batch.global=16", "--world", "2", "--rounds", "2"]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "out" / f"strategies.{kind}") for kind in ("md", "json", "png")
+    ]
+    text = (tmp_path / "out" / "strategies.md").read_text()
+    assert "| ddp overlapped | 2 | 16 |" in text
+    assert "![where the time goes](strategies.png)" in text
+    content = json.loads((tmp_path / "out" / "strategies.json").read_text())
+    assert [len(case["rounds"]) for case in content["cases"]] == [2] * 10
+    assert (tmp_path / "out" / "strategies.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,82 @@
+"""The sections of a configuration, and what makes a resumed run another experiment."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from harness.config import loader
+from harness.config.schema import Config, flatten, recipe_difference
+from harness.tasks.image_csv.config import Task
+
+VALID = {
+    "name": "x",
+    "task": {"name": "image_csv", "train_csv": "a", "eval_csv": "b"},
+    "batch": {"global": 8},
+}
+
+
+def make(**sections) -> Config:
+    return loader._with_task(Task).model_validate({**VALID, **sections})
+
+
+def test_frozen():
+    with pytest.raises(ValidationError):
+        make().seed = 3
+
+
+def test_null_arguments_are_none():
+    assert make(model={"args": None}).model.args == {}
+
+
+@pytest.mark.parametrize("name", ["a b", "../x", "", ".x", "a/b", "-x"])
+def test_a_name_that_is_no_folder_name(name):
+    with pytest.raises(ValidationError):
+        make(name=name)
+
+
+# Recipe
+
+
+def test_flatten():
+    assert flatten({"a": {"b": {"c": 1}, "d": [1]}, "e": {}, "f": None}) == {"a.b.c": 1, "a.d": [1], "e": {}, "f": None}
+
+
+def changed(**sections):
+    return recipe_difference(loader.as_tree(make()), loader.as_tree(make(**sections)))
+
+
+def test_recipe_difference_names_old_and_new():
+    assert changed(seed=4, optimizer={"lr": 0.2}) == {"seed": (0, 4), "optimizer.lr": (0.1, 0.2)}
+    assert changed(model={"args": {"width": 8}}) == {"model.args": ({}, None), "model.args.width": (None, 8)}
+    assert changed(checkpoint={"best_metric": "loss"}) == {"checkpoint.best_metric": (None, "loss")}
+    assert recipe_difference({}, {"seed": 1}) == {"seed": (None, 1)}
+
+
+def test_what_is_not_the_recipe():
+    assert (
+        changed(
+            name="y",
+            output="elsewhere",
+            train={"epochs": 20, "max_steps": 5, "log_every": 1, "evaluate_every": 2, "patience": 1},
+            data={"num_workers": 0, "cache_dir": "/tmp"},
+            checkpoint={"every_steps": 5, "keep": 1, "resume": "never"},
+            runtime={"device": "cpu", "timeout_s": 5.0},
+            batch={"global": 8, "eval_per_rank": 3},
+        )
+        == {}
+    )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data": {"shard": "global"}},
+        {"train": {"ema_decay": 0.9}},
+        {"train": {"on_nan": "skip"}},
+        {"batch": {"global": 16}},
+        {"task": {**VALID["task"], "augment": {"rotation": 3.0}}},
+    ],
+)
+def test_what_is_the_recipe(sections):
+    assert len(changed(**sections)) == 1

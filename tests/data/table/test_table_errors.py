@@ -1,0 +1,244 @@
+"""Files that cannot be used: every error says what was seen, where, and what to do; and nothing stays in the cache."""
+
+from __future__ import annotations
+
+import gzip
+import os
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from harness.data.table import convert, csv_reader, labels
+from harness.data.table.table import open_table
+from harness.errors import DataError
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """Open a file that must be refused; (message, place after the file name, hint)."""
+
+    def refuse(content: bytes | None, name: str = "train.csv", **options) -> tuple[str, str, str]:
+        path = tmp_path / "data" / name
+        path.parent.mkdir(exist_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            open_table(path, cache_dir=tmp_path / "cache", **{"label": "label", **options})
+        left = [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+        assert [n for n in left if n != "lock" and not n.endswith(".error.json")] == []
+        error = caught.value
+        assert error.where.startswith(str(path))
+        return error.message, error.where[len(str(path)) :].lstrip(":"), error.hint
+
+    return refuse
+
+
+HEADER = b"path,label,caption\n"
+GOOD = b"".join(b"p%d,%d,text\n" % (i, i % 3) for i in range(500))
+
+
+def test_missing_file_names_the_nearest(refused, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train_v2.csv").touch()
+    message, _, hint = refused(None, "tain.csv")
+    assert message == "no such annotation file"
+    assert hint == "did you mean 'train_v2.csv'?"
+    assert "files in" in refused(None, "xyz")[2]
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(DataError, match="there is no folder") as caught:
+        open_table(tmp_path / "nowhere" / "a.csv", cache_dir=tmp_path)
+    assert "nowhere" in caught.value.hint
+
+
+def test_folder(tmp_path):
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(DataError, match="a folder, not an annotation file") as caught:
+        open_table(tmp_path, cache_dir=tmp_path / "cache")
+    assert "a.csv" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty \\(0 bytes\\)"),
+        (b"\n \n", "no header line"),
+        (b"\xef\xbb\xbf", "no header line"),
+        (b"   \n" + b"path,label\na,1\n", "no header line"),
+        (b",,\na,1,b\n", "no header line"),
+        (b"x" * (3 << 20), "no header line"),
+        (HEADER, "header but no rows"),
+        (HEADER[:-1], "header but no rows"),
+        (HEADER + b"\n\n", "header but no rows"),
+        (gzip.compress(HEADER, mtime=0), "header but no rows"),
+        (gzip.compress(b"", mtime=0), "no header line"),
+        (gzip.compress(HEADER + GOOD, mtime=0)[:-20], "cannot be read"),
+        (b"\x1f\x8b\x08nonsense", "cannot be read"),
+        (b"PK\x03\x04....", "zip archive"),
+        ("path,label\na,1\n".encode("utf-16"), "UTF-16"),
+        (b"PAR1 cut off", "Parquet file cannot be read"),
+    ],
+)
+def test_no_table_at_all(refused, content, message):
+    assert pd.Series([refused(content)[0]]).str.contains(message).all()
+
+
+def test_missing_column(refused):
+    message, _, hint = refused(b"path,Label,caption\na,1,x\n", text=["path", "captoin"])
+    assert message == "no column 'captoin', 'label'; there are 'path', 'Label', 'caption'"
+    assert hint == "did you mean 'caption'?; did you mean 'Label'?"
+
+
+def test_missing_column_is_found_before_and_after_conversion(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(HEADER + GOOD)
+    open_table(path, cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError, match="no column 'x'"):
+        open_table(path, text=["x"], cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("separator", "name"), [(b";", "semicolons"), (b"\t", "tabs")])
+def test_other_separators(refused, separator, name):
+    assert name in refused((HEADER + GOOD).replace(b",", separator))[2]
+
+
+def test_duplicate_columns(refused):
+    message, place, _ = refused(b"path,label,path\na,1,b\n")
+    assert message == "the header names a column twice: 'path'"
+    assert place == "1"
+
+
+def test_duplicate_columns_of_parquet(refused):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["label", "label"]), sink)
+    assert "two columns have one name: 'label'" in refused(sink.getvalue().to_pybytes())[0]
+
+
+def test_blank_labels(refused):
+    rows = GOOD.splitlines(keepends=True)
+    for i in (3, 10, 11, 12, 13, 14, 400):
+        rows[i] = b"p,%s,text\n" % (b"" if i % 2 else b"  ")
+    rows[1] = b'"p\nq",1,"te\nxt"\n\n'
+    message, place, hint = refused(HEADER + b"".join(rows))
+    assert message == (
+        "7 of 500 rows have no label in column 'label': "
+        "row 3 (line 8), row 10 (line 15), row 11 (line 16), row 12 (line 17), row 13 (line 18), …"
+    )
+    assert place == "8"
+    assert "rows are counted from 0" in hint
+
+
+def test_blank_labels_over_several_blocks(refused, monkeypatch):
+    monkeypatch.setattr(csv_reader, "_FIRST_BLOCK", 500)
+    rows = GOOD.splitlines(keepends=True)
+    rows[20], rows[450] = b"p,,\n", b"p,,\n"
+    assert "2 of 500 rows have no label in column 'label': row 20 (line 22), row 450 (line 452)" in refused(
+        HEADER + b"".join(rows)
+    )
+
+
+def test_null_labels_of_parquet(refused):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"label": ["a", None, "b", None]}), sink)
+    message, place, _ = refused(sink.getvalue().to_pybytes(), "a.parquet")
+    assert message == "2 of 4 rows have no label in column 'label': row 1, row 3"
+    assert place == ""
+
+
+def test_labels_that_differ_in_white_space(refused):
+    message, _, hint = refused(b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n")
+    assert message == "labels 'dog' (row 1) and 'dog ' (row 2) differ in white space alone"
+    assert "'label'" in hint
+
+
+def test_too_many_labels(refused, monkeypatch):
+    monkeypatch.setattr(labels, "MAX_LABELS", 400)
+    message, _, hint = refused(HEADER + GOOD, label="path")
+    assert message == "column 'path' has more than 400 different values: surely not a label"
+    assert hint == "name the column that holds the class"
+
+
+@pytest.mark.parametrize("block", [64, 4 << 20])
+@pytest.mark.parametrize("after", [b"", GOOD])
+@pytest.mark.parametrize("record", [b'q,1,"never closed\n', b'q,1,"never ""closed""\n', b'q,"1,never closed\n'])
+def test_unclosed_quote(refused, monkeypatch, record, after, block):
+    monkeypatch.setattr(csv_reader, "_FIRST_BLOCK", block)
+    message, place, hint = refused(HEADER + GOOD + record + after)
+    assert message == "a quote is opened in this row and never closed: it swallows the rest of the file"
+    assert place == "502"
+    assert "close the quote" in hint
+
+
+@pytest.mark.parametrize("ending", [b'q,1,"closed"', b'q,1,"5"" pipe"\n', b'q,1,5" pipe', b'q,1,"a\n\nb"\n\n'])
+def test_closed_quotes_at_the_end(tmp_path, ending):
+    path = tmp_path / "a.csv"
+    path.write_bytes(HEADER + GOOD + ending)
+    assert len(open_table(path, label="label", cache_dir=tmp_path / "cache")) == 501
+
+
+def test_short_and_long_rows(refused):
+    bad = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,2\n" * 9
+    message, place, hint = refused(HEADER + GOOD + bad)
+    assert message == (
+        "11 rows without exactly 3 fields, as the header has: line 502 has 2, line 505 has 4, line 507 has 2, "
+        "line 508 has 2, line 509 has 2, …"
+    )
+    assert place == "502"
+    assert "double quotes" in hint
+
+
+def test_one_short_row(refused):
+    assert refused(HEADER + b"a,1\n")[0] == "1 row without exactly 3 fields, as the header has: line 2 has 2"
+
+
+def test_not_utf8(refused):
+    message, place, hint = refused(HEADER + GOOD + "q,1,caf\xe9 au lait\n".encode("latin-1"))
+    assert message == "the file is not UTF-8: byte 0xe9 (in Latin-1 it would be part of 'q,1,café au lait')"
+    assert place == "502"
+    assert "iconv" in hint
+
+
+def test_not_utf8_in_the_header(refused):
+    assert refused("path,label,größe\na,1,2\n".encode("latin-1"))[1] == "1"
+
+
+def test_row_longer_than_any_block(refused, monkeypatch):
+    monkeypatch.setattr(csv_reader, "_FIRST_BLOCK", 64)
+    monkeypatch.setattr(csv_reader, "_LAST_BLOCK", 1 << 20)
+    assert "longer than 1 MiB" in refused(HEADER + GOOD + b"p,1," + b"x" * (3 << 20) + b"\n")[0]
+
+
+@pytest.mark.parametrize("how", ["append", "rewrite", "replace", "remove"])
+def test_file_that_changes_while_it_is_read(refused, monkeypatch, tmp_path, how):
+    path = tmp_path / "data" / "train.csv"
+    fill = convert._fill
+
+    def fill_and_change(*arguments):
+        result = fill(*arguments)
+        if how == "append":
+            with open(path, "ab") as stream:
+                stream.write(b"p,1,x\n")
+        elif how == "rewrite":
+            os.utime(path, ns=(0, 0))
+        elif how == "replace":
+            (tmp_path / "new").write_bytes(HEADER + GOOD[::-1])
+            os.replace(tmp_path / "new", path)
+        else:
+            path.unlink()
+        return result
+
+    monkeypatch.setattr(convert, "_fill", fill_and_change)
+    message, _, hint = refused(HEADER + GOOD)
+    assert message == "the file changed while it was being read"
+    assert "rename" in hint
+
+
+def test_the_limit_of_csv_fields_is_put_back(refused):
+    import csv
+
+    before = csv.field_size_limit()
+    refused(HEADER + b'"' + b"x" * 200_000)
+    assert csv.field_size_limit() == before

@@ -1,0 +1,63 @@
+"""Which device a rank takes, told without one."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from harness.distributed.devices import card, check_own, choose
+from harness.errors import LaunchError
+
+
+@pytest.fixture
+def with_devices(monkeypatch):
+    def there_are(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return there_are
+
+
+def test_without_a_device(with_devices):
+    with_devices(0)
+    assert choose("auto", 0, 1).type == "cpu"
+    with pytest.raises(LaunchError, match="there are 0 here"):
+        choose("cuda", 0, 1, dealt=True)
+
+
+def test_a_device_a_rank(with_devices):
+    with_devices(2)
+    assert choose("auto", 1, 2) == choose("cuda", 1, 2, dealt=True) == torch.device("cuda", 1)
+    assert choose("cpu", 1, 2).type == "cpu"
+    with pytest.raises(LaunchError, match="start at most 2 processes"):
+        choose("auto", 2, 3)
+
+
+def test_a_single_device_is_ones_own_only_where_the_launcher_deals_them(with_devices):
+    with_devices(1)
+    assert choose("auto", 3, 4, dealt=True) == torch.device("cuda", 0)
+    with pytest.raises(LaunchError, match=r"4 process\(es\) of this node want a CUDA device each; there are 1 here"):
+        choose("auto", 3, 4)
+
+
+def test_no_two_ranks_on_one_card():
+    check_own([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3")])
+    with pytest.raises(LaunchError, match="ranks 1 and 2 both took the CUDA device GPU-2 of a") as caught:
+        check_own([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-2"), ("a", "GPU-1")])
+    assert "--gpus-per-task=1" in caught.value.hint
+
+
+@pytest.mark.parametrize("cards", [[("a", ""), ("b", "GPU-1")], [("b", "GPU-1"), ("a", "")]])
+def test_no_rank_on_a_cpu_beside_one_on_a_card(cards):
+    assert card(torch.device("cpu")) == ""
+    check_own([("a", ""), ("a", "")])
+    with pytest.raises(LaunchError, match="ranks 0 and 1 are on different kinds of device: a has no CUDA device"):
+        check_own(cards)
+
+
+def test_slices_of_a_card_are_told_apart(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="u"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-2")
+    assert [card(torch.device("cuda", index)) for index in (0, 1, 2)] == ["MIG-1", "u", "u"]

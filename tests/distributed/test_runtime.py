@@ -1,0 +1,183 @@
+"""Collectives hold at one, two and three ranks, and errors of one are those of all."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from harness.distributed.launch_env import Launch, detect
+from harness.distributed.runtime import Runtime, open_runtime
+from harness.errors import DataError, LaunchError
+from tests.ranks import free_port, run_ranks, start
+
+
+@contextmanager
+def opened(timeout_s: float = 20.0):
+    with open_runtime(detect(os.environ), "cpu", timeout_s) as runtime:
+        yield runtime
+
+
+def collectives(runtime: Runtime) -> dict:
+    rank, world = runtime.rank, runtime.world_size
+    found = {
+        "sum": runtime.sum(torch.tensor([rank + 1.0, 1.0], dtype=torch.float64)).tolist(),
+        "union": runtime.union(torch.tensor([1 << rank, 0], dtype=torch.uint8)).tolist(),
+        "gather": runtime.gather({"rank": rank}),
+        "first": runtime.gather_to_first(rank),
+        "from": runtime.from_first(f"rank {rank}"),
+        "equal": runtime.all_equal(7, "the number"),
+    }
+    late = runtime.max_async([rank, -rank])
+    runtime.barrier()
+    found["max"] = late()
+    with runtime.together("nothing wrong"):
+        pass
+    if world > 1:
+        with pytest.raises(LaunchError, match="the digest differs between ranks") as caught:
+            runtime.all_equal("b" if rank == world - 1 else "a", "the digest", "copy it")
+        found["odd"] = str(caught.value)
+    return found
+
+
+def expected(rank: int, world: int) -> dict:
+    return {
+        "sum": [world * (world + 1) / 2, float(world)],
+        "union": [(1 << world) - 1, 0],
+        "gather": [{"rank": other} for other in range(world)],
+        "first": list(range(world)) if rank == 0 else [],
+        "from": "rank 0",
+        "equal": 7,
+        "max": [world - 1, 0],
+    }
+
+
+def _all_collectives():
+    with opened() as runtime:
+        assert runtime.host
+        return collectives(runtime)
+
+
+def test_collectives_alone():
+    with open_runtime(Launch(), "cpu") as runtime:
+        assert not torch.distributed.is_initialized()
+        assert collectives(runtime) == expected(0, 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives(world):
+    for rank, found in enumerate(run_ranks(world, _all_collectives, group=False, timeout_s=40)):
+        assert "'b' on rank" in found.pop("odd")
+        assert found == expected(rank, world)
+
+
+def _errors_together():
+    told = []
+    with opened() as runtime:
+        rank = runtime.rank
+        for failing in ([1], [2, 1], [0, 1, 2]):
+            start = time.monotonic()
+            try:
+                with runtime.together("reading"):
+                    if rank in failing:
+                        if rank == 2:
+                            time.sleep(0.3)
+                        raise DataError(f"row of rank {rank}", where="a.csv:3", hint="mend it")
+            except DataError as error:
+                told.append((error.message, error.where, error.hint, error.told_by, time.monotonic() - start < 5))
+        try:
+            with runtime.together("building"):
+                if rank == 1:
+                    raise ValueError("odd shape")
+        except Exception as error:
+            told.append((type(error).__name__, str(error), getattr(error, "told_by", None)))
+        runtime.barrier()  # and the ranks are still in step
+    return told
+
+
+def test_together_raises_the_lowest_rank_s_error_everywhere():
+    for rank, told in enumerate(run_ranks(3, _errors_together, group=False, timeout_s=40)):
+        firsts = [1, 1, 0]
+        assert told[:3] == [
+            (f"row of rank {first}", "a.csv:3", "mend it", None if rank == first else first, True) for first in firsts
+        ]
+        own = ("ValueError", "odd shape", None)
+        assert told[3] == (own if rank == 1 else ("HarnessError", "ValueError: odd shape", 1))
+
+
+def test_together_alone_raises_the_error_itself():
+    with pytest.raises(ZeroDivisionError), Runtime().together("dividing"):
+        raise ZeroDivisionError
+
+
+def _late_rank():
+    """Rank 0 gives up after a second; rank 1 would wait for twenty, but must not."""
+    start = time.monotonic()
+    try:
+        with opened(1.5 if os.environ["RANK"] == "0" else 20.0) as runtime:
+            if runtime.rank == 1:
+                time.sleep(4)
+            runtime.barrier()
+            return "met", 0.0
+    except RuntimeError as error:
+        return type(error).__name__, time.monotonic() - start
+
+
+def test_different_time_limits_do_not_hang():
+    results = run_ranks(2, _late_rank, group=False, timeout_s=15)
+    assert all(kind != "met" for kind, _ in results)
+    assert results[0][1] < 5
+    assert results[1][1] < 9
+
+
+def _counted_differently():
+    """As on two nodes of which one took a restart and the other was asked to come along."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    with open_runtime(detect(os.environ), "cpu", 10.0) as runtime:
+        return runtime.gather(runtime.launch.restart)
+
+
+def test_nodes_that_count_restarts_differently_meet():
+    assert run_ranks(2, _counted_differently, group=False, timeout_s=30) == [[0, 1]] * 2
+
+
+def _one_gang_after_the_other(port: int):
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    seen = []
+    for restart in ("0", "1"):
+        with open_runtime(detect({**os.environ, "TORCHELASTIC_RESTART_COUNT": restart}), "cpu", 10.0) as runtime:
+            seen.append(runtime.store.check(["left"]))
+            runtime.barrier()
+            runtime.store.set("left", "by an earlier gang")
+    return seen
+
+
+def test_a_restarted_gang_does_not_read_what_is_left_in_the_launcher_s_store():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_ranks(2, _one_gang_after_the_other, store.port, group=False, timeout_s=30) == [[False] * 2] * 2
+
+
+def _meet_nobody(rank: int, port: int):
+    launch = Launch(rank=rank, local_rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port)
+    start = time.monotonic()
+    try:
+        with open_runtime(launch, "cpu", 1.0):
+            return "met"
+    except LaunchError as error:
+        return str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_peers_that_never_come(rank):
+    process, receiver = start(_meet_nobody, (rank, free_port()))
+    assert receiver.poll(20), "it waits for ever"
+    kind, (message, seconds) = receiver.recv()
+    process.join(5)
+    assert kind == "value"
+    assert f"rank {rank} of 2 could not meet its peers at 127.0.0.1:" in message
+    assert "check that all nodes were started" in message
+    assert seconds < 10

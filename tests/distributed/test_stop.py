@@ -1,0 +1,190 @@
+"""Stopping together: one verdict on one call on all ranks, whoever asks; signals ask, and are put back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from harness.data.loader_workers import in_loader_worker
+from harness.distributed.launch_env import detect
+from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.stop import Stop, on_signals
+from tests.ranks import run_ranks, start, wait_for
+
+
+def test_alone_it_is_immediate():
+    for ask in (Stop.agreed, Stop.settle):
+        stop = Stop(Runtime())
+        assert not ask(stop)
+        stop.request("SIGTERM")
+        stop.request("a second reason")
+        assert ask(stop)
+        assert ask(stop)
+        assert stop.reason == "SIGTERM"
+
+
+def _calls_until_agreed(asking: int, pace_s: float):
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        stop = Stop(runtime)
+        calls, deadline = 0, time.monotonic() + 15
+        while not stop.agreed():
+            calls += 1
+            assert time.monotonic() < deadline, "no verdict"
+            if runtime.rank == asking and calls == 7:
+                stop.request(f"asked by {asking}")
+            time.sleep(pace_s * (1 + runtime.rank))
+        return calls, stop.agreed(), stop.settle(), stop.reason
+
+
+@pytest.mark.parametrize(("world", "asking", "pace_s"), [(2, 0, 0.0), (3, 2, 0.001)])
+def test_all_ranks_agree_on_the_same_call(world, asking, pace_s):
+    results = run_ranks(world, _calls_until_agreed, asking, pace_s, group=False, timeout_s=30)
+    calls = {result[0] for result in results}
+    assert len(calls) == 1
+    assert calls.pop() >= 7
+    assert all(result[1:3] == (True, True) for result in results)
+    assert [rank for rank, result in enumerate(results) if result[3] == f"asked by {asking}"] == [asking]
+
+
+def _settle(asking: int):
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        stop = Stop(runtime)
+        before = [stop.agreed() for _ in range(4)], stop.settle(), stop.agreed()  # a question is under way
+        if runtime.rank == asking:
+            stop.request("now")
+        return before, stop.settle(), stop.agreed()
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+def test_settling_counts_every_request_so_far(asking):
+    for before, settled, after in run_ranks(2, _settle, asking, group=False, timeout_s=30):
+        assert before == ([False] * 4, False, False)
+        assert settled
+        assert after
+
+
+# Signals
+
+
+NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_signals_ask_for_a_stop_and_are_put_back(number):
+    stop = Stop(Runtime())
+    before = [signal.getsignal(one) for one in NUMBERS]
+    with suppress(ZeroDivisionError), on_signals(stop):
+        assert not stop.agreed()
+        signal.raise_signal(number)
+        assert stop.agreed()
+        assert stop.reason == signal.Signals(number).name
+        raise ZeroDivisionError
+    assert [signal.getsignal(one) for one in NUMBERS] == before
+
+
+def test_a_schedulers_word_that_came_too_early_is_heard():
+    """It is held back while modules are imported, and what comes after the end does no harm. In a process of its own:
+    threads of this one would take the signal."""
+    process, result = start(_early_word)
+    assert wait_for([(process, result)], 30) == [0]
+
+
+def _early_word() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stop = Stop(Runtime())
+    with on_signals(stop):
+        heard = stop.agreed()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    raise SystemExit(0 if heard and signal.SIGUSR1 in signal.sigpending() else 1)
+
+
+def test_in_another_thread_signals_are_left_alone():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def run():
+        with on_signals(Stop(Runtime())):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(5)
+    assert seen == [before]
+
+
+def _loader_process(ready) -> None:
+    in_loader_worker(0)
+    ready.set()
+    time.sleep(20)
+
+
+def _started_loader_process():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    child = context.Process(target=_loader_process, args=(ready,), daemon=True)
+    child.start()
+    assert ready.wait(10)
+    return child
+
+
+def _end_a_loader_process(by_parent: bool) -> bool:
+    """Whether a child that follows a loader process's rules ends, within two seconds, of SIGTERM."""
+    child = _started_loader_process()
+    os.kill(child.pid, signal.SIGINT)
+    os.kill(child.pid, signal.SIGUSR1)
+    if by_parent:
+        os.kill(child.pid, signal.SIGTERM)
+    else:
+        messenger = os.fork()
+        if messenger == 0:
+            os.kill(child.pid, signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(messenger, 0)
+    child.join(2)
+    ended = not child.is_alive()
+    child.kill()
+    child.join(5)
+    return ended
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a signal's sender is not told")
+
+
+@linux
+@pytest.mark.parametrize("by_parent", [True, False])
+def test_only_its_parent_ends_a_loader_process(by_parent):
+    process, receiver = start(_end_a_loader_process, (by_parent,))
+    assert receiver.poll(20)
+    assert receiver.recv() == ("value", by_parent)
+    process.join(5)
+
+
+def _be_killed(path: str) -> None:
+    Path(path).write_text(str(_started_loader_process().pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@linux
+def test_a_loader_process_ends_with_a_parent_that_is_killed(tmp_path):
+    process, _ = start(_be_killed, (str(tmp_path / "pid"),))
+    process.join(20)
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while _running(child):
+        assert time.monotonic() < deadline, "it outlived its parent"
+        time.sleep(0.05)
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,282 @@
+"""Checkpoints: whole or not there, refused by name when damaged, and the right ones kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.errors import CheckpointError
+from harness.runs import checkpoint
+from harness.runs.checkpoint import Checkpoints, damage, read
+
+
+@pytest.fixture
+def heard(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
+    caplog.set_level(logging.INFO, "harness")
+    return caplog
+
+
+def content(step: int) -> dict:
+    return {"model": {"weight": torch.full((4,), float(step))}, "state": {"step": step}, "opt_level": "O0"}
+
+
+def made(folder: Path, *steps: int, keep: int = 3) -> Checkpoints:
+    checkpoints = Checkpoints(folder / "checkpoints", keep)
+    for step in steps:
+        checkpoints.write(step, content(step))
+    return checkpoints
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.folder.iterdir())
+
+
+# Writing and reading
+
+
+def test_what_is_written_is_read(tmp_path):
+    checkpoints = made(tmp_path, 7)
+    path = checkpoints.newest()
+    assert path == tmp_path / "checkpoints" / "step-7"
+    assert damage(path) == ""
+    loaded = read(path)
+    assert loaded["state"] == {"step": 7}
+    assert torch.equal(loaded["model"]["weight"], torch.full((4,), 7.0))
+    assert names(checkpoints) == ["latest", "step-7"]
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "state.pt"]
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["bytes"] == (path / "state.pt").stat().st_size
+
+
+def test_a_mapped_file_reads_the_same_and_may_be_swept(tmp_path):
+    checkpoints = made(tmp_path, 7)
+    loaded = read(checkpoints.newest(), mapped=True)
+    shutil.rmtree(checkpoints.folder)
+    assert torch.equal(loaded["model"]["weight"], torch.full((4,), 7.0))
+
+
+def test_writing_a_step_again_replaces_it(tmp_path):
+    checkpoints = made(tmp_path, 7)
+    (tmp_path / "checkpoints" / "step-7" / "state.pt").write_bytes(b"damaged")
+    checkpoints.write(7, content(8))
+    assert read(checkpoints.newest())["state"] == {"step": 8}
+
+
+def test_no_checkpoint(tmp_path):
+    assert Checkpoints(tmp_path / "none", 3).newest() is None
+
+
+# Writing that fails
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file\nat ...")]
+)
+def test_a_failing_write_leaves_nothing_behind_and_nothing_lost(tmp_path, monkeypatch, error):
+    checkpoints = made(tmp_path, 1, 2)
+
+    def half_written(content, file):
+        file.write(b"x" * 100)
+        raise error
+
+    monkeypatch.setattr(torch, "save", half_written)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.write(3, content(3))
+    assert "the checkpoint of step 3 could not be written: " in str(caught.value)
+    assert "MiB free" in str(caught.value)
+    assert "\nat" not in str(caught.value)
+    assert names(checkpoints) == ["latest", "step-1", "step-2"]
+    assert read(checkpoints.newest())["state"] == {"step": 2}
+
+
+@pytest.mark.parametrize("doing", ["manifest.json", "latest"])
+def test_failing_at_the_small_files(tmp_path, monkeypatch, doing):
+    checkpoints = made(tmp_path, 1, 2)
+    real = checkpoint.write_atomically
+
+    def full(path, text):
+        if path.name == doing:
+            raise OSError(28, "No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.write(3, content(3))
+    assert not list(checkpoints.folder.glob("*.tmp"))
+    newest = checkpoints.newest()
+    assert newest.name == "step-2"
+    assert damage(newest) == ""
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written: Not a directory"):
+        made(tmp_path / "file", 1)
+
+
+def test_what_a_crash_left_half_written_is_no_checkpoint_and_is_swept(tmp_path):
+    checkpoints = made(tmp_path, 1)
+    shutil.copytree(checkpoints.folder / "step-1", checkpoints.folder / "step-9.tmp")
+    assert checkpoints.newest().name == "step-1"
+    checkpoints.write(2, content(2))
+    assert names(checkpoints) == ["latest", "step-1", "step-2"]
+
+
+# Damage
+
+
+def truncate(path: Path) -> None:
+    with open(path / "state.pt", "r+b") as file:
+        file.truncate(50)
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "state.pt").write_bytes(data)
+
+
+def edit(**changes):
+    def change(path: Path) -> None:
+        manifest = path / "manifest.json"
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+    return change
+
+
+DAMAGES = {
+    "truncated": (truncate, "state.pt is truncated: 50 of "),
+    "flipped bit": (flip, "state.pt is damaged: its SHA-256"),
+    "no state": (lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
+    "manifest cut": (lambda path: (path / "manifest.json").write_text('{"bytes"'), "manifest.json cannot be read"),
+    "manifest foreign": (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
+    "manifest without": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json cannot be read"),
+    "of the future": (edit(format=99), "it has format 99, this version reads 1"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_named_and_passed_over(tmp_path, heard, kind):
+    do, message = DAMAGES[kind]
+    checkpoints = made(tmp_path, 10, 20, 30)
+    do(checkpoints.folder / "step-30")
+    assert message in damage(checkpoints.folder / "step-30")
+    assert checkpoints.newest().name == "step-20"
+    assert f"checkpoint refused: {checkpoints.folder / 'step-30'}: " in heard.text
+    assert message in heard.text
+    assert "step-20" not in heard.text
+
+
+def test_all_are_damaged(tmp_path, heard):
+    checkpoints = made(tmp_path, 1, 2)
+    for step in (1, 2):
+        truncate(checkpoints.folder / f"step-{step}")
+    assert checkpoints.newest() is None
+    assert heard.text.count("checkpoint refused") == 2
+
+
+def test_a_file_is_no_checkpoint_folder(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"")
+    assert damage(tmp_path / "model.pt")
+    assert damage(tmp_path / "nothing")
+
+
+# Foreign and hostile files
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))])
+def test_a_file_that_would_run_code_is_refused_by_name(tmp_path, monkeypatch, write):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step-1").mkdir()
+    write({"format": 1, "model": Code()}, tmp_path / "step-1" / "state.pt")
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path / "step-1")
+    assert str(caught.value).startswith(f"{tmp_path / 'step-1'}: the checkpoint cannot be read: ")
+    assert "checkpoint.resume" in str(caught.value)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("value", [{"weight": torch.ones(1)}, torch.ones(1), {"format": 2}, []])
+def test_foreign_files(tmp_path, value):
+    torch.save(value, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match="not a checkpoint of this harness"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"text", None])
+def test_files_that_are_nothing(tmp_path, data):
+    if data is not None:
+        (tmp_path / "state.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read(tmp_path)
+
+
+# Which are kept
+
+
+def test_the_newest_are_kept(tmp_path):
+    checkpoints = made(tmp_path, 5, 10, 15, 100, keep=2)
+    assert names(checkpoints) == ["latest", "step-100", "step-15"]
+
+
+def test_the_best_is_kept_besides(tmp_path):
+    checkpoints = made(tmp_path, 1, keep=2)
+    weights = {"weight": torch.ones(2), "tied": torch.ones(2)}
+    weights["tied"] = weights["weight"]
+    checkpoints.mark_best(1, weights, tmp_path / "weights.safetensors")
+    for step in (2, 3, 4):
+        checkpoints.write(step, content(step))
+    assert names(checkpoints) == ["best", "latest", "step-1", "step-3", "step-4"]
+    assert torch.equal(load_file(tmp_path / "weights.safetensors")["tied"], torch.ones(2))
+    checkpoints.mark_best(4, weights, tmp_path / "weights.safetensors")
+    assert names(checkpoints) == ["best", "latest", "step-3", "step-4"]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_best_weights_that_cannot_be_written(tmp_path):
+    checkpoints = made(tmp_path, 1)
+    checkpoints.mark_best(1, {"w": torch.ones(1)}, tmp_path / "w.safetensors")
+    before = (tmp_path / "w.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="best weights could not be written"):
+        checkpoints.mark_best(1, {"w": torch.ones(1)}, tmp_path / "none" / "w.safetensors")
+    assert (tmp_path / "w.safetensors").read_bytes() == before
+
+
+def test_steps_after_a_resume_from_an_earlier_one_do_not_take_its_place(tmp_path, heard):
+    checkpoints = made(tmp_path, 10, 20, 30)
+    for step in (20, 30):
+        flip(checkpoints.folder / f"step-{step}")
+    assert checkpoints.newest().name == "step-10"
+    checkpoints.write(15, content(15))
+    assert checkpoints.newest().name == "step-15"
+    assert names(checkpoints) == ["latest", "step-10", "step-15"]  # 10 is what is left if 15 is damaged
+
+
+def test_latest_comes_first(tmp_path):
+    checkpoints = made(tmp_path, 10, 20)
+    (checkpoints.folder / "latest").write_text("step-10\n")
+    assert checkpoints.newest().name == "step-10"
+
+
+@pytest.mark.parametrize("text", ["", "step-99\n", "nonsense", "step-x"])
+def test_latest_that_names_nothing(tmp_path, text):
+    checkpoints = made(tmp_path, 10, 20, keep=1)
+    (checkpoints.folder / "latest").write_text(text)
+    assert checkpoints.newest().name == "step-20"
+    checkpoints.sweep()
+    assert checkpoints.newest().name == "step-20"

@@ -1,0 +1,191 @@
+"""Run folders and sweep folders as they are found: whole, half-written, damaged, foreign."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.runs import reader
+
+TRAIN = {"split": "train", "step": 10, "epoch": 0, "loss": 2, "lr": 0.1, "samples": 640, "wall_s": 1.5}
+EVAL = {"split": "eval", "step": 10, "epoch": 1, "top1": 0.5, "class_accuracy": {"cat": 0.25, "dog": None}}
+
+
+def write_run(folder, lines=(TRAIN, EVAL), finished=True, name="small", world=1):
+    """A run folder with the files that a trained run has."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"name: {name}\nseed: 0\n")
+    (folder / "provenance.json").write_text(json.dumps([{"world_size": world, "ranks": ["here: cpu"] * world}]))
+    (folder / "summary.json").write_text(json.dumps({"name": name, "finished": finished}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def write_sweep(folder, trials, **told):
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"name": "s", "direction": "minimize", "metric": "loss", "space": {"seed": [0, 1]}, "trials": trials}
+    (folder / "sweep.json").write_text(json.dumps(content | told))
+    return folder
+
+
+def test_a_whole_run(tmp_path):
+    record = reader.read(write_run(tmp_path / "run", world=2))
+    assert (record.name, record.state, record.problems, record.world_size) == ("small", "finished", [], 2)
+    assert record.config["seed"] == 0
+    rows = record.metrics().to_pylist()
+    assert [row["split"] for row in rows] == ["train", "eval"]
+    assert rows[0]["loss"] == 2.0
+    assert rows[0]["top1"] is None
+    assert rows[1]["class_accuracy"] == {"cat": 0.25, "dog": None}
+
+
+def test_numbers_are_exact(tmp_path):
+    values = [0.1 + 0.2, 1e-300, 2.2250738585072014e-308, 123456789.12345679]
+    run = write_run(tmp_path / "run", [{**TRAIN, "loss": value, "extra": value} for value in values])
+    table = reader.read(run).metrics()
+    assert table["loss"].to_pylist() == table["extra"].to_pylist() == values
+
+
+@pytest.mark.parametrize("kept", [1, 20, -2])
+def test_half_a_last_line(tmp_path, kept):
+    run = write_run(tmp_path / "run", finished=False)
+    whole = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(whole + whole.splitlines()[0][:kept])
+    record = reader.read(run)
+    assert record.state == "unfinished"
+    assert len(record.problems) == 1
+    assert "mid-line" in record.problems[0]
+    assert len(record.metrics()) == 2
+    assert len(record.problems) == 1, "told once"
+
+
+def test_a_last_line_that_lacks_its_newline_alone_is_whole(tmp_path):
+    run = write_run(tmp_path / "run")
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.rstrip("\n"))
+    record = reader.read(run)
+    assert len(record.metrics()) == 2
+    assert record.problems == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "left", "told"),
+    [
+        (b"\0\0\0\n", 2, "1 of 3 lines"),
+        (b"[1, 2]\n", 2, "1 of 3 lines"),
+        (b'{"split": "train", "loss": "high"}\n', 3, "'loss' is not of one kind"),
+        (b'{"split": 7, "loss": 1.0}\n', 3, "'split' is not of one kind"),
+        (b'{"split": "eval", "top1": {"a": 1}}\n', 3, "'top1' is not of one kind"),
+        (b'{"split": "train", "step": 1.5}\n{"a": 1}{\n', 3, "1 of 4 lines"),
+        (b'{"loss": 1, "loss": 2}\n', 3, None),
+        (b'{"split": "train", "loss": NaN}\n', 3, None),
+        (b"\n\n", 2, None),
+        (b"\xff\xfe\n", 2, "1 of 3 lines"),
+    ],
+)
+def test_damaged_lines_are_left_out_and_told(tmp_path, damage, left, told):
+    run = write_run(tmp_path / "run")
+    first, second = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(first + damage + second)
+    record = reader.read(run)
+    table = record.metrics()
+    assert len(table) == left
+    assert table["loss"].to_pylist()[0] == 2.0
+    if told is None:
+        assert record.problems == []
+    else:
+        assert [told in problem for problem in record.problems] == [True]
+
+
+def test_states(tmp_path):
+    failed = write_run(tmp_path / "failed", finished=False)
+    (failed / "failure.json").write_text(json.dumps({"error": "TrainingError", "message": "nan", "step": 3}))
+    assert reader.read(failed).state == "failed"
+    assert reader.read(failed).failure["step"] == 3
+
+    stopped = write_run(tmp_path / "stopped", finished=False)
+    (stopped / "logs").mkdir()
+    log = stopped / "logs" / "rank-0.log"
+    log.write_text("x\nstopped early (SIGTERM) at step 9, with a checkpoint\n")
+    assert reader.read(stopped).state == "stopped"
+    log.write_text(log.read_text() + "started again\n" * 20)
+    assert reader.read(stopped).state == "unfinished"
+
+
+def test_missing_and_broken_files(tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.yaml").write_text("name: [")
+    (bare / "summary.json").write_text("[]")
+    (bare / "failure.json").write_text("{")
+    record = reader.read(bare)
+    assert (record.state, record.name, record.config, record.summary) == ("failed", "bare", {}, {})
+    told = "; ".join(record.problems)
+    for part in (
+        "config.yaml cannot be read",
+        "summary.json holds list",
+        "failure.json cannot",
+        "metrics.jsonl is mis",
+    ):
+        assert part in told
+    assert record.metrics().num_rows == 0
+    assert "loss" in record.metrics().column_names
+
+
+def test_foreign_folders(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(b"")
+    assert reader.read(tmp_path / "photos").state == "unreadable"
+    assert reader.read(tmp_path / "none").state == "unreadable"
+    for path in (tmp_path / "photos", tmp_path / "none"):
+        with pytest.raises(ConfigError, match="name a run folder"):
+            reader.find([path])
+
+
+def test_find_takes_runs_sweeps_and_folders_of_them_each_once(tmp_path):
+    one = write_run(tmp_path / "runs" / "one")
+    sweep = write_sweep(
+        tmp_path / "runs" / "sweep",
+        [
+            {"number": 0, "run": "trials/0000", "params": {"seed": 0}, "world": 2, "state": "finished", "value": 0.5},
+            {"number": 1, "run": "trials/0001", "params": {"seed": 1}, "world": 2, "state": "waiting", "value": None},
+            {"number": 2, "run": "trials/0002", "params": {"seed": 2}, "state": "pruned", "value": 0.75},
+            {"number": 3, "run": "trials/0003", "params": {}, "state": "failed", "error": "no such file"},
+        ],
+    )
+    write_run(sweep / "trials" / "0000", name="0000")
+    write_run(sweep / "trials" / "0002", name="0002", finished=False)
+    found = reader.find([one, tmp_path / "runs", sweep])
+    assert [record.path.name for record in found] == ["one", "0000", "0001", "0002", "0003"]
+    assert [record.state for record in found] == ["finished", "finished", "waiting", "pruned", "failed"]
+    assert found[0].sweep is None
+    assert found[1].trial.params == {"seed": 0}
+    assert found[1].trial.value == 0.5
+    assert found[2].world_size == 2
+    assert (found[1].sweep.direction, found[1].sweep.metric) == ("min", "loss")
+    assert found[4].trial.error == "no such file"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"trials": 3}', '{"trials": ["a"]}'])
+def test_a_sweep_whose_file_is_broken_still_has_its_runs(tmp_path, content):
+    sweep = write_sweep(tmp_path / "sweep", [])
+    write_run(sweep / "trials" / "0000")
+    (sweep / "sweep.json").write_text(content)
+    assert [record.state for record in reader.find([sweep])] == ["finished"]
+
+
+def test_reading_needs_no_torch():
+    code = "import sys; from harness.runs import reader; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_trial_that_has_begun_but_left_nothing_yet_is_waiting(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", [{"number": 0, "run": "trials/0000", "state": "running"}])
+    (record,) = reader.find([sweep])
+    assert (record.state, record.problems) == ("waiting", [])
+    write_run(sweep / "trials" / "0000", finished=False)
+    assert reader.find([sweep])[0].state == "unfinished"

@@ -1,0 +1,148 @@
+"""Models by name: ours, torchvision's, one's own; and every way in which a name or an argument can be wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.data.seeds import INITIAL_WEIGHTS
+from harness.errors import ConfigError
+from harness.training import rng
+from harness.training.models import OURS, build
+
+KNOWN = {"num_classes": 4, "in_channels": 1}
+GRAY, RGB = torch.zeros(2, 1, 8, 8), torch.zeros(2, 3, 32, 32)
+
+
+class Own(nn.Module):
+    """Takes the number of classes, but not of channels."""
+
+    def __init__(self, num_classes: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(64, num_classes), scale
+
+    def forward(self, images):
+        return self.layer(images.flatten(1)) * self.scale
+
+
+class Dictionary(Own):
+    def forward(self, images):
+        return {"logits": super().forward(images)}
+
+
+class Picky(Own):
+    """As torchvision's transformers: asserts what it wants."""
+
+    def __init__(self, num_classes: int, silent: bool = False) -> None:
+        super().__init__(num_classes)
+        self.silent = silent
+
+    def forward(self, images):
+        if self.silent:
+            raise AssertionError
+        torch._assert(images.shape[-1] == 224, "wrong image height")
+
+
+def not_a_module(num_classes: int) -> dict:
+    return {}
+
+
+OF_NAMES = ("char_lstm", "char_gru")
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name not in OF_NAMES])
+def test_ours(name):
+    model = build(name, {}, KNOWN, GRAY)
+    assert model.training
+    assert model(torch.rand(5, 1, 8, 8)).shape == (5, 4)
+    assert not any(isinstance(param, nn.UninitializedParameter) for param in model.parameters())
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+    assert model(torch.rand(1, 1, 8, 8)).shape == (1, 4)
+
+
+@pytest.mark.parametrize("name", OF_NAMES)
+def test_ours_of_names(name):
+    """A position's logits depend on the characters up to it, and on none after it."""
+    model = build(name, {"hidden": 8, "num_layers": 2}, {"num_characters": 5}, torch.zeros(2, 3, dtype=torch.int64))
+    assert model.training
+    codes = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 4]])
+    logits = model.eval()(codes)
+    assert logits.shape == (2, 4, 5)
+    assert torch.allclose(logits[0, :2], logits[1, :2])
+    assert not torch.allclose(logits[0, 2], logits[1, 2])
+
+
+def test_those_of_the_tutorials_have_its_sizes():
+    image, codes = torch.zeros(2, 1, 28, 28), torch.zeros(2, 8, dtype=torch.int64)
+
+    def shapes(name, example):
+        known = {"num_characters": 31} if example is codes else {"num_classes": 10, "in_channels": 1}
+        return [tuple(p.shape) for p in build(name, {}, known, example).parameters() if p.dim() > 1]
+
+    assert shapes("mnist_net", image) == [(32, 1, 3, 3), (64, 32, 3, 3), (128, 9216), (10, 128)]
+    assert shapes("fashion_cnn", image) == [(32, 1, 3, 3), (64, 32, 3, 3), (600, 2304), (120, 600), (10, 120)]
+    assert shapes("char_lstm", codes) == [(512, 31), *[(512, 128)] * 7, (31, 128)]
+
+
+def test_arguments():
+    model = build("small_cnn", {"width": 8, "batch_norm": True, "dropout": 0.5}, {**KNOWN, "in_channels": 3}, RGB)
+    assert model.features[0].in_channels == 3
+    assert model.features[0].out_channels == 8
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 3
+    assert model.dropout.p == 0.5
+
+
+def test_torchvision_gets_the_number_of_classes_but_not_of_channels():
+    model = build("resnet18", {"zero_init_residual": True}, KNOWN, RGB)
+    assert model(RGB).shape == (2, 4)
+
+
+def test_one_s_own():
+    model = build("tests.training.test_models.Own", {"scale": 2.0}, KNOWN, GRAY)
+    assert isinstance(model, Own)
+    assert model.scale == 2.0
+    assert model.layer.out_features == 4
+
+
+def test_first_weights_depend_on_the_seed_alone():
+    def weights(seed):
+        rng.seed_all(INITIAL_WEIGHTS, seed)
+        return [param.clone() for param in build("mlp", {}, KNOWN, GRAY).parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(1), weights(1), strict=True))
+    assert not torch.equal(weights(1)[0], weights(2)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("small_cnm", {}, "model.name: there is no model 'small_cnm'\n  -> did you mean small_cnn?"),
+        ("resnet81", {}, "did you mean resnet"),
+        ("zzzzzzzz", {}, "ours are small_cnn, mlp, linear, mnist_net"),
+        ("tests.training.test_models.Nope", {}, "cannot be imported"),
+        ("no_such_package.Model", {}, "cannot be imported"),
+        ("os.path", {}, "cannot be imported"),
+        ("..x", {}, "cannot be imported"),
+        ("tests.training.test_models.not_a_module", {}, "makes a dict, not a torch.nn.Module"),
+        ("small_cnn", {"widht": 8}, "model.args: model small_cnn cannot be made: got an unexpected keyword argument"),
+        ("small_cnn", {"widht": 8}, "-> it takes: num_classes, in_channels, width, dropout, batch_norm"),
+        ("small_cnn", {"width": 0.5}, "cannot be made"),
+        ("small_cnn", {"in_channels": 3}, "cannot take a batch of shape (2, 1, 8, 8)"),
+        ("mobilenet_v3_small", {}, "torchvision's models want rgb"),
+        ("resnet18", {"nope": 1}, "cannot be made"),
+        ("tests.training.test_models.Picky", {}, "cannot take a batch of shape (2, 1, 8, 8): wrong image height"),
+        (
+            "tests.training.test_models.Picky",
+            {"silent": True},
+            "cannot take a batch of shape (2, 1, 8, 8): AssertionError",
+        ),
+        ("torch.nn.Flatten", {}, "yields (2, 64) of 2 images, not 4 logits for each"),
+        ("small_cnn", {"num_classes": 3}, "yields (2, 3) of 2 images"),
+        ("tests.training.test_models.Dictionary", {}, "yields dict of 2 images"),
+    ],
+)
+def test_what_cannot_be_built(name, args, message):
+    with pytest.raises(ConfigError) as caught:
+        build(name, args, KNOWN, GRAY)
+    assert message in str(caught.value)

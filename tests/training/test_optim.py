@@ -1,0 +1,216 @@
+"""Optimizers by name, schedules at their edges, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+from harness.config.schema import OptimizerSection, ScheduleSection
+from harness.errors import ConfigError
+from harness.training.optim import Ema, Schedule, build, scaled_lr
+
+
+def params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer of one's own that passes its arguments on."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+
+# Building
+
+
+def test_by_name_with_arguments():
+    optimizer = build(
+        OptimizerSection(name="sgd", momentum=0.9, weight_decay=0.1, args={"nesterov": True}), params(), lr=0.4
+    )
+    assert type(optimizer) is torch.optim.SGD
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.4, 0.9, 0.1, True)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_null_is_the_optimizer_s_own_default():
+    assert build(OptimizerSection(name="adamw"), params(), 0.1).param_groups[0]["weight_decay"] == 0.01
+    assert build(OptimizerSection(name="adamw", weight_decay=0.0), params(), 0.1).param_groups[0]["weight_decay"] == 0
+
+
+def test_by_path():
+    assert type(build(OptimizerSection(name="torch.optim.Adam"), params(), 0.1)) is torch.optim.Adam
+    own = build(OptimizerSection(name="tests.training.test_optim.Plain", momentum=0.5), params(), 0.1)
+    assert own.param_groups[0]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["Adam", "LAMB", "SGD", "NovoGrad", "Adagrad"])
+def test_fused_by_short_name(name):
+    """Apex's, without its path; pairs come as lists from a YAML."""
+    args = {"betas": [0.8, 0.9]} if name in ("Adam", "LAMB", "NovoGrad") else {}
+    given = params()
+    optimizer = build(OptimizerSection(name=f"fused_{name.lower()}", args=args), given, lr=0.1)
+    assert type(optimizer).__module__.startswith("harness.apex.optimizers")
+    assert type(optimizer).__name__ == f"Fused{name}"
+    for param in given:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all((param < 1).all() for param in given)
+    for pair in args.values():
+        assert list(optimizer.param_groups[0]["betas"]) == pair
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "fused_adm"}, "did you mean fused_adam?"),
+        ({"name": "SGD"}, "there is no optimizer 'SGD'\n  -> did you mean sgd?"),
+        ({"name": "adamm"}, "did you mean adam"),
+        ({"name": "zzz"}, "there are adadelta"),
+        ({"name": "lbfgs"}, "there is no optimizer"),  # wants a closure, which the recipe has not
+        ({"name": "optimizer"}, "there is no optimizer"),
+        ({"name": "torch.optim.Nope"}, "cannot be imported"),
+        ({"name": "no.such.module"}, "cannot be imported"),
+        ({"name": "os.path"}, "cannot be imported"),
+        ({"name": "..x"}, "cannot be imported"),
+        ({"name": "pathlib.Path"}, "takes no lr|not a torch.optim.Optimizer|cannot be made"),
+        ({"name": "adam", "momentum": 0.9}, "adam takes no momentum\n  -> it takes: lr, betas"),
+        ({"args": {"nestrov": True}}, "sgd takes no nestrov"),
+        ({"args": {"nesterov": True}}, "sgd cannot be made: Nesterov momentum requires a momentum"),
+        ({"args": {"params": []}}, "sgd cannot be made"),
+        ({"name": "adam", "args": {"betas": [2, 3]}}, "adam cannot be made: Invalid beta"),
+    ],
+)
+def test_what_cannot_be_built(section, message):
+    with pytest.raises(ConfigError) as caught:
+        build(OptimizerSection(**section), params(), 0.1)
+    assert any(part in str(caught.value) for part in message.split("|"))
+    assert caught.value.where.startswith("optimizer")
+
+
+def test_no_parameters():
+    with pytest.raises(ConfigError, match="empty parameter list"):
+        build(OptimizerSection(), [], 0.1)
+
+
+@pytest.mark.parametrize(("scaling", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_scaled_lr(scaling, expected):
+    section = OptimizerSection(lr=0.1, lr_scaling=scaling, lr_base_batch=None if scaling == "none" else 64)
+    assert scaled_lr(section, 256) == pytest.approx(expected)
+    assert scaled_lr(section, 64) == pytest.approx(0.1)
+    assert scaled_lr(section, 16) == pytest.approx(0.1 * {"none": 1, "linear": 1 / 4, "sqrt": 1 / 2}[scaling])
+
+
+# Schedules
+
+
+def schedule(steps_per_epoch=10, epochs=5, peak=1.0, floor=0.0, **section) -> Schedule:
+    return Schedule(ScheduleSection(**section), peak, floor, steps_per_epoch, steps_per_epoch * epochs)
+
+
+def test_constant():
+    assert {schedule().lr(step) for step in range(60)} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "polynomial"])
+def test_warm_up_rises_in_equal_steps_to_the_peak(name):
+    rates = [schedule(name=name, warmup_epochs=0.4, floor=0.2).lr(step) for step in range(6)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])  # never zero, and the peak is its last step
+    assert rates[4] == 1.0  # from which the shape starts
+    assert rates[5] == 1.0 if name == "constant" else rates[5] < 1.0
+
+
+def test_warm_up_of_all_epochs():
+    rates = [schedule(name="cosine", warmup_epochs=5).lr(step) for step in range(51)]
+    assert rates[:50] == pytest.approx([(step + 1) / 50 for step in range(50)])
+    assert rates[50] == 1.0  # not reached; and no division by zero
+
+
+def test_cosine_falls_from_peak_to_floor():
+    cosine = schedule(name="cosine", peak=2.0, floor=0.5)
+    assert cosine.lr(0) == 2.0
+    assert cosine.lr(25) == pytest.approx(1.25)
+    assert cosine.lr(50) == pytest.approx(0.5)
+    assert cosine.lr(80) == pytest.approx(0.5)  # a run that was made longer stays there
+    assert cosine.lr(10) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 5)) / 2)
+    rates = [cosine.lr(step) for step in range(51)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_polynomial():
+    line = schedule(name="polynomial", floor=0.1)
+    assert [line.lr(step) for step in (0, 25, 50, 60)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert schedule(name="polynomial", power=2.0).lr(25) == pytest.approx(0.25)
+
+
+def test_step_at_its_milestones():
+    steps = schedule(name="step", milestones=[1, 2.5], gamma=0.5, warmup_epochs=0.2)
+    assert [steps.lr(step) for step in (1, 2, 9, 10, 24, 25, 49)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    assert steps.lr(0) == 0.5
+
+
+def test_set_lr_reaches_all_groups():
+    optimizer = torch.optim.SGD([{"params": params()}, {"params": params(), "lr": 3.0}], lr=1.0)
+    assert schedule(warmup_epochs=1).set_lr(optimizer, 4) == 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+# Moving average
+
+
+def test_average_by_hand():
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    ema = Ema(model, [model.weight], decay=0.5)
+    expected, weight = torch.tensor([1.0, 1.0]), model.weight
+    for update in range(12):
+        with torch.no_grad():
+            weight += 1
+        ema.update([weight])
+        decay = min(0.5, (1 + update) / (10 + update))
+        expected = decay * expected + (1 - decay) * weight.detach()[0]
+    torch.testing.assert_close(ema.average[0][0], expected)
+    assert ema.num_updates == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_swapping_in_and_back_is_exact(dtype):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype)
+    model[1].weight.requires_grad_(False)
+    sources = [param.detach().float() for param in model.parameters() if param.requires_grad]
+    ema = Ema(model, sources, 0.9)
+    ema.update([source + 1 for source in sources])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with suppress(ZeroDivisionError), ema.swapped_in():
+        torch.testing.assert_close(model[0].weight, ema.average[0].to(dtype), rtol=0, atol=0)
+        assert torch.equal(model[1].weight, before["1.weight"])  # frozen weights have no average
+        assert not torch.equal(model[0].weight, before["0.weight"])
+        1 / 0  # noqa: B018
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(average.dtype is torch.float32 for average in ema.average)
+
+
+def test_average_of_half_weights_is_kept_in_float32():
+    model = nn.Linear(2, 2).half()
+    ema = Ema(model, list(model.parameters()), 0.999)
+    ema.update(list(model.parameters()))
+    assert all(average.dtype is torch.float32 for average in ema.average)
+
+
+def test_average_survives_a_checkpoint():
+    model = nn.Linear(2, 1)
+    first, second = (Ema(model, list(model.parameters()), 0.9) for _ in range(2))
+    for _ in range(3):
+        first.update([param + 1 for param in model.parameters()])
+    second.load_state_dict(first.state_dict())
+    for ema in (first, second):
+        ema.update([param * 2 for param in model.parameters()])
+    assert second.num_updates == 4
+    assert all(torch.equal(a, b) for a, b in zip(first.average, second.average, strict=True))

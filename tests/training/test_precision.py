@@ -1,0 +1,141 @@
+"""Which amp answers is decided in one place, and said. (What amp does is tested in tests/apex.)"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from harness.config.schema import PrecisionSection
+from harness.errors import ConfigError
+from harness.training.precision import Precision, _options, choose, installed_apex, trainable
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+NAMES = ("initialize", "scale_loss", "master_params", "state_dict")
+
+
+@pytest.fixture
+def nvidia(monkeypatch):
+    """Something that looks like NVIDIA's Apex."""
+    modules = {name: types.ModuleType(name) for name in ("apex", "apex.amp", "apex.parallel")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in NAMES:
+        setattr(modules["apex.amp"], name, lambda *_: None)
+    return modules
+
+
+def test_a_cpu_is_ours(nvidia):
+    for backend in ("auto", "harness"):
+        assert choose(PrecisionSection(backend=backend), CPU).backend == "harness.apex"
+    assert choose(PrecisionSection(backend="harness"), CUDA).backend == "harness.apex"
+
+
+def test_an_installed_apex_is_used_on_cuda(nvidia):
+    chosen = choose(PrecisionSection(), CUDA)
+    assert chosen.backend == "apex of unknown version"
+    assert chosen.amp is nvidia["apex.amp"]
+    assert chosen.distributed is nvidia["apex.parallel"]
+
+
+def test_what_only_ours_does_is_left_to_ours(nvidia):
+    assert choose(PrecisionSection(), CUDA, ours=True).backend == "harness.apex"
+
+
+def test_without_apex(monkeypatch):
+    import importlib
+
+    def missing(name, *rest):
+        if name.startswith("apex"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name="apex")
+        return real(name, *rest)
+
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert choose(PrecisionSection(), CUDA).backend == "harness.apex"
+    with pytest.raises(
+        ConfigError, match="precision.backend=apex, but no Apex is installed\n  -> use precision.backend"
+    ):
+        choose(PrecisionSection(backend="apex"), CUDA)
+
+
+def test_what_is_called_apex_but_has_no_amp(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+    monkeypatch.delitem(sys.modules, "apex.amp", raising=False)
+    assert installed_apex()[0] is None
+    assert "no amp" in installed_apex()[1]
+    assert choose(PrecisionSection(), CUDA).backend == "harness.apex"
+
+
+def test_an_apex_that_is_not_nvidia_s(nvidia):
+    del nvidia["apex.amp"].scale_loss
+    assert installed_apex() == (None, "the installed apex.amp is not NVIDIA's")
+    nvidia["apex.amp"].scale_loss = None
+
+
+def test_ours_under_the_name_of_apex_is_not_an_installed_one(monkeypatch):
+    import harness.apex
+
+    for name in ("", ".amp", ".parallel"):
+        monkeypatch.setitem(sys.modules, f"apex{name}", importlib.import_module(f"harness.apex{name}"))
+    assert "harness.apex itself" in installed_apex()[1]
+    assert choose(PrecisionSection(), CUDA).amp is harness.apex.amp
+
+
+def test_levels_that_nvidia_s_does_not_have(nvidia):
+    with pytest.raises(ConfigError, match="has no level O4"):
+        choose(PrecisionSection(opt_level="O4"), CUDA)
+    nvidia["apex.amp"].bfloat16_function = None  # ROCm's
+    assert choose(PrecisionSection(opt_level="O4"), CUDA).amp is nvidia["apex.amp"]
+
+
+def test_options_leave_to_the_level_what_is_not_set():
+    assert _options(PrecisionSection(opt_level="O2")) == {"opt_level": "O2", "max_loss_scale": 2.0**24, "verbosity": 0}
+    section = PrecisionSection(opt_level="O2", loss_scale="dynamic", cast_model_type="bfloat16", master_weights=False)
+    options = _options(section)
+    assert options["cast_model_type"] is torch.bfloat16
+    assert options["loss_scale"] == "dynamic"
+    assert options["master_weights"] is False
+    assert "keep_batchnorm_fp32" not in options
+
+
+def test_what_amp_refuses_is_an_error_of_the_configuration():
+    class Refusing:
+        @staticmethod
+        def initialize(*_, **options):
+            raise ValueError(f"no level {options['opt_level']}")
+
+    with pytest.raises(ConfigError, match="amp refuses these settings: no level O9"):
+        Precision(Refusing, None, "x", {"opt_level": "O9"}).initialize(nn.Linear(1, 1), None)
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 2.0**16), ("O2", 2.0**16), ("O3", 1.0), ("O5", 1.0)])
+def test_a_step_through_the_one_signature(level, scale):
+    torch.manual_seed(0)
+    precision = choose(PrecisionSection(opt_level=level), CPU)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(trainable(model.parameters()), lr=0.1)
+    model, optimizer = precision.initialize(model, optimizer)
+    before = [param.detach().clone() for param in precision.master_params(optimizer)]
+    loss = model(torch.ones(3, 4)).float().square().mean()
+    with precision.scale_loss(loss, optimizer, delay_unscale=False) as scaled:
+        scaled.backward()
+    assert not precision.skips(optimizer)
+    assert precision.loss_scale() == scale
+    optimizer.step()
+    after = list(precision.master_params(optimizer))
+    assert len(after) == 2
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    state = precision.state_dict()
+    precision.load_state_dict(state)
+    assert precision.state_dict() == state
+
+
+def test_trainable_keeps_the_order_and_leaves_out_the_frozen():
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 3))
+    model[0].weight.requires_grad_(False)
+    assert [id(p) for p in trainable(model.parameters())] == [id(p) for p in [model[0].bias, *model[1].parameters()]]

@@ -1,0 +1,75 @@
+"""``harness check``: the facts of a run, or all that is wrong with it, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.errors import ConfigError, DataError
+from harness.training import preflight
+from tests.fixtures import settings, write_rows, write_yaml
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_rows(tmp_path, "train", 20)
+    write_rows(tmp_path, "eval", 6)
+    return tmp_path
+
+
+def examine(folder, *overrides, world=1, **sections):
+    return preflight.examine(str(write_yaml(folder / "x.yaml", settings(folder, **sections))), overrides, world)
+
+
+def test_facts(folder):
+    facts, problems = examine(folder, "batch.accumulate=2", "train.epochs=3", world=2)
+    assert problems == []
+    assert facts["model"] == "linear, 195 parameters"
+    assert facts["train rows"] == 20
+    assert facts["batch"] == "2 a rank, 4 in all, in 2 micro-batches"
+    assert facts["steps"] == "5 an epoch, 15 in all"
+    assert facts["amp"] == "O1 by harness.apex"
+    assert facts["ranks"] == 2
+    assert not (folder / "runs").exists()  # nothing was started
+
+
+def test_scaled_learning_rate_is_told(folder):
+    facts, _ = examine(folder, optimizer={"lr": 0.1, "lr_scaling": "linear", "lr_base_batch": 2})
+    assert facts["learning rate"] == "0.2 (linear scaling of 0.1)"
+
+
+def test_several_independent_problems_at_once(folder):
+    facts, problems = examine(
+        folder, world=3, model={"name": "small_cnm"}, optimizer={"name": "adamm"}, precision={"backend": "apex"},
+        runtime={"device": "auto"}, parallel={"strategy": "none"},
+    )  # fmt: skip
+    told = "\n".join(str(problem) for problem in problems)
+    for words in (
+        "precision.backend=apex, but",
+        "4 rows cannot be dealt to 3 ranks",
+        "the nearest that can: 3 or 6",
+        "there is no model 'small_cnm'",
+        "there is no optimizer 'adamm'",
+        "parallel.strategy=none is for one process, but there are 3 processes",
+    ):
+        assert words in told
+    assert len(problems) == 5
+    assert {type(problem) for problem in problems} == {ConfigError}
+
+
+def test_data_and_the_rest_are_looked_at_apart(folder):
+    (folder / "eval.csv").unlink()
+    _, problems = examine(folder, optimizer={"name": "adamm"})
+    assert [type(problem) for problem in problems] == [DataError, ConfigError]
+
+
+def test_a_configuration_that_cannot_be_read_is_the_only_problem(folder):
+    facts, problems = examine(folder, "train.epoch=3")
+    assert facts == {}
+    assert len(problems) == 1
+
+
+def test_too_few_rows(folder):
+    _, problems = examine(folder, "batch.global=48", world=24)
+    assert "20 training rows for 24 ranks" in str(problems[0])
+    _, problems = examine(folder, "batch.global=32", "data.tail=drop")
+    assert "do not fill one global batch of 32" in str(problems[0])

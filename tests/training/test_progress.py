@@ -1,0 +1,98 @@
+"""What a checkpoint keeps of where a run stands, and the meter of the open window."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+
+import pytest
+import torch
+
+from harness.data.shards import Segment
+from harness.distributed.launch_env import detect
+from harness.distributed.runtime import Runtime, open_runtime
+from harness.training.progress import Meter, State
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_state_survives_a_file():
+    state = State(epoch=3, segments=[Segment(2, 4, 7), Segment(1, 8, 1)], step=40, applied=38, skipped=2, best=0.5,
+                  best_step=30, history=[{"step": 30, "top1": 0.5}], wall_s=1.5)  # fmt: skip
+    file = io.BytesIO()
+    torch.save(state.to_dict(), file)
+    file.seek(0)
+    again = State.from_dict(torch.load(file, weights_only=True))
+    assert again == state
+    assert isinstance(again.segments[0], Segment)
+
+
+def test_what_is_saved_does_not_move_on_with_the_run():
+    state = State(segments=[Segment(1, 4, 1)])
+    saved = state.to_dict()
+    state.segments[0].steps += 1
+    state.history.append({"step": 1})
+    assert State.from_dict(saved) == State(segments=[Segment(1, 4, 1)])
+
+
+def test_epochs():
+    state = State(epoch=1, segments=[Segment(1, 4, 1)])
+    assert state.in_epoch
+    state.next_epoch()
+    assert (state.epoch, state.segments, state.in_epoch) == (2, [], False)
+    assert State().segments is not State().segments
+
+
+def filled(losses: list[tuple[float, int]]) -> Meter:
+    meter = Meter(CPU)
+    for mean, rows in losses:
+        meter.add_loss(torch.tensor(mean, requires_grad=True), rows)
+        meter.steps += 1
+    return meter
+
+
+def test_meter_is_the_mean_over_rows():
+    meter = filled([(1.0, 4), (3.0, 1)])
+    meter.bad, meter.wait_s = 2, 0.25
+    meter.time_s = 1.0
+    loss, rows, bad, waited, _ = meter.reduce(Runtime())
+    assert (loss, rows, bad, waited) == (pytest.approx(7 / 5), 5, 2, 0.25)
+    assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s, meter.loss.item()) == (0, 0, 0, 0, 0, 0)
+    loss, rows, *_ = meter.reduce(Runtime())
+    assert math.isnan(loss)
+    assert rows == 0
+
+
+def test_meter_goes_on_from_a_checkpoint_exactly():
+    whole, first = filled([(0.1, 3), (0.2, 3), (0.3, 2)]), filled([(0.1, 3)])
+    second = Meter(CPU)
+    second.load_state_dict(first.state_dict())
+    for mean, rows in [(0.2, 3), (0.3, 2)]:
+        second.add_loss(torch.tensor(mean), rows)
+    assert torch.equal(second.loss, whole.loss)
+    assert second.rows == whole.rows
+    assert (second.steps, second.bad) == (1, 0)
+
+
+def test_clock_leaves_out_what_is_not_training():
+    meter = Meter(CPU)
+    meter._mark -= 100
+    meter.resume_clock()
+    meter.tick()
+    assert meter.time_s < 10
+    meter._mark -= 100
+    meter.tick()
+    assert 100 <= meter.time_s < 110
+
+
+def _reduce():
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        meter = filled([(1.0, 4)] if runtime.rank == 0 else [])
+        meter.bad = runtime.rank
+        return meter.reduce(runtime)[:3]
+
+
+def test_meter_over_ranks():
+    assert run_ranks(2, _reduce, group=False, timeout_s=30) == [(1.0, 4, 1)] * 2

@@ -1,0 +1,84 @@
+"""Random streams: independent of each other, restored exactly, loadable without running code."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from harness.data.seeds import TRAINING
+from harness.training import rng
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[float]:
+    """One number of each stream, two of those that remember a second one."""
+    return [torch.rand(()).item(), torch.randn(()).item(), np.random.rand(), np.random.randn(), np.random.randn(),
+            random.random(), random.gauss(0, 1)]  # fmt: skip
+
+
+def test_derived_seeds_differ_and_are_stable():
+    keys = [
+        (purpose, seed, epoch, row) for purpose in range(4) for seed in (0, 1) for epoch in (0, 1) for row in (0, 1)
+    ]
+    seeds = {rng.derive(*key) for key in [*keys, (0, 0, 0, 2**31), (0, 2**32 - 1, 0, 0)]}
+    assert len(seeds) == len(keys) + 2
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert rng.derive(2, 0, 1) == 1741318030659061586  # weights and augmentation of old runs hang on it
+
+
+def test_seed_all_seeds_every_stream():
+    rng.seed_all(TRAINING, 3, 0)
+    first = draw()
+    rng.seed_all(TRAINING, 3, 0)
+    assert draw() == first
+    rng.seed_all(TRAINING, 3, 1)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def test_state_is_restored_exactly_through_a_file():
+    rng.seed_all(5)
+    draw()
+    np.random.randn()  # now both numpy and random keep half of a pair back: that half is state too
+    assert random.getstate()[2] is not None
+    assert np.random.get_state()[3] == 1
+    file = io.BytesIO()
+    torch.save(rng.get_state(CPU), file)
+    expected = draw() + draw()
+    rng.seed_all(6)
+    file.seek(0)
+    rng.set_state(torch.load(file, weights_only=True), CPU)
+    assert draw() + draw() == expected
+
+
+def test_cuda_state_is_asked_for_the_rank_s_own_device():
+    device = torch.device("cuda", 3)
+    with (
+        mock.patch("torch.cuda.get_rng_state", return_value=torch.ones(4, dtype=torch.uint8)) as get,
+        mock.patch("torch.cuda.set_rng_state") as put,
+    ):
+        rng.set_state(rng.get_state(device), device)
+    get.assert_called_once_with(device)
+    assert put.call_args.args[1] == device
+
+
+def test_make_deterministic_can_be_taken_back(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    before = torch.backends.cudnn.benchmark
+    try:
+        rng.make_deterministic(True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own is kept
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.nn.functional.max_unpool1d(torch.ones(1, 1, 2), torch.tensor([[[0, 2]]]), 2)
+    finally:
+        rng.make_deterministic(False)
+        torch.backends.cudnn.benchmark = before
+    assert not torch.are_deterministic_algorithms_enabled()
