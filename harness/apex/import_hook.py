@@ -1,7 +1,7 @@
 """``install`` and ``uninstall``: imports of ``apex``, ``amp_C`` and ``apex_C`` resolve to harness.apex.
 
 ``apex.amp`` is then the very module that ``harness.apex.amp`` is, never a second copy, so state and classes are one.
-Not here: which old paths lead where (``historical``), running scripts (``runner``).
+Not here: which old paths lead where (``legacy_paths``), running scripts (``runner``).
 """
 
 from __future__ import annotations

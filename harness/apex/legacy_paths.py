@@ -1,6 +1,6 @@
 """Where Apex kept what scripts and old pickles import: module paths that are named otherwise here, or gone.
 
-Not here: how an import finds its way, see ``installation``.
+Not here: how an import finds its way, see ``import_hook``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 _MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "amp._amp_state": (
         "AmpState _amp_state master_params maybe_print warn_or_err",
-        ("amp.state", "amp", "historical"),
+        ("amp.state", "amp", "legacy_paths"),
     ),
     "amp._initialize": ("_amp_state LossScaler", ("amp", "amp.scaler")),
     "amp.amp": (

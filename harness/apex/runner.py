@@ -1,6 +1,6 @@
 """``python -m harness.apex``: the command line, and running a script as python would, with ours in the place of Apex.
 
-Not here: what the script finds there, see ``installation``, ``local_rank`` and ``on_cpu``.
+Not here: what the script finds there, see ``import_hook``, ``local_rank`` and ``on_cpu``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The main program of a process that a running script spawned: the script again, as ``__mp_main__``.
 
-Run by ``multiprocessing`` in the child, never by hand; see ``children``.
+Run by ``multiprocessing`` in the child, never by hand; see ``spawn``.
 """
 
 from __future__ import annotations
