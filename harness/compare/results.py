@@ -110,16 +110,16 @@ def guesses(one: Path, other: Path) -> tuple[Guesses | None, str]:
             return None, f"{label} has {why}"
         tables.append(table)
     mine, theirs = tables
-    if mine.select(["id", "truth"]) != theirs.select(["id", "truth"]):
+    if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
         if any(len(pc.unique(table["id"])) < len(table) for table in tables):
             return None, "their tables of predictions are of other rows"
-        mine = mine.join(theirs, ["id", "truth"], right_suffix="_other", join_type="inner").combine_chunks()
+        mine = mine.join(theirs, ["id", "label"], right_suffix="_other", join_type="inner").combine_chunks()
     else:
-        mine = mine.append_column("guess_other", theirs["guess"])
+        mine = mine.append_column("prediction_other", theirs["prediction"])
     mine = mine.drop_null()
     if not len(mine):
         return None, "their tables of predictions have no row in common"
-    right, other_right = pc.equal(mine["guess"], mine["truth"]), pc.equal(mine["guess_other"], mine["truth"])
+    right, other_right = pc.equal(mine["prediction"], mine["label"]), pc.equal(mine["prediction_other"], mine["label"])
     both, only_one, only_other = (
         pc.sum(pc.and_(*pair)).as_py()
         for pair in ((right, other_right), (right, pc.invert(other_right)), (pc.invert(right), other_right))
@@ -130,8 +130,8 @@ def guesses(one: Path, other: Path) -> tuple[Guesses | None, str]:
 
 
 def _predictions(path: Path) -> tuple[pa.Table | None, str]:
-    """id, guess and truth of ``path``, as words; a row that could not be read has no guess."""
-    names = ["id", "guess", "truth"]
+    """id, prediction and label of ``path``, as words; a row that could not be read has no prediction."""
+    names = ["id", "prediction", "label"]
     convert = pyarrow.csv.ConvertOptions(
         include_columns=names,
         column_types=dict.fromkeys(names, pa.string()),
@@ -144,9 +144,9 @@ def _predictions(path: Path) -> tuple[pa.Table | None, str]:
     try:
         return pyarrow.csv.read_csv(path, convert_options=convert), ""
     except (pa.ArrowInvalid, OSError):
-        return None, "no predictions.csv with a guess and a truth for each row"
+        return None, "no predictions.csv with a prediction and a label for each row"
     except KeyError:  # arrow's, for a column that is not there
-        return None, "a predictions.csv without guess and truth, which is not about right and wrong"
+        return None, "a predictions.csv without predictions and labels, which is not about right and wrong"
 
 
 def spreads(one: Sequence[Evaluations], other: Sequence[Evaluations], best: bool) -> list[Spread]:

@@ -78,14 +78,14 @@ def confusion(found: Confusion, metric_run: str) -> Chart | None:
     heat = {
         "type": "heatmap", "z": shares, "x": names, "y": names, "customdata": found.counts, "zmin": 0, "zmax": 1,
         "colorscale": [[0, "@heat0"], [1, "@heat1"]], "showscale": False, "xgap": 1, "ygap": 1,
-        "hovertemplate": "truth %{y}, guess %{x}: %{customdata}<extra></extra>",
+        "hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>",
     }  # fmt: skip
     if len(names) <= 20:
         heat |= {"text": [[str(n) if n else "" for n in line] for line in found.counts], "texttemplate": "%{text}",
                  "textfont": {"color": "@ink"}}  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "guess"}, "type": "category", "showgrid": False, "side": "top"},
-        "yaxis": {"title": {"text": "truth"}, "type": "category", "autorange": "reversed", "showgrid": False},
+        "xaxis": {"title": {"text": "prediction"}, "type": "category", "showgrid": False, "side": "top"},
+        "yaxis": {"title": {"text": "label"}, "type": "category", "autorange": "reversed", "showgrid": False},
     }
     wrong = sum(count for _, _, count in found.pairs)
     summary = f"Confusion matrix of {metric_run}: {len(names)} classes" + (
@@ -96,7 +96,7 @@ def confusion(found: Confusion, metric_run: str) -> Chart | None:
     rows = [[name, *(str(count) for count in line)] for name, line in zip(found.classes, found.counts, strict=True)]
     height = 160 + 30 * min(len(names), 20)
     width = 28 * len(names) if len(names) > 12 else 0
-    header = ["truth \\ guess", *found.classes]
+    header = ["label \\ prediction", *found.classes]
     return Chart(
         "confusion",
         "Confusion matrix",

@@ -31,14 +31,14 @@ _PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
 @dataclass(frozen=True)
 class Confusion:
-    """``counts[truth][guess]``, of the newest evaluation."""
+    """``counts[label][prediction]``, of the newest evaluation."""
 
     classes: list[str]
     counts: list[list[int]]
 
     @property
     def pairs(self) -> list[tuple[str, str, int]]:
-        """(truth, guess, rows) of the pairs that were confused, the most frequent first."""
+        """(label, prediction, rows) of the pairs that were confused, the most frequent first."""
         wrong = [
             (self.classes[row], self.classes[column], count)
             for row, line in enumerate(self.counts)
@@ -50,11 +50,11 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out row. ``score``: the probability given to the wrong guess; ``image``: a data URI, or empty."""
+    """A held-out row. ``score``: the probability given to the wrong prediction; ``image``: a data URI, or empty."""
 
     row: str
-    truth: str
-    guess: str
+    label: str
+    prediction: str
     score: float
     image: str
 
@@ -73,35 +73,37 @@ def confusion(run: Run) -> Confusion | None:
 
 
 def worst(run: Run) -> tuple[list[Mistake], int, int]:
-    """(the worst mistakes, how many there are, rows) of ``predictions.csv``; nothing where it has no truth."""
+    """(the worst mistakes, how many there are, rows) of ``predictions.csv``; nothing where it has no label."""
     table = _predictions(run.record.path / "predictions.csv")
     if table is None:
         return [], 0, 0
-    wrong = table.filter(pc.and_kleene(pc.is_valid(table["guess"]), pc.not_equal(table["guess"], table["truth"])))
+    wrong = table.filter(
+        pc.and_kleene(pc.is_valid(table["prediction"]), pc.not_equal(table["prediction"], table["label"]))
+    )
     scores = _scores(wrong)
     order = np.argsort(-scores, kind="stable")[:MAX_SHOWN]
     find = _images(run)
     found = []
     for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
         name = str(row.get("id", ""))
-        found.append(Mistake(name, str(row["truth"]), str(row["guess"]), score, find(name)))
+        found.append(Mistake(name, str(row["label"]), str(row["prediction"]), score, find(name)))
     return found, len(wrong), len(table)
 
 
 def _predictions(path: Path) -> pa.Table | None:
-    """The table; ids, guesses and truths as text. None where there is none, or it is not of that kind."""
-    text = {"id": pa.string(), "guess": pa.string(), "truth": pa.string()}
+    """The table; ids, predictions and labels as text. None where there is none, or it is not of that kind."""
+    text = {"id": pa.string(), "prediction": pa.string(), "label": pa.string()}
     options = pyarrow.csv.ConvertOptions(column_types=text, strings_can_be_null=True)
     try:
         table = pyarrow.csv.read_csv(path, convert_options=options)
     except (OSError, pa.ArrowInvalid):
         return None
-    return table if {"guess", "truth"} <= set(table.column_names) else None
+    return table if {"prediction", "label"} <= set(table.column_names) else None
 
 
 def _scores(wrong: pa.Table) -> np.ndarray:
-    """The probability that was given to each guess; 0 where the table does not have it."""
-    if "score" in wrong.column_names:  # of many classes there are the best five guesses
+    """The probability that was given to each prediction; 0 where the table does not have it."""
+    if "score" in wrong.column_names:  # of many classes there are the best five predictions
         columns = ["score"]
     else:
         columns = [name for name in wrong.column_names if name.startswith("score_")]

@@ -215,6 +215,9 @@ def _mistakes(study: Study, left_out: list[str]) -> Group | None:
     notes = [f"Of {run.label}. The matrix is of its newest evaluation, the list of its best weights."]
     if num_rows:
         notes.append(f"{words.count(wrong)} of {words.count(num_rows)} held-out rows are guessed wrong.")
-    header, rows = ["truth", "taken for", "rows"], [[truth, guess, str(n)] for truth, guess, n in found.pairs]
+    header, rows = (
+        ["label", "prediction", "rows"],
+        [[label, prediction, str(n)] for label, prediction, n in found.pairs],
+    )
     caption = "Confused most often"
     return Group("mistakes", "Mistakes", [chart] if chart else [], notes, header if rows else [], rows, caption, shown)

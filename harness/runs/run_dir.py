@@ -175,9 +175,9 @@ class RunFolder:
         write_atomically(self.path / "summary.json", json.dumps(finite(values), indent=1) + "\n")
 
     def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
-        """``confusion.csv``: a row for each true class, a column for each guess, counts in the cells."""
+        """``confusion.csv``: a row for each true class, a column for each prediction, counts in the cells."""
         if matrix is not None:
-            table = pd.DataFrame(matrix, index=pd.Index(classes, name="truth"), columns=classes)
+            table = pd.DataFrame(matrix, index=pd.Index(classes, name="label"), columns=classes)
             write_atomically(self.path / "confusion.csv", table.to_csv())
 
     def failure(self, report: dict[str, Any]) -> dict[str, Any]:

@@ -18,12 +18,12 @@ and what it opens has
     evaluate(outputs, targets) -> {name: (sum, count)}, tensors; never means
     report(sums)             {name: value} of the reduced sums that are not plain ratios, such as a confusion matrix
 
-A task whose guesses make a table, a row of it for each row of `eval`, also has
+A task whose predictions make a table, a row of it for each row of `eval`, also has
 
-    predictions(outputs)     {column: a value a row}: guess, scores; text, numbers or tensors (batch,)
-    known(rows)              {column: a value a row} of what is known of these rows of `eval`: id, and truth
+    predictions(outputs)     {column: a value a row}: prediction, scores; text, numbers or tensors (batch,)
+    known(rows)              {column: a value a row} of what is known of these rows of `eval`: id, and label
 
-and if it can guess for rows of another file (`harness predict`), without the data it was trained on,
+and if it can predict rows of another file (`harness predict`), without the data it was trained on,
 
     learned                  what it took from the training data, as JSON: the classes, say; kept in the run folder
     Task.open_new(learned, source, cache_dir) -> Opened    whose `eval` is that file; there is no `train`

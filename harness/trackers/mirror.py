@@ -36,7 +36,7 @@ class Sample:
     def title(self, row: int) -> str:
         """What is said of a row beside its image."""
         said = dict(zip(self.columns, self.rows[row], strict=True))
-        return ", ".join(f"{name} {said[name]}" for name in ("guess", "truth") if said.get(name) is not None)
+        return ", ".join(f"{name} {said[name]}" for name in ("prediction", "label") if said.get(name) is not None)
 
 
 class Mirror(Protocol):

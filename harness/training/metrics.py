@@ -59,11 +59,11 @@ class Sums:
 
 
 def classification(outputs: Tensor, targets: Tensor, num_classes: int) -> Pairs:
-    """loss, top1, top5, accuracy by class and the confusion matrix (truth, guess) of logits (batch, classes)."""
+    """loss, top1, top5, accuracy by class and the confusion matrix (label, prediction) of logits (batch, classes)."""
     outputs = outputs.float()
     rows = torch.tensor(float(len(targets)), device=outputs.device)
-    guesses = outputs.topk(min(5, num_classes), dim=1).indices
-    hits = guesses == targets[:, None]
+    predicted = outputs.topk(min(5, num_classes), dim=1).indices
+    hits = predicted == targets[:, None]
     per_class = torch.bincount(targets, minlength=num_classes)
     pairs = {
         "loss": (functional.cross_entropy(outputs, targets, reduction="sum"), rows),
@@ -72,25 +72,26 @@ def classification(outputs: Tensor, targets: Tensor, num_classes: int) -> Pairs:
         "class_accuracy": (torch.bincount(targets[hits[:, 0]], minlength=num_classes), per_class),
     }
     if num_classes <= MAX_CONFUSION:
-        cells = torch.bincount(targets * num_classes + guesses[:, 0], minlength=num_classes**2)
+        cells = torch.bincount(targets * num_classes + predicted[:, 0], minlength=num_classes**2)
         pairs["confusion"] = (cells.view(num_classes, num_classes), rows)
     return pairs
 
 
 def classification_table(outputs: Tensor, classes: Sequence[str | int]) -> dict[str, Any]:
-    """The guess for each of some logits (batch, classes), and the probability of each class: a column each.
+    """The prediction for each of some logits (batch, classes), and the probability of each class: a column each.
 
-    Of more than MAX_SCORES classes the five best guesses, each with its probability.
+    Of more than MAX_SCORES classes the five best predicted, each with its probability.
     """
     scores = outputs.float().softmax(dim=1).cpu()
     if len(classes) <= MAX_SCORES:
-        guesses = [classes[index] for index in scores.argmax(dim=1).tolist()]
-        return {"guess": guesses, **{f"score_{label}": column for label, column in zip(classes, scores.T, strict=True)}}
+        predicted = [classes[index] for index in scores.argmax(dim=1).tolist()]
+        columns = {f"score_{label}": column for label, column in zip(classes, scores.T, strict=True)}
+        return {"prediction": predicted, **columns}
     best = scores.topk(5, dim=1)
     table: dict[str, Any] = {}
     for place, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True)):
         suffix = f"_{place + 1}" if place else ""
-        table |= {f"guess{suffix}": [classes[index] for index in indices.tolist()], f"score{suffix}": values}
+        table |= {f"prediction{suffix}": [classes[index] for index in indices.tolist()], f"score{suffix}": values}
     return table
 
 

@@ -1,4 +1,4 @@
-"""The table of predictions: what a model guesses for each row, once, in the rows' order, whatever the number of ranks.
+"""The table of predictions: one row for each row of the data, in the rows' order, whatever the number of ranks.
 
 Kernels give a row other last digits in a batch of 31 than in one of 32, so rows are taken in blocks that depend on
 their number alone: block k holds rows k*size to (k+1)*size - 1, the last one is filled up, and rank r of W takes blocks
@@ -38,12 +38,12 @@ log = logging.getLogger("harness")
 BLOCK_ROWS = 64  # unless the configuration wants fewer at once
 GROUP_ROWS = 1 << 15  # written at once; a row group of Parquet
 SAMPLE_ROWS = 32  # shown by trackers
-FIRST = ("id", "guess", "truth")  # columns, where there are such; the task's others follow in its order
+FIRST = ("id", "prediction", "label")  # columns, where there are such; the task's others follow in its order
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model with the weights to guess by, on every rank. ``sharded``: its forward pass is collective."""
+    """A model with the weights to predict with, on every rank. ``sharded``: its forward pass is collective."""
 
     config: Config
     runtime: Runtime
@@ -112,7 +112,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
 
 
 def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> tuple[pa.Table, int]:
-    """The part of the table for ``rows``, and how many of them could not be read: those have no guess."""
+    """The part of the table for ``rows``, and how many of them could not be read: those have no prediction."""
     columns = {name: _array(values) for name, values in predictor.task.known(rows).items()}
     columns = {"id": pa.array(rows), **columns}
     if len(batch):
@@ -173,11 +173,11 @@ class _File:
     def _flush(self) -> None:
         if not self._waiting:
             return
-        names = max((block.column_names for block in self._waiting), key=len)  # a block without a guess has few
+        names = max((block.column_names for block in self._waiting), key=len)  # a block of unreadable rows has few
         table = pa.concat_tables(self._waiting, promote_options="permissive")
         self._waiting = []
         if self._schema is None:
-            if "guess" not in names and not set(names) - set(FIRST):
+            if "prediction" not in names and not set(names) - set(FIRST):
                 raise DataError(
                     f"none of the first {len(table)} rows could be read",
                     hint="check task.root: paths in the CSV are relative to it",

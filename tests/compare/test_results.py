@@ -32,7 +32,7 @@ def seeds(folder: Path, values: list[float], **config: Any) -> Path:
     return folder
 
 
-def predictions(folder: Path, rows: list[tuple[Any, Any, Any]], columns: str = "id,guess,truth") -> Path:
+def predictions(folder: Path, rows: list[tuple[Any, Any, Any]], columns: str = "id,prediction,label") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(",".join(map(str, row)) + "\n" for row in rows)
     (folder / "predictions.csv").write_text(f"{columns}\n{text}")
@@ -73,10 +73,10 @@ def test_rows_of_another_order_are_paired_by_id_and_truth(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "columns", "why"),
     [
-        ([("x", 1, 1), ("x", 0, 1)], "id,guess,truth", "of other rows"),
-        ([("q", 1, 1)], "id,guess,truth", "no row in common"),
-        ([("x", 0.5, 1)], "id,score,truth", "without guess and truth"),
-        ([("x", 1)], "id,guess,truth", "no predictions.csv with a guess"),
+        ([("x", 1, 1), ("x", 0, 1)], "id,prediction,label", "of other rows"),
+        ([("q", 1, 1)], "id,prediction,label", "no row in common"),
+        ([("x", 0.5, 1)], "id,score,label", "without predictions and labels"),
+        ([("x", 1)], "id,prediction,label", "no predictions.csv with a prediction"),
         (None, "", "no predictions.csv"),
     ],
 )

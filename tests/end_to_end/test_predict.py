@@ -61,11 +61,11 @@ def _rank(argv, terminal):
 def test_training_leaves_the_table_of_the_best_weights(trained):
     folder, data = trained
     table, truth = pd.read_csv(folder / "predictions.csv"), pd.read_csv(data / "eval.csv")
-    assert list(table) == ["id", "guess", "truth", "score_column", "score_row", "score_slope"]
+    assert list(table) == ["id", "prediction", "label", "score_column", "score_row", "score_slope"]
     assert table["id"].tolist() == truth["path"].tolist()
-    assert table["truth"].tolist() == truth["label"].tolist()
+    assert table["label"].tolist() == truth["label"].tolist()
     summary = json.loads((folder / "summary.json").read_text())
-    assert (table["guess"] == table["truth"]).mean() == pytest.approx(summary["best"]["top1"])
+    assert (table["prediction"] == table["label"]).mean() == pytest.approx(summary["best"]["top1"])
     assert summary["best"]["top1"] > 0.5
     scores = table[["score_column", "score_row", "score_slope"]].to_numpy()
     assert scores.sum(1) == pytest.approx(1.0, abs=1e-5)
@@ -173,12 +173,12 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 images could not be read" in done.stderr
     table = pd.read_parquet(elsewhere / "new.parquet")
-    assert list(table) == ["id", "guess", "score_column", "score_row", "score_slope"]
+    assert list(table) == ["id", "prediction", "score_column", "score_row", "score_slope"]
     assert table["id"].tolist() == names
-    assert table["guess"].isna().tolist() == [False] * 23 + [True]
+    assert table["prediction"].isna().tolist() == [False] * 23 + [True]
     trained_on = pd.read_csv(folder / "predictions.csv").set_index("id")
-    guess = {f"images/{image.name}": guess for image, guess in zip(images, table["guess"], strict=False)}
-    assert guess == trained_on["guess"].to_dict()
+    guess = {f"images/{image.name}": guess for image, guess in zip(images, table["prediction"], strict=False)}
+    assert guess == trained_on["prediction"].to_dict()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def report(tmp_path_factory):
     ]  # fmt: skip
     sweep = write_sweep(folder / "sweep", [*fakes, Fake(lr=0.05, seed=1), Fake(lr=0.8, state="unfinished")])
     for trial in (sweep / "trials").iterdir():
-        (trial / "confusion.csv").write_text("truth,cat,<b>dog</b>\ncat,8,1\n<b>dog</b>,2,9\n")
+        (trial / "confusion.csv").write_text("label,cat,<b>dog</b>\ncat,8,1\n<b>dog</b>,2,9\n")
     found = study.build(reader.find([sweep]))
     path = folder / "report.html"
     path.write_text(page.render(found, scaling.choose_target(found, None)), encoding="utf-8")

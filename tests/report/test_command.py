@@ -29,7 +29,7 @@ def test_figures_for_a_paper(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -e '.[plot]'")
     fakes = [Fake(lr=lr, batch=batch, world=world) for lr in (0.1, 0.2) for batch in (64, 128) for world in (1, 2)]
     sweep = write_sweep(tmp_path / "sweep", [*fakes, Fake(seed=1)])
-    classes = "truth,a,b\na,1,2\nb,3,4\n"
+    classes = "label,a,b\na,1,2\nb,3,4\n"
     (sweep / "trials" / "0000" / "confusion.csv").write_text(classes)
     assert command.main([sweep], tmp_path / "f.png", "png", None) == 0
     written = capsys.readouterr().out.splitlines()

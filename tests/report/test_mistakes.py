@@ -14,7 +14,11 @@ from harness.report import mistakes, study
 from harness.runs import reader
 from tests.report.synthetic import Fake, write_run
 
-TABLE = "id,guess,truth,score_cat,score_dog\na.png,cat,cat,0.9,0.1\nb.png,dog,cat,0.2,0.8\nc.png,cat,dog,0.99,0.01\n"
+TABLE = """id,prediction,label,score_cat,score_dog
+a.png,cat,cat,0.9,0.1
+b.png,dog,cat,0.2,0.8
+c.png,cat,dog,0.99,0.01
+"""
 
 
 @pytest.fixture
@@ -29,13 +33,13 @@ def run(folder):
 
 
 def test_the_matrix(folder):
-    (folder / "confusion.csv").write_text("truth,cat,dog\ncat,5,2\ndog,3,7\n")
+    (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
     found = mistakes.confusion(run(folder))
     assert found.classes == ["cat", "dog"]
     assert found.pairs == [("dog", "cat", 3), ("cat", "dog", 2)]
 
 
-@pytest.mark.parametrize("text", ["", "truth,cat\n", "truth,cat,dog\ncat,5,2\n", "truth,cat\ncat,many\n", "a\0b"])
+@pytest.mark.parametrize("text", ["", "label,cat\n", "label,cat,dog\ncat,5,2\n", "label,cat\ncat,many\n", "a\0b"])
 def test_a_matrix_that_is_none(folder, text):
     (folder / "confusion.csv").write_text(text)
     assert mistakes.confusion(run(folder)) is None
@@ -46,7 +50,7 @@ def test_the_surest_mistakes_first_with_their_images(folder, tmp_path):
     Image.new("RGB", (200, 100), (255, 0, 0)).save(tmp_path / "data" / "c.png")
     shown, wrong, rows = mistakes.worst(run(folder))
     assert (wrong, rows) == (2, 3)
-    assert [(m.row, m.guess, m.truth, m.score) for m in shown] == [
+    assert [(m.row, m.prediction, m.label, m.score) for m in shown] == [
         ("c.png", "cat", "dog", 0.99),
         ("b.png", "dog", "cat", 0.8),
     ]
@@ -74,7 +78,7 @@ def test_an_image_that_cannot_be_read_is_left_out(folder, tmp_path, content):
 def test_an_id_that_leads_to_no_image_opens_nothing(folder, tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     (folder / "predictions.csv").write_text(
-        "id,guess,truth,score\n../secret.txt,a,b,0.9\n,a,b,0.8\n/dev/zero,a,b,0.7\n"
+        "id,prediction,label,score\n../secret.txt,a,b,0.9\n,a,b,0.8\n/dev/zero,a,b,0.7\n"
     )
     assert [mistake.image for mistake in mistakes.worst(run(folder))[0]] == ["", "", ""]
 
@@ -86,19 +90,21 @@ def test_published_images_by_their_number(tmp_path, monkeypatch):
     images = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4)
     (raw / "t10k-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, *images.shape) + images.tobytes())
     folder = write_run(tmp_path / "fake", Fake(settings={"task.name": "mnist"}))
-    (folder / "predictions.csv").write_text("id,guess,truth,score_0,score_1\n2,0,1,0.7,0.3\n9,0,1,0.6,0.4\n")
+    (folder / "predictions.csv").write_text("id,prediction,label,score_0,score_1\n2,0,1,0.7,0.3\n9,0,1,0.6,0.4\n")
     shown, _, _ = mistakes.worst(run(folder))
     image = Image.open(io.BytesIO(base64.b64decode(shown[0].image.partition(",")[2])))
     assert np.array_equal(np.asarray(image), images[2])
     assert shown[1].image == "", "there is no image of that number"
 
 
-@pytest.mark.parametrize("text", ["", "id,guess\n1,2\n", "a,b,c\n1\n", "id,guess,truth\n", "id,guess,truth\n1,,cat\n"])
+@pytest.mark.parametrize(
+    "text", ["", "id,prediction\n1,2\n", "a,b,c\n1\n", "id,prediction,label\n", "id,prediction,label\n1,,cat\n"]
+)
 def test_tables_without_mistakes(folder, text):
     (folder / "predictions.csv").write_text(text)
     assert mistakes.worst(run(folder))[0] == []
 
 
 def test_a_mistake_without_scores(folder):
-    (folder / "predictions.csv").write_text("id,guess,truth\n1,cat,dog\n")
+    (folder / "predictions.csv").write_text("id,prediction,label\n1,cat,dog\n")
     assert [mistake.score for mistake in mistakes.worst(run(folder))[0]] == [0.0]

@@ -119,8 +119,8 @@ def test_text_of_files_is_never_markup(tmp_path):
         provenance = json.loads((folder / "provenance.json").read_text())[0]
         provenance |= {"command": [EVIL, EVIL], "python": EVIL, "packages": {EVIL: EVIL}, "git": {"commit": EVIL}}
         (folder / "provenance.json").write_text(json.dumps([provenance | {"ranks": [EVIL], "launched_by": EVIL}]))
-        (folder / "confusion.csv").write_text('truth,a,"<img src=y>"\na,1,2\n"<img src=y>",3,4\n')
-        (folder / "predictions.csv").write_text("id,guess,truth\n<img src=z>,</script><b>,<i>\n")
+        (folder / "confusion.csv").write_text('label,a,"<img src=y>"\na,1,2\n"<img src=y>",3,4\n')
+        (folder / "predictions.csv").write_text("id,prediction,label\n<img src=z>,</script><b>,<i>\n")
         runs.append(folder)
     (runs[1] / "failure.json").write_text(json.dumps({"error": EVIL, "message": EVIL, "rank": EVIL, "step": EVIL}))
     text = without_plotly(render(*runs))

@@ -140,7 +140,7 @@ def test_confusion_is_a_table(tmp_path):
     run.confusion(None, [])
     assert not (tmp_path / "confusion.csv").exists()
     run.confusion([[3, 1], [0, 2]], ["a", "b,c"])
-    assert (tmp_path / "confusion.csv").read_text() == 'truth,a,"b,c"\na,3,1\n"b,c",0,2\n'
+    assert (tmp_path / "confusion.csv").read_text() == 'label,a,"b,c"\na,3,1\n"b,c",0,2\n'
 
 
 def test_provenance_grows_with_every_start(tmp_path):

@@ -80,9 +80,9 @@ def test_model_loss_and_report(task):
     assert report["top1"] == 0.75
     assert list(report["class_accuracy"]) == list(opened.classes)
     table = opened.predictions(torch.eye(10)[[3, 4]] * 9)
-    assert table["guess"] == [opened.classes[3], opened.classes[4]]
+    assert table["prediction"] == [opened.classes[3], opened.classes[4]]
     assert len(table) == 11
-    assert opened.known(np.array([11, 0])) == {"id": [11, 0], "truth": [opened.classes[1], opened.classes[0]]}
+    assert opened.known(np.array([11, 0])) == {"id": [11, 0], "label": [opened.classes[1], opened.classes[0]]}
     assert opened.signature["preprocessing"]["size"] == [28, 28]
 
 

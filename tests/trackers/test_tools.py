@@ -22,7 +22,7 @@ from tests.fixtures import make_config, write_rows
 
 IMAGES = np.arange(3 * 64, dtype=np.uint8).reshape(3, 1, 8, 8)
 SAMPLE = Sample(
-    ["id", "guess", "truth", "score_cat", "score_dog"],
+    ["id", "prediction", "label", "score_cat", "score_dog"],
     [["a.png", "cat", "cat", 0.9, 0.1], ["b.png", "cat", "dog", 0.6, 0.4], ["c.png", "dog", "dog", 0.2, 0.8]],
     IMAGES,
 )
@@ -111,7 +111,7 @@ def test_tensorboard(tmp_path, start):
     assert "|b.png|cat|dog|0.6|0.4|" in table.tensor_proto.string_val[0].decode()
     images = fresh.Tags()["images"]
     assert len(images) == 3
-    assert "guess" in images[1]
+    assert "prediction" in images[1]
     assert fresh.Images(images[1])[0].encoded_image_string.startswith(b"\x89PNG")
 
 
@@ -170,7 +170,7 @@ def test_wandb(tmp_path, start, monkeypatch):
     (table,) = [row for row in rows if "predictions/path" in row]
     assert (table["predictions/ncols"], table["predictions/nrows"]) == (6, 3)
     content = json.loads((offline / "files" / table["predictions/path"]).read_text())
-    assert content["columns"] == ["id", "image", "guess", "truth", "score_cat", "score_dog"]
+    assert content["columns"] == ["id", "image", "prediction", "label", "score_cat", "score_dog"]
     assert content["data"][1][0] == "b.png"
     (artifact,) = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
     staged = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
@@ -246,7 +246,7 @@ def test_mlflow(tmp_path, start, monkeypatch):
     assert files == {"config.yaml", "summary.json", "predictions.csv", "predictions", "model"}
     assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == ["model/weights.safetensors"]
     pictures = [file.path for file in client.list_artifacts(run.info.run_id, "predictions")]
-    assert pictures[1] == "predictions/01 guess cat_ truth dog.png"
+    assert pictures[1] == "predictions/01 prediction cat_ label dog.png"
     config = Path(client.download_artifacts(run.info.run_id, "config.yaml", str(tmp_path)))
     assert "epochs: 20" in config.read_text()
 

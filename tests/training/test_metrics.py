@@ -48,7 +48,7 @@ def test_by_hand():
     assert report["top1"] == 0.75
     assert report["class_accuracy"] == {"0": 2 / 3, "1": 1.0, "2": None}
     assert report["mean_class_accuracy"] == pytest.approx(5 / 6)  # of the classes that occur
-    assert report["confusion"] == [[2, 1, 0], [0, 1, 0], [0, 0, 0]]  # (truth, guess)
+    assert report["confusion"] == [[2, 1, 0], [0, 1, 0], [0, 0, 0]]  # (label, prediction)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 4, 5])

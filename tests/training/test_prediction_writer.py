@@ -58,7 +58,7 @@ class Guesses:
         return classification_table(outputs, ("ä,b", "7", "c"))
 
     def known(self, rows):
-        return {"id": [f"row {row}" for row in rows.tolist()], "truth": (rows % 3).tolist()}
+        return {"id": [f"row {row}" for row in rows.tolist()], "label": (rows % 3).tolist()}
 
 
 def model() -> torch.nn.Module:
@@ -98,10 +98,10 @@ def test_the_same_bytes_at_any_world_size(folder, kind, monkeypatch):
         written[world] = (folder / f"{world}.{kind}").read_bytes()
     assert written[1] == written[2] == written[3]
     table = pd.read_csv(folder / "1.csv") if kind == "csv" else pq.read_table(folder / "1.parquet").to_pandas()
-    assert list(table) == ["id", "guess", "truth", "score_ä,b", "score_7", "score_c"]
+    assert list(table) == ["id", "prediction", "label", "score_ä,b", "score_7", "score_c"]
     assert table["id"].tolist() == [f"row {row}" for row in range(NUM_ROWS)]
-    assert table["truth"].tolist() == [row % 3 for row in range(NUM_ROWS)]
-    assert set(np.flatnonzero(table["guess"].isna())) == bad
+    assert table["label"].tolist() == [row % 3 for row in range(NUM_ROWS)]
+    assert set(np.flatnonzero(table["prediction"].isna())) == bad
     assert not list(folder.glob(".*.tmp"))
 
 
@@ -115,7 +115,7 @@ def test_scores_are_those_of_the_model_and_do_not_depend_on_the_rows_after(folde
     with torch.no_grad():
         expected = model()(Rows(200).batch(np.arange(200), None).inputs).softmax(1).numpy()
     np.testing.assert_allclose(scores, expected, atol=1e-6)
-    assert [("ä,b", "7", "c")[place] for place in scores.argmax(1)] == every["guess"].astype(str).tolist()
+    assert [("ä,b", "7", "c")[place] for place in scores.argmax(1)] == every["prediction"].astype(str).tolist()
 
 
 def test_numbers_in_a_csv_are_read_back_exactly(folder):
@@ -180,6 +180,7 @@ def test_block_sizes_follow_from_the_configuration_alone(folder, batch, rows):
 def test_of_very_many_classes_the_best_five():
     logits = torch.eye(MAX_SCORES + 1)[[3, 100]] * 9
     table = classification_table(logits, [f"c{index}" for index in range(MAX_SCORES + 1)])
-    assert list(table) == ["guess", "score", *[f"{kind}_{n}" for n in (2, 3, 4, 5) for kind in ("guess", "score")]]
-    assert table["guess"] == ["c3", "c100"]
+    more = [f"{kind}_{n}" for n in (2, 3, 4, 5) for kind in ("prediction", "score")]
+    assert list(table) == ["prediction", "score", *more]
+    assert table["prediction"] == ["c3", "c100"]
     assert (table["score"] > table["score_2"]).all()

@@ -133,9 +133,9 @@ class ImageCsv(Classification):
         table, label = self.eval.table, self.options.label_column
         found: dict[str, list[Any]] = {"id": table.strings(self.options.path_column, rows)}
         if table.label is not None:
-            found["truth"] = [table.vocabulary[code] for code in table.labels(rows).tolist()]
+            found["label"] = [table.vocabulary[code] for code in table.labels(rows).tolist()]
         elif label in table.columns:
-            found["truth"] = table.strings(label, rows)
+            found["label"] = table.strings(label, rows)
         return found
 
     @property

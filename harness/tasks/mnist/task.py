@@ -85,7 +85,7 @@ class Images(Classification):
 
     def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
         """Number and label of rows to evaluate."""
-        return {"id": rows.tolist(), "truth": [self.classes[code] for code in self.eval.targets[rows].tolist()]}
+        return {"id": rows.tolist(), "label": [self.classes[code] for code in self.eval.targets[rows].tolist()]}
 
     @property
     def signature(self) -> dict[str, Any]:
