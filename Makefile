@@ -1,38 +1,43 @@
-# Two commands do everything on a fresh machine: `make train` and `make test`. Both set up the environment first.
+# `make train` and `make test` work on a fresh machine: each sets up the environment it needs first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
 
-.PHONY: train test check bench gpu-check clean
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+.PHONY: train test test-all check bench gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --standalone --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
 
-# Much of the suite waits for processes to start and to end, so four files at a time keep two cores busy.
-test: $(VENV)/.test  ## the whole test suite
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Many tests wait for processes to start and exit, so four workers keep two cores busy.
+test: $(VENV)/.test  ## all tests that need no daemon and no browser
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.test  ## the whole suite: also clusters, launchers, browser and kill campaigns
+	$(PYTEST)
 
 check: $(VENV)/.dev  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.test  ## measure; results go to benchmarks/results
+bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.loop_overhead
 	$(BIN)/python -m benchmarks.ddp
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
 	$(BIN)/python -m benchmarks.apex_amp_step
 	$(BIN)/python -m benchmarks.apex_o1_engine
 
-gpu-check: $(VENV)/.test  ## on a machine with a CUDA device: amp's tests there, and amp on models of real size
+gpu-check: $(VENV)/.test  ## needs a CUDA device: the Apex tests and benchmarks on it
 	$(BIN)/python -m pytest tests/apex --device cuda
 	$(BIN)/python -m benchmarks.apex_models --device cuda
 
 data/digits/train.csv: | $(VENV)/.train
 	$(BIN)/harness data digits data/digits
 
-# Each level of the environment is installed once, and again when the dependencies change.
+# Each level of the environment is installed once, and again when setup.cfg changes.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 

@@ -1,4 +1,4 @@
-"""Fixtures that every test runs under, and the paths tests share."""
+"""Fixtures for every test, and paths that tests share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# The first optimizer of a process sets an environment variable; here, so that no test is blamed for it.
+# A process's first optimizer sets an environment variable. Make it here, or some test is blamed for the leak.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,14 +21,18 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests come first, for pytest-xdist deals files in this order: short ones then fill the end."""
+    """Put the longest files first: pytest-xdist hands out files in this order, and short ones fill the gaps at the end.
+
+    The estimate counts slow tests, then end-to-end tests, which train on several ranks.
+    """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    end_to_end = Counter(item.path for item in items if item.path.parent.name == "end_to_end")
+    items.sort(key=lambda item: (-slow[item.path], -end_to_end[item.path]))
 
 
 @pytest.fixture(autouse=True)
-def police():
-    """No test may leak environment variables, a process group, a default dtype or a thread count into the next."""
+def no_leaks():
+    """Fail a test that leaks environment variables, a process group, a default dtype or a thread count."""
     environ, dtype, threads = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads()
     yield
     leaked = {k for k in set(environ) ^ set(os.environ) if not k.startswith(("PYTEST_", "COVERAGE", "KMP_", "__KMP_"))}
@@ -40,15 +44,15 @@ def police():
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data sets beside the project; skips the test where it is absent."""
+    """The folder of real data sets next to the project; skips the test if it does not exist."""
     if not SHARED_DATA.is_dir():
-        pytest.skip(f"real data sets are not beside the project ({SHARED_DATA.name}/ is absent)")
+        pytest.skip(f"the real data sets are not next to the project ({SHARED_DATA.name}/ does not exist)")
     return SHARED_DATA
 
 
 def pytest_terminal_summary(terminalreporter):
-    """A line on every engine: how many of its tests ran, and why others did not. Skipped engines must not go unseen."""
-    counts: dict[str, dict[str, int]] = {}
+    """Print one line per engine: how many of its tests ran, and why others were skipped, so that no skip goes unseen."""
+    counts: dict[str, Counter[str]] = {}
     reasons: dict[str, set[str]] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -56,8 +60,7 @@ def pytest_terminal_summary(terminalreporter):
             if file.parent.name != "engines" or (outcome == "passed" and report.when != "call"):
                 continue
             engine = file.stem.removeprefix("test_")
-            counts.setdefault(engine, {}).setdefault(outcome, 0)
-            counts[engine][outcome] += 1
+            counts.setdefault(engine, Counter())[outcome] += 1
             if outcome == "skipped":
                 reasons.setdefault(engine, set()).add(str(report.longrepr[2]).removeprefix("Skipped: "))
     if counts:

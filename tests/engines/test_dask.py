@@ -488,6 +488,7 @@ def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark, capfd):
     assert not marked(mark)
 
 
+@pytest.mark.slow
 def test_not_enough_workers(tmp_path, stripes, dask_cluster):
     from harness.engines.dask import engine
 
@@ -507,6 +508,7 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
         engine.run(dask_cluster.client, config, ["launch.dask.timeout_s=1", "launch.dask.resources={GPU: 1.0}"])
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_not_there(tmp_path, stripes):
     from harness.engines.dask import engine
 

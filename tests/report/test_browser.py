@@ -15,6 +15,7 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM, reason="there is no chromium on this machine: apt install chromium"),
     pytest.mark.timeout(200),
 ]
