@@ -51,7 +51,7 @@ def test_what_is_checked_can_run(place, monkeypatch, capsys):
 def test_the_benchmark_is_understood(place, monkeypatch):
     monkeypatch.chdir(place)
     told = []
-    monkeypatch.setattr(strategies.bench_report, "write", lambda found, out: [out / "strategies.md"])
+    monkeypatch.setattr(strategies.report, "write", lambda found, out: [out / "strategies.md"])
     monkeypatch.setattr(strategies.log, "info", lambda *_: None)
     monkeypatch.setattr(strategies, "run", lambda case, *_: told.append(case) or {"train_s": 1.0, "forward_s": 1.0})
     for command in words("harness bench"):

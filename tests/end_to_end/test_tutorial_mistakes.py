@@ -37,10 +37,10 @@ ELSEWHERE = {
         "test_one_two_and_four_ranks_agree",  # losses are those of the whole
         "test_evaluation_does_not_depend_on_world_size",
     ],
-    "tests/data/test_fetch.py": ["test_processes_that_start_at_once_download_once"],
-    "tests/test_checkpoint.py": ["test_a_file_that_would_run_code_is_refused_by_name"],
+    "tests/data/test_download.py": ["test_processes_that_start_at_once_download_once"],
+    "tests/runs/test_checkpoint.py": ["test_a_file_that_would_run_code_is_refused_by_name"],
     "tests/tasks/test_pet_names.py": ["test_no_real_name_is_on_both_sides"],  # a split of rows leaks
-    "tests/test_generate.py": ["test_never_an_endless_one_nor_a_blank_in_it"],
+    "tests/inference/test_generate.py": ["test_never_an_endless_one_nor_a_blank_in_it"],
 }
 NUM_ROWS = 10_000
 

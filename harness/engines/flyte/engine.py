@@ -42,7 +42,7 @@ The first trains on this machine, in the working folder. The second does on a cl
 from flytekit import Resources, task, workflow
 from flytekit.types.file import FlyteFile
 {elastic_import}
-from harness.engines.flyte_task import Results, {body}
+from harness.engines.flyte.task import Results, {body}
 
 MACHINE = Resources({resources})
 
