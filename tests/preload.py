@@ -10,5 +10,5 @@ with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401
 
 with contextlib.suppress(ImportError):
-    import harness.sweep.command
+    import harness.sweep.main
     import harness.sweep.runner  # noqa: F401

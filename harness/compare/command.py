@@ -1,25 +1,34 @@
-"""``harness compare RUN_A RUN_B``: what differs between two runs, in what they were told and in what they came to.
-
-What is found out lives in ``harness.compare``; here is the command.
-"""
+"""``harness compare``: the differences between two runs, in their settings and in their results."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from pathlib import Path
 
-from harness.compare import found, page
 from harness.errors import EXIT_DONE
-from harness.runs.files import finite
 
-EXIT_DIFFERENT = 1  # as diff has it
+VERB = "compare"
+HELP = "show what differs between two runs, and whether they are bitwise equal"
+
+EXIT_DIFFERENT = 1  # as in diff
 
 
-def main(one: Path, other: Path, as_json: bool) -> int:
-    """Print the comparison; return 0 if both are bitwise the same, 1 if not. Raises ConfigError (exit code 2) where a
-    path names no run."""
-    result = found.compare(found.side(one), found.side(other))
-    if as_json:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("one", metavar="RUN_A", help="a run folder, its URL, or a folder of runs that differ by seed")
+    parser.add_argument("other", metavar="RUN_B", help="the run to compare it with")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the comparison; return 0 if both runs are bitwise equal, else 1. Raises ConfigError (exit code 2) where a
+    path holds no run."""
+    from harness.compare import found, page
+    from harness.runs import fetched
+    from harness.runs.files import finite
+
+    sides = (found.side(fetched.at_hand(place, checkpoint=True)) for place in (arguments.one, arguments.other))
+    result = found.compare(*sides)
+    if arguments.json:
         print(json.dumps(finite(found.as_plain(result)), indent=1, default=str))
     else:
         print(page.text(result), end="")

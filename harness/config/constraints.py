@@ -124,7 +124,7 @@ def _casts_weights(config: Config) -> bool:
 # What looks at a parameter as a whole, of which a rank under fsdp holds a part.
 _LOOKS_AT_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harness\.)?apex\.optimizers\.\w+")
 
-# What does not go together in parallel training, beside the number of processes (``harness.training.strategy.check_world``).
+# Impossible combinations in parallel training. The number of processes is checked by harness.training.strategy.
 IMPOSSIBLE: tuple[tuple[Callable[[Config], bool], Conflict], ...] = (
     (
         lambda config: _is_sharded(config) and _casts_weights(config),

@@ -1,6 +1,6 @@
 """Parts that a YAML file names: modules of the package's own folders (tasks, engines), found by listing the folder.
 
-A part is one file, ``harness/tasks/NAME.py``, or a folder whose entry module is imported, ``harness/tasks/NAME/config.py``.
+A part is one file, ``harness/tasks/NAME.py``, or a folder with an entry module, ``harness/tasks/NAME/config.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import ModuleType
 
 _HARNESS = Path(__file__).parents[1]
 _ENTRIES = {"tasks": "config", "engines": "engine"}  # the module of a folder that holds the part
-_SHARED = {"engines": {"base", "command"}}  # modules beside the parts that are none
+_SHARED = {"engines": {"base", "command", "launch"}}  # modules beside the parts that are none
 
 
 def names(kind: str) -> list[str]:

@@ -1,8 +1,8 @@
 """The configuration: what a YAML may say. Frozen models with ranges and units, one class a section.
 
 Reading files, merging, overrides and error messages live in ``harness.config.loader``, what cannot stand together in
-``harness.config.constraints``; nothing here touches a disk, a device or the environment. Options of a task live in that task's
-file, under ``harness/tasks``.
+``harness.config.constraints``; nothing here touches a disk, a device or the environment. Options of a task live
+in that task's file, under ``harness/tasks``.
 """
 
 from __future__ import annotations

@@ -1,48 +1,59 @@
-"""``harness launch``: one configuration on the engine it names, from its start to one report and one exit code."""
+"""``harness launch``: train on an engine."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import argparse
 
+from harness.config import arguments as shared
 from harness.config import plugins
-from harness.distributed.monitor import attend
-from harness.engines.base import Engine, Job, plan
-from harness.errors import LaunchError
-from harness.runs.outcome import Aftermath
+from harness.errors import EXIT_STOPPED
+
+VERB = "launch"
+HELP = "train on an engine, such as local, torchrun, slurm or dask"
 
 
-def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = False) -> int:
-    """Start the experiment of ``path`` on the engine of its ``launch`` section and follow it to its end; or print what
-    would be started; or hand it over and print its name there. Returns the run's exit code, 0 for one that is not
-    followed."""
-    job = plan(path, overrides)
-    engine = engine_of(job)
-    if dry_run:
-        print(engine.render(job), end="")
-        return 0
-    if detach:
-        print(_hand_over(job, engine))
-        return 0
-    aftermath = Aftermath(job.folder, job.world_size, job.url)
-    conclusion = aftermath.conclude(attend(engine.start(job)))
-    print(conclusion.text, file=sys.stderr)
-    return conclusion.exit_code
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_config(parser)
+    parser.add_argument(
+        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engines'))} (default: launch.engine of the file)"
+    )
+    parser.add_argument(
+        "--nnodes", metavar="N|MIN:MAX", help="machines; with MIN:MAX they may join and leave (torchrun)"
+    )
+    parser.add_argument("--nproc", type=shared.positive(int), metavar="N", help="ranks per machine")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="how often to restart a failed run")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
+    )
+    parser.add_argument(
+        "--node-rank", type=int, metavar="R", help="number of this machine, from 0 (default: assigned on arrival)"
+    )
+    parser.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler, such as tcp://10.0.0.1:8786")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started without starting it")
+    parser.add_argument("--detach", action="store_true", help="submit the run (slurm, ...) without following it")
+    parser.add_argument(
+        "--stopped-code",
+        type=int,
+        default=EXIT_STOPPED,
+        metavar="N",
+        help="exit code of a run that was stopped with a checkpoint (default: 75; Kubernetes restarts 128 and above)",
+    )
 
 
-def engine_of(job: Job) -> Engine:
-    engine: Engine = plugins.load("engines", job.settings.engine)  # type: ignore[assignment]
-    return engine
+def run(arguments: argparse.Namespace) -> int:
+    from harness.engines import launch
 
-
-def _hand_over(job: Job, engine: Engine) -> str:
-    """Start ``job`` where it goes on without this process; its name there."""
-    submit = getattr(engine, "submit", None)
-    if submit is None:
-        raise LaunchError(
-            f"engine {job.settings.engine} ends with harness launch, so --detach means nothing to it",
-            where=job.path,
-            hint="nohup harness launch … &, or another engine: slurm",
-        )
-    name: str = submit(job)
-    return name
+    options = {
+        "engine": arguments.engine,
+        "nproc": arguments.nproc,
+        "max_restarts": arguments.max_restarts,
+        "rendezvous": arguments.rendezvous,
+        "node_rank": arguments.node_rank,
+        "dask.scheduler": arguments.scheduler,
+    }
+    if arguments.nnodes is not None:
+        least, _, most = arguments.nnodes.rpartition(":")
+        options |= {"nnodes": most, "min_nodes": least or None}
+    overrides = [f"launch.{key}={value}" for key, value in options.items() if value is not None]
+    code = launch.main(arguments.config, [*arguments.overrides, *overrides], arguments.dry_run, arguments.detach)
+    return arguments.stopped_code if code == EXIT_STOPPED else code

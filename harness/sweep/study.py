@@ -2,7 +2,7 @@
 
 A trial that was begun and is not over stays so in the storage, whoever was killed: the next start begins with those,
 with the values they had. All writes are Optuna's own transactions. One process at a time uses a sweep's study
-(``harness.sweep.command`` sees to it).
+(``harness.sweep.main`` sees to it).
 """
 
 from __future__ import annotations

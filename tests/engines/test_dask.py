@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from harness.engines import command as launch
+from harness.engines import launch
 from harness.engines.dask import reservation, worker_files
 from harness.engines.dask import worker as dask_rank
 from harness.errors import ConfigError, LaunchError

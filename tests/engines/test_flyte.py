@@ -23,7 +23,7 @@ import pytest
 
 from harness.distributed.launch_env import Launch
 from harness.distributed.monitor import Outcome
-from harness.engines import command as launch
+from harness.engines import launch
 from harness.engines.flyte import engine
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from harness.config import loader
-from harness.engines import command as launch
+from harness.engines import launch
 from harness.engines.kubernetes import engine
 from harness.errors import LaunchError
 from harness.runs.outcome import Aftermath

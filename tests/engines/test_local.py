@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from harness.distributed import worker_group
-from harness.engines import command as launch
-from harness.engines import local
+from harness.engines import launch, local
 from harness.errors import ConfigError, LaunchError
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from harness.cli import main
-from harness.engines import command
+from harness.engines import launch
 from harness.engines.slurm import engine, sbatch
 from harness.engines.slurm.job_output import JobOutput
 from harness.engines.slurm.scontrol import JobState, NoAnswer, parse
@@ -27,7 +27,7 @@ def planned(tmp_path, monkeypatch):
     write_config(tmp_path, tmp_path / "data", output="runs", data={"cache_dir": None})
     shutil.copy(ROOT / "driver.py", tmp_path)
     monkeypatch.chdir(tmp_path)
-    return lambda *words: command.plan("config.yaml", ["launch.engine=slurm", *words])
+    return lambda *words: launch.plan("config.yaml", ["launch.engine=slurm", *words])
 
 
 EVERYTHING = [
@@ -87,7 +87,7 @@ def test_trials_of_the_copied_array_are_experiments():
     first, last = map(int, re.search(r"--array=(\d+)-(\d+)", text).groups())
     assert (first, last) == (0, len(trials) - 1)
     for words in trials:
-        command.plan(str(ROOT / "configs" / "digits.yaml"), words.split())
+        launch.plan(str(ROOT / "configs" / "digits.yaml"), words.split())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.engines import command as launch
+from harness.engines import launch
 from harness.engines.slurm import engine
 from harness.errors import LaunchError
 from tests.conftest import ROOT

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engines import command as launch
+from harness.engines import launch
 from harness.engines.torchrun import engine as torchrun
 from harness.engines.torchrun import error_files, rendezvous
 from harness.errors import LaunchError
@@ -262,7 +262,7 @@ import os, sys, threading, time
 if "RANK" in os.environ:
     folder = os.path.dirname(os.path.abspath(__file__))
     def look():
-        while "harness.distributed.runtime" not in sys.modules or not hasattr(sys.modules["harness.distributed.runtime"], "_meet"):
+        while not hasattr(sys.modules.get("harness.distributed.runtime"), "_meet"):
             time.sleep(0.05)
         runtime = sys.modules["harness.distributed.runtime"]
         meet = runtime._meet

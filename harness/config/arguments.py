@@ -1,0 +1,38 @@
+"""Arguments that several verbs of the command line share."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """``-c CONFIG`` and ``key=value`` overrides, as ``arguments.config`` and ``arguments.overrides``."""
+    parser.add_argument(
+        "-c", "--config", required=True, metavar="CONFIG", help="a YAML file, such as configs/digits.yaml"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file: train.epochs=3"
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """``RUN`` and ``key=value`` overrides, as ``arguments.folder`` and ``arguments.overrides``."""
+    parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/digits, or its URL")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run: task.root=photos"
+    )
+
+
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """An argparse type: a finite number above zero, read by ``kind`` (int or float)."""
+
+    def number(word: str) -> float:
+        value = kind(word)
+        if not 0 < value < math.inf:
+            raise ValueError
+        return value
+
+    number.__name__ = f"positive {kind.__name__}"  # argparse quotes this name in its error message
+    return number

@@ -1,0 +1,29 @@
+"""``harness export``: a trained model as a file that other programs load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from harness.config import arguments as shared
+from harness.errors import EXIT_DONE
+
+VERB = "export"
+HELP = "write a trained model as a file that other programs load"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_run(parser)
+    parser.add_argument("--format", required=True, choices=["safetensors", "torch_export", "onnx"], help="kind of file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: model.* in the run folder)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from harness.inference import export
+    from harness.runs import fetched
+    from harness.training import console
+
+    console.to_terminal(0)
+    fetched.check_out(arguments.folder, arguments.out, "model.onnx")
+    print(export.export(fetched.at_hand(arguments.folder), arguments.format, arguments.out, arguments.overrides))
+    return EXIT_DONE

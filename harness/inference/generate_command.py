@@ -1,0 +1,42 @@
+"""``harness generate``: new names from a model of the task pet_names."""
+
+from __future__ import annotations
+
+import argparse
+
+from harness.config import arguments as shared
+from harness.errors import EXIT_DONE
+
+VERB = "generate"
+HELP = "print new names from a model of the task pet_names"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/pet_names, or its URL")
+    parser.add_argument(
+        "-n", dest="num", type=shared.positive(int), default=20, metavar="N", help="how many names (default: 20)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=shared.positive(float),
+        default=0.8,
+        metavar="T",
+        help="below 1: more typical names; above 1: more unusual ones (default: 0.8)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="random seed; a seed always gives the same names (default: 0)"
+    )
+    parser.add_argument("--start", default="", metavar="TEXT", help="how every name begins")
+    parser.add_argument("--keep-existing", action="store_true", help="also print names that are in the data")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from harness.inference import generate
+    from harness.runs import fetched
+
+    wanted = generate.Wish(
+        arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing
+    )
+    for name in generate.names(fetched.at_hand(arguments.folder), wanted):
+        print(name, flush=True)
+    return EXIT_DONE

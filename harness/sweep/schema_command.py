@@ -1,0 +1,37 @@
+"""``harness schema``: the JSON Schema of an experiment or a sweep. It lives in the package that knows both files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from harness.errors import EXIT_DONE, HarnessError
+
+VERB = "schema"
+HELP = "write the JSON Schema of the YAML files, for editors"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--of", choices=["experiment", "sweep"], default="experiment", help="kind of file (default: experiment)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write to FILE instead of printing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.of == "sweep":
+        from harness.sweep import spec
+
+        text = spec.json_schema()
+    else:
+        from harness.config import loader
+
+        text = loader.json_schema()
+    if arguments.out is None:
+        print(text, end="")
+        return EXIT_DONE
+    try:
+        arguments.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HarnessError(f"cannot write the schema: {error.strerror}", where=str(arguments.out)) from None
+    return EXIT_DONE

@@ -1,0 +1,31 @@
+"""``harness check``: what a configuration would do, or every error in it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from harness.config import arguments as shared
+from harness.errors import EXIT_DONE
+
+VERB = "check"
+HELP = "show what a configuration would do, or every error in it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_config(parser)
+    parser.add_argument(
+        "--world", type=shared.positive(int), default=1, metavar="N", help="number of ranks to plan for (default: 1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the facts and the errors; return the highest exit code of the errors."""
+    from harness.training import preflight
+
+    facts, problems = preflight.examine(arguments.config, arguments.overrides, arguments.world)
+    for name, value in facts.items():
+        print(f"{name:>14}: {value}")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return max((problem.exit_code for problem in problems), default=EXIT_DONE)
