@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.apex.optimizers.fused import FusedOptimizer, check_options
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -27,7 +27,6 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        check_options("FusedAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
         self.adagrad_w_mode = adagrad_w_mode
         super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay), set_grad_none)
 

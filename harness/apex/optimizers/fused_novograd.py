@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.fused import REDUCED, Batch, FusedOptimizer, check_options, refuse_amsgrad
+from harness.apex.optimizers.fused_optimizer import REDUCED, Batch, FusedOptimizer
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -17,14 +17,14 @@ class FusedNovoGrad(FusedOptimizer):
     Ginsburg et al., Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks,
     https://arxiv.org/abs/1905.11286.
 
-    With ``norm_type=2`` the running norm is ``sqrt(beta2 * v**2 + (1 - beta2) * |g|**2)``, with 0 (largest absolute
-    value) ``beta2 * v + (1 - beta2) * |g|``. It starts at the first norm, or at 0 with ``init_zero=True``.
-    ``reg_inside_moment=True`` accumulates normalized gradients plus weight decay, as the paper does; the default
+    With ``norm_type=2`` the running norm is ``sqrt(beta2 * v**2 + (1 - beta2) * |g|**2)``; with 0 (largest absolute
+    value) it is ``beta2 * v + (1 - beta2) * |g|``. It starts at the first norm, or at 0 with ``init_zero=True``.
+    ``reg_inside_moment=True`` accumulates normalized gradients plus weight decay, as the paper does. The default
     accumulates raw gradients, and normalizes and decays in the update. ``grad_averaging=False`` adds gradients to
     ``exp_avg`` with weight 1 instead of ``1 - beta1``.
 
     As in Apex, ``group["exp_avg_sq"]`` holds the running norms (not squared): a list of two vectors, for the group's
-    float16 or bfloat16 parameters and for the others, in the order of the parameters that ever had a gradient.
+    float16 or bfloat16 parameters and for the others, over the parameters that have had a gradient, in order.
     ``exp_avg`` is float32 for float16 and bfloat16 parameters; ``step`` is counted per group.
     """
 
@@ -45,8 +45,6 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        refuse_amsgrad("FusedNovoGrad", amsgrad)
-        check_options("FusedNovoGrad", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if norm_type not in (0, 2):
             raise RuntimeError(
                 f"FusedNovoGrad was given norm_type={norm_type!r}; allowed are 2 (Euclidean) and 0 (largest absolute "
@@ -63,13 +61,10 @@ class FusedNovoGrad(FusedOptimizer):
             norm_type=norm_type,
             init_zero=init_zero,
         )
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def _update(self) -> None:
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
+        for group in self._counted_groups():
             norms = self._running_norms(group)
             for batch in self._batches(group):
                 denominators = self._denominators(group, batch, norms)
@@ -78,7 +73,7 @@ class FusedNovoGrad(FusedOptimizer):
             self._keep(group, norms)
 
     def _denominators(self, group: dict[str, Any], batch: Batch, norms: dict[Tensor, Tensor]) -> Tensor:
-        """Advance the running norms of ``batch``; returns them bias-corrected, plus eps, shape ``(len(batch),)``."""
+        """Advance the running norms of ``batch``. Returns them bias-corrected plus eps, one per parameter."""
         beta2 = group["betas"][1]
         euclidean = group["norm_type"] == 2
         new = torch.stack(torch._foreach_norm(batch.grads, 2 if euclidean else math.inf))
@@ -122,7 +117,7 @@ class FusedNovoGrad(FusedOptimizer):
         sizes, wanted = [vector.numel() for vector in stored], [len(reduced), len(others)]
         members = reduced + others
         if sizes != wanted and 0 in sizes and sum(sizes) == len(members):
-            # saved when all were of one kind (before or without amp.initialize): in plain order
+            # Saved when all parameters had one kind of dtype, as without amp.initialize: they are in plain order
             known = {id(param) for param in members}
             members = [param for param in group["params"] if id(param) in known]
         elif sizes != wanted and (sizes or members):
@@ -141,5 +136,6 @@ class FusedNovoGrad(FusedOptimizer):
         ]
 
     def _adopt_loaded(self, group: dict[str, Any]) -> None:
+        super()._adopt_loaded(group)
         if "exp_avg_sq" in group:
             self._keep(group, self._running_norms(group))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import required
 
-from harness.apex.optimizers.fused import Batch, FusedOptimizer, check_options
+from harness.apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer):
@@ -19,7 +18,7 @@ class FusedSGD(FusedOptimizer):
     ``lr`` must be given, here or in every group. ``wd_after_momentum=True`` adds the weight decay to the update rather
     than to the gradient, where momentum would accumulate it. Buffers are float32 for float16 and bfloat16 parameters.
     ``materialize_master_grads`` has no effect: amp always gives masters gradients of their own. For the same reason
-    ``most_recent_scale`` and ``scale_set_by_backward`` stay as they are. ``zero_grad()`` zeroes by default.
+    ``most_recent_scale`` and ``scale_set_by_backward`` never change. ``zero_grad()`` fills with zeros by default.
     """
 
     settings = (
@@ -39,9 +38,6 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        check_options("FusedSGD", momentum=momentum, weight_decay=weight_decay)
-        if lr is not required:  # type: ignore[comparison-overlap]
-            check_options("FusedSGD", lr=lr)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 f"FusedSGD was given nesterov=True with momentum={momentum} and dampening={dampening}; Nesterov "
@@ -59,42 +55,28 @@ class FusedSGD(FusedOptimizer):
             for batch in self._batches(group):
                 weight_decay = group["weight_decay"]
                 if self.wd_after_momentum and weight_decay != 0:
-                    # w - lr * (d + wd * w) == w * (1 - lr * wd) - lr * d, and d does not depend on w then
+                    # w - lr * (d + wd * w) == w * (1 - lr * wd) - lr * d, where d no longer depends on w
                     torch._foreach_mul_(batch.weights, 1 - group["lr"] * weight_decay)
                     weight_decay = 0.0
                 self._descend(group, batch, weight_decay)
                 self._write_back(batch)
 
     def _descend(self, group: dict[str, Any], batch: Batch, weight_decay: float) -> None:
-        if group["momentum"] == 0:
-            self._kernel(group, batch.weights, batch.grads, [], weight_decay, False)
-            return
-        is_new = [self.state[param].get("momentum_buffer") is None for param in batch.params]
-        buffers = self._moments(batch, "momentum_buffer")
+        momentum = group["momentum"]
+        is_new = [momentum != 0 and self.state[param].get("momentum_buffer") is None for param in batch.params]
+        buffers = self._moments(batch, "momentum_buffer") if momentum != 0 else []
         for first in (True, False):
             chosen = [i for i, new in enumerate(is_new) if new is first]
             if chosen:
-                weights, grads, momenta = ([some[i] for i in chosen] for some in (batch.weights, batch.grads, buffers))
-                self._kernel(group, weights, grads, momenta, weight_decay, first)
-
-    @staticmethod
-    def _kernel(
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
-        buffers: list[Tensor],
-        weight_decay: float,
-        first: bool,
-    ) -> None:
-        torch._fused_sgd_(
-            weights,
-            grads,
-            buffers,
-            weight_decay=weight_decay,
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=False,
-            is_first_step=first,
-        )
+                torch._fused_sgd_(
+                    [batch.weights[i] for i in chosen],
+                    [batch.grads[i] for i in chosen],
+                    [buffers[i] for i in chosen] if buffers else [],
+                    weight_decay=weight_decay,
+                    momentum=momentum,
+                    lr=group["lr"],
+                    dampening=group["dampening"],
+                    nesterov=group["nesterov"],
+                    maximize=False,
+                    is_first_step=first,
+                )

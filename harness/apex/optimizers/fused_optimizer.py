@@ -1,15 +1,16 @@
-"""``FusedOptimizer``: what all optimizers of this package share. The update rules are in the modules named after them.
+"""``FusedOptimizer``, the base class of this package. Update rules are in the modules named after the optimizers.
 
-That is: sorting parameters into batches that one kernel call can take, state in float32 for reduced-precision
-parameters (also across ``load_state_dict``), master weights inside the state, ``zero_grad`` with Apex's default.
+The base class sorts parameters into batches that one kernel call can take, keeps state in float32 for reduced-precision
+parameters (also across ``load_state_dict``), keeps master weights in the state, counts steps per group, and gives
+``zero_grad`` Apex's default.
 
-Everything is computed in the *wide* dtype: float32 for float16 and bfloat16 parameters, else the parameter's own.
+All arithmetic is in the *wide* dtype: float32 for float16 and bfloat16 parameters, else the parameter's own dtype.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,14 +20,15 @@ from torch.optim import Optimizer
 
 MASTER = "master_param"  # key in the state of a parameter
 REDUCED = (torch.float16, torch.bfloat16)
+_NOT_NEGATIVE = ("lr", "step", "eps", "momentum", "weight_decay", "max_grad_norm")
 
 
 class Batch(NamedTuple):
-    """Parameters of one group on one device and of one dtype, ready for the kernels.
+    """Parameters of one group with the same device and dtype, ready for the kernels.
 
-    ``weights`` are what is computed on: the parameters themselves, their masters, or wide copies to be written back.
-    Every gradient and moment has the dtype and the strides of its weight, because torch's fused kernels walk through
-    memory without looking at strides.
+    ``weights`` are the tensors to compute on: the parameters themselves, their masters, or wide copies that are written
+    back. Every gradient and moment has the dtype and the strides of its weight, because torch's fused kernels walk
+    through memory without looking at strides.
     """
 
     params: list[Tensor]
@@ -43,16 +45,28 @@ class Batch(NamedTuple):
 
 
 class FusedOptimizer(Optimizer):
-    """Base class: a subclass implements ``_update``, and ``_adopt_loaded`` if its groups hold more than numbers."""
+    """Base class. A subclass implements ``_update``, and extends ``_adopt_loaded`` if its groups hold more state.
 
-    settings: tuple[str, ...] = ("set_grad_none",)  # attributes that copies and pickles carry along
+    A ``capturable`` optimizer keeps ``lr`` and ``step`` of each group in tensors, so that a CUDA graph can capture
+    ``step()``, and does the unscaling and skipping for ``torch.amp.GradScaler`` without a host sync.
+    """
+
+    settings: tuple[str, ...] = ("set_grad_none",)  # attributes that copies and pickles keep
     capturable = False
-    keeps_wide_state = True  # amp leaves it as it is when it adopts the optimizer
+    keeps_wide_state = True  # amp then leaves the state's dtypes alone
     mastered: Collection[torch.dtype] = ()  # parameters of these dtypes have float32 masters in their state
 
-    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], set_grad_none: bool = True, amsgrad: bool = False
+    ) -> None:
+        name = type(self).__name__
+        if amsgrad:
+            raise RuntimeError(
+                f"{name} has no AMSGrad variant: leave amsgrad out, or use torch.optim.AdamW(amsgrad=True)."
+            )
+        _check_options(name, defaults)
         self.set_grad_none = set_grad_none
-        self._seen: dict[Tensor, int] = {}  # version of a parameter when its master was last rounded into it
+        self._versions: dict[Tensor, int] = {}  # of each parameter when its master was last rounded into it
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,29 +74,50 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._seen = {}
+        self._versions = {}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by GradScaler, which then sets ``grad_scale`` and ``found_inf`` instead of unscaling and skipping."""
+        return self.capturable
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters that have a gradient. Returns what ``closure``, if given, returned."""
+    def step(self, closure: Callable[[], float] | None = None, **unsupported: Any) -> float | None:  # type: ignore[override]
+        """Update the parameters that have a gradient. Returns the result of ``closure``, if given.
+
+        Raises RuntimeError if another argument is not None. ``grad_scaler`` is one of them: with a parameter of that
+        name, GradScaler would pass itself and warn at every step.
+        """
+        name = type(self).__name__
+        given = [argument for argument, value in unsupported.items() if value is not None]
+        if given:
+            raise RuntimeError(
+                f"{name}.step() was given {', '.join(given)}; only a closure is allowed. Leave the rest to "
+                "amp.scale_loss, or to torch.amp.GradScaler: scaler.step(optimizer)."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if not self.capturable and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{type(self).__name__}.step() is being captured into a CUDA graph, which would repeat this one step "
-                "count for ever. Use FusedAdam(..., capturable=True) or FusedMixedPrecisionLamb."
+                f"{name}.step() cannot be captured into a CUDA graph: the graph would repeat the same step count "
+                "forever. Use FusedAdam(..., capturable=True) or FusedMixedPrecisionLamb."
             )
         self._update()
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
-        """Forget the gradients, or zero them with ``set_to_none=False``; without it ``set_grad_none`` decides."""
+        """Drop the gradients, or zero them with ``set_to_none=False``. The default is ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with its own options; missing options default to the constructor's."""
+        super().add_param_group(param_group)
+        self._place_counters(self.param_groups[-1])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of Apex's; moments and masters are taken over unrounded.
+        """Load a state dict of this class or of Apex's, with moments and masters unrounded.
 
         ``Optimizer.load_state_dict`` alone would round the state of a float16 parameter to float16.
         """
@@ -99,7 +134,8 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _adopt_loaded(self, group: dict[str, Any]) -> None:
-        """Bring what was loaded into ``group`` into the form ``_update`` expects."""
+        """Convert a loaded ``group`` to the form that ``_update`` expects."""
+        self._place_counters(group)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         indices = chain.from_iterable(group["params"] for group in loaded["param_groups"])
@@ -110,9 +146,36 @@ class FusedOptimizer(Optimizer):
                     self.state[param][key] = value.to(param.device, wide(param))
         for group in self.param_groups:
             for name, default in self.defaults.items():
-                if name != "differentiable":  # torch adds it to the defaults of what was loaded; no group has it
+                if name != "differentiable":  # load_state_dict adds it to the defaults; no group here has it
                     group.setdefault(name, default)
             self._adopt_loaded(group)
+
+    # Step counts
+
+    def _place_counters(self, group: dict[str, Any]) -> None:
+        """Keep ``lr`` and ``step`` in tensors of the group's own if capturable, else a loaded ``step`` as a number."""
+        if self.capturable:
+            group["lr"] = _own_tensor(group["lr"], group, torch.float32)
+            if "step" in group:
+                group["step"] = _own_tensor(group["step"], group, torch.int32, (1,))
+        elif isinstance(group.get("step"), Tensor):
+            group["step"], group["lr"] = int(group["step"]), float(group["lr"])
+
+    def _counted_groups(self) -> Iterator[dict[str, Any]]:
+        """Count this step in every group that has parameters, and yield the group."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            if not self.capturable:
+                group["step"] = group.get("step", 0) + 1
+            else:
+                if "step" not in group:
+                    group["step"] = torch.zeros(1, dtype=torch.int32, device=group["params"][0].device)
+                group["step"] += 1 if found_inf is None else (found_inf == 0).to(group["step"].device)
+            yield group
+
+    # Batches
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The parameters of ``group`` that have a gradient, sorted by device and dtype."""
@@ -148,17 +211,17 @@ class FusedOptimizer(Optimizer):
         )
 
     def _master(self, param: Tensor) -> Tensor:
-        """The master of ``param``; where the parameter was written to since, it takes the parameter's value."""
+        """The master of ``param``. If the parameter was written to since the last step, its new value wins."""
         state = self.state[param]
         master: Tensor | None = state.get(MASTER)
         if master is None or master.dtype is not torch.float32:
             state[MASTER] = master = (param if master is None else master).detach().float()
-        elif self._seen.get(param) != param._version:
+        elif self._versions.get(param) != param._version:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         return master
 
     def _moments(self, batch: Batch, name: str) -> list[Tensor]:
-        """The state ``name`` of each parameter of ``batch``; zeros at first."""
+        """The state ``name`` of each parameter of ``batch``, created as zeros."""
         moments: list[Tensor] = []
         for param, weight in zip(batch.params, batch.weights, strict=True):
             state = self.state[param]
@@ -176,41 +239,40 @@ class FusedOptimizer(Optimizer):
         if pairs:
             torch._foreach_copy_([param for param, _ in pairs], [weight for _, weight in pairs])
         if batch.params[0].dtype in self.mastered:
-            self._seen.update((param, param._version) for param in batch.params)
+            self._versions.update((param, param._version) for param in batch.params)
 
 
 def wide(param: Tensor) -> torch.dtype:
-    """The dtype that updates of ``param`` are computed in."""
+    """The dtype in which updates of ``param`` are computed."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
-def check_options(name: str, betas: tuple[float, float] | None = None, **others: float) -> None:
-    """Raise ValueError unless ``betas`` are in [0, 1) and the others, by their names, are at least 0."""
-    for option, value in others.items():
-        if not value >= 0.0:
-            raise ValueError(f"{name} was given {option}={value}; it must be at least 0.")
-    if betas is not None and not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"{name} was given betas={betas}; both must be at least 0 and below 1, as in (0.9, 0.999).")
+def step_for_kernel(group: dict[str, Any], device: torch.device) -> Tensor:
+    """``group["step"]`` for torch's fused Adam kernels.
 
-
-def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raise RuntimeError if ``amsgrad`` is set, which no optimizer of this package has."""
-    if amsgrad:
-        raise RuntimeError(f"{name} has no AMSGrad variant: leave amsgrad out, or use torch.optim.AdamW(amsgrad=True).")
-
-
-def own_tensor(value: Any, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
-    """``value`` as a tensor that belongs to ``group`` alone, on the device of its first parameter."""
-    device = group["params"][0].device if group["params"] else None
-    return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)
-
-
-def count_for_kernel(group: dict[str, Any], device: torch.device) -> Tensor:
-    """``group["step"]`` for torch's fused Adam kernels; infinity, where ``1 - beta**step`` is 1, to correct no bias."""
+    Without bias correction it is infinity, at which the kernels' correction ``1 - beta**step`` is 1.
+    """
     if not group["bias_correction"]:
         return torch.full((), math.inf, device=device)
     step = group["step"]
     return step.to(device, torch.float32) if isinstance(step, Tensor) else torch.full((), float(step), device=device)
+
+
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    for option in _NOT_NEGATIVE:
+        value = options.get(option)
+        # None switches max_grad_norm off; FusedSGD's lr may be torch's marker for a required option
+        if isinstance(value, (int, float, Tensor)) and not value >= 0.0:
+            raise ValueError(f"{name} was given {option}={value}; it must be at least 0.")
+    betas = options.get("betas", ())
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"{name} was given betas={betas}; both must be at least 0 and below 1, as in (0.9, 0.999).")
+
+
+def _own_tensor(value: Any, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
+    """A copy of ``value`` as a tensor, on the device of the group's first parameter."""
+    device = group["params"][0].device if group["params"] else None
+    return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)
 
 
 def _writable(param: Tensor) -> Tensor:
@@ -226,7 +288,7 @@ def _like(tensor: Tensor, weight: Tensor) -> Tensor:
 
 
 def _copied_where_new(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-    """``new``, with the values of ``old`` in those that are not the old ones themselves."""
+    """``new``, after copying the old values into every tensor that is not the old one itself."""
     pairs = [pair for pair in zip(old, new, strict=True) if pair[0] is not pair[1]]
     if pairs:
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
