@@ -14,6 +14,7 @@ import pyarrow.csv
 
 from harness.compare import significance
 from harness.report.history import NOT_METRICS
+from harness.runs import layout
 from harness.runs.reader import Record
 
 Pair = tuple[float | None, float | None]
@@ -105,7 +106,7 @@ def guesses(one: Path, other: Path) -> tuple[Guesses | None, str]:
     """Row by row, what the tables of predictions of two run folders say; or why that cannot be."""
     tables = []
     for label, folder in (("A", one), ("B", other)):
-        table, why = _predictions(folder / "predictions.csv")
+        table, why = _predictions(folder / layout.PREDICTIONS)
         if table is None:
             return None, f"{label} has {why}"
         tables.append(table)

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from harness.config.schema import Config, flatten, recipe_difference
+from harness.runs import layout
 from harness.runs.reader import Record
 
 Pair = tuple[Any, Any]
@@ -45,7 +46,7 @@ def compare(one: Record, other: Record) -> Settings:
     unsaid = [
         f"{label} has no {name} that can be read"
         for label, record in (("A", one), ("B", other))
-        for name, content in (("config.yaml", record.config), ("provenance.json", record.provenance))
+        for name, content in ((layout.CONFIG, record.config), (layout.PROVENANCE, record.provenance))
         if not content
     ]
     known = all(told)

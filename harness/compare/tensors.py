@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from harness.errors import CheckpointError, first_line
-from harness.runs import checkpoint
+from harness.runs import checkpoint, layout
 
 _FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which a difference is looked for
 _NOT_THE_STATE = ("format", "log_offset")  # the latter counts bytes, and times have more or fewer digits
@@ -76,7 +76,7 @@ def weights(one: Path, other: Path) -> Weights:
 
 def checkpoints(one: Path, other: Path) -> Checkpoints:
     """Compare the checkpoints of the same steps of two run folders, up to the first that differs."""
-    mine, theirs = checkpoint.steps(one / "checkpoints"), checkpoint.steps(other / "checkpoints")
+    mine, theirs = checkpoint.steps(one / layout.CHECKPOINTS), checkpoint.steps(other / layout.CHECKPOINTS)
     newest = max(mine, default=None), max(theirs, default=None)
     common = sorted(mine.keys() & theirs.keys())
     equal: list[int] = []
@@ -165,7 +165,7 @@ def _short(value: Any) -> Any:
 
 
 def _weights(folder: Path) -> Path:
-    return folder / "weights.safetensors"
+    return folder / layout.WEIGHTS
 
 
 def _step(file: Any) -> int | None:

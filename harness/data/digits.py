@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.errors import ConfigError, DataError
+from harness.runs.files import commit
 
 NUM_EVAL = 360
 
@@ -49,7 +50,7 @@ def write(folder: Path) -> str:
         held_out.sort_index().to_csv(temporary / "eval.csv", index=False)
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-        os.rename(temporary, folder)
+        commit(temporary, folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if (folder / "train.csv").exists():

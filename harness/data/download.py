@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import os
 import shutil
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import filelock
 
 from harness.errors import ConfigError, DataError
+from harness.runs.files import commit, is_url, write_atomically
 
 TIMEOUT_S = 30.0  # of a connection that says nothing
 _FAILURES = (OSError, http.client.HTTPException, ValueError)  # what urllib raises
@@ -101,17 +101,8 @@ def replace(path: Path, content: bytes) -> bool:
     with contextlib.suppress(OSError):
         if path.stat().st_size == len(content) and path.read_bytes() == content:
             return False
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    write_atomically(path, content)
     return True
-
-
-def is_url(source: str) -> bool:
-    return "://" in source
 
 
 def local(source: str) -> Path:
@@ -152,7 +143,7 @@ def _fetched(file: Published, place: str, target: Path) -> str:
         if part.stat().st_size >= file.num_bytes or not is_url(place):
             part.unlink()  # else the next try goes on from here
         return damage
-    os.replace(part, target)
+    commit(part, target)
     return ""
 
 

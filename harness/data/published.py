@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import names
-from harness.data.download import Published, alone, bring, is_url, local, replace
+from harness.data.download import Published, alone, bring, local, replace
 from harness.errors import DataError
+from harness.runs.files import is_url
 
 MNIST = (
     ("train-images-idx3-ubyte.gz", 9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),

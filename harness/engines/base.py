@@ -17,7 +17,8 @@ from harness.config.launch import LaunchSection
 from harness.config.schema import Config
 from harness.distributed.monitor import Started
 from harness.errors import ConfigError, LaunchError
-from harness.runs.storage import is_url, working_folder
+from harness.runs.files import is_url
+from harness.runs.storage import working_folder
 
 
 @dataclass(frozen=True)

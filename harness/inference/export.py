@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,7 @@ from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, first_line
 from harness.runs import trained_run
-from harness.runs.files import write_atomically
+from harness.runs.files import replacing, write_atomically
 from harness.training import build
 
 log = logging.getLogger("harness")
@@ -65,15 +64,11 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
             hint="put the files back as they were",
         )
     subject = _subject(run, config, task)
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
+    with replacing(out) as temporary:
         load = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
             subject, temporary, config, task
         )
         difference = _compare(subject, load, kind)
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
     facts = _facts(config, task, subject, kind, difference)
     write_atomically(out.with_name(out.name + ".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     log.info("%s: outputs differ by %.2g at most (allowed: %g)", out, difference, TOLERANCE[kind])

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from harness.report.study import Run
+from harness.runs import layout
 
 MAX_CLASSES = 60  # of a matrix that is drawn; of more, the pairs confused most
 MAX_SHOWN = 24  # mistakes
@@ -62,7 +63,7 @@ class Mistake:
 def confusion(run: Run) -> Confusion | None:
     """``confusion.csv``; None where there is none, or no square of counts."""
     try:
-        with open(run.record.path / "confusion.csv", newline="", encoding="utf-8") as file:
+        with open(run.record.path / layout.CONFUSION, newline="", encoding="utf-8") as file:
             header, *lines = csv.reader(file)
         counts = [[int(cell) for cell in line[1:]] for line in lines]
     except (OSError, ValueError):
@@ -74,7 +75,7 @@ def confusion(run: Run) -> Confusion | None:
 
 def worst(run: Run) -> tuple[list[Mistake], int, int]:
     """(the worst mistakes, how many there are, rows) of ``predictions.csv``; nothing where it has no label."""
-    table = _predictions(run.record.path / "predictions.csv")
+    table = _predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
         return [], 0, 0
     wrong = table.filter(

@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.report import words
 from harness.report.study import Run, devices, shown
+from harness.runs import layout
 
 
 def commands(run: Run) -> list[str]:
@@ -23,7 +24,7 @@ def commands(run: Run) -> list[str]:
         lines.append(f"git checkout {shlex.quote(str(git['commit'])[:12])}")
     if run.record.sweep is not None:
         return [*lines, trial_again(run.record.sweep.path, run.record.sweep.name, run.record.path)]
-    config = shlex.quote(shown(run.record.path / "config.yaml"))
+    config = shlex.quote(shown(run.record.path / layout.CONFIG))
     name = shlex.quote(f"name={run.record.name}_again")
     ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
     hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
@@ -42,7 +43,7 @@ def trial_again(sweep: Path, name: str, run: Path) -> str:
     """The command that trains the trial ``run`` of the sweep folder ``sweep`` again as it was trained, with its ranks,
     threads and engine, beside the sweep: in the sweep's folder nothing else belongs."""
     own = [f"output={shown(sweep.parent)}", f"name={name}-{run.name}"]
-    return shlex.join(["harness", "launch", "-c", shown(run / "config.yaml"), *own])
+    return shlex.join(["harness", "launch", "-c", shown(run / layout.CONFIG), *own])
 
 
 def caveats(run: Run) -> list[str]:

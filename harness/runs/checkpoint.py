@@ -25,12 +25,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.errors import CheckpointError, first_line
-from harness.runs.files import write_atomically
+from harness.runs import layout
+from harness.runs.files import commit, replacing, temporary_for, write_atomically
 
 log = logging.getLogger("harness")
 
 FORMAT = 1
-_PREFIX = "step-"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -42,23 +42,22 @@ class Checkpoints:
 
     def write(self, step: int, content: dict[str, Any]) -> None:
         """Save ``content`` as the newest checkpoint; raises CheckpointError with nothing earlier lost."""
-        final = self.folder / f"{_PREFIX}{step}"
-        temporary = self.folder / f"{final.name}.tmp"
+        final = self.folder / layout.step_name(step)
+        temporary = temporary_for(final)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            path = temporary / "state.pt"
+            path = temporary / layout.STATE
             with open(path, "wb") as file:
                 torch.save({"format": FORMAT, **content}, file)
                 file.flush()
                 os.fsync(file.fileno())
             manifest = {"format": FORMAT, "step": step, "bytes": path.stat().st_size, "sha256": _sha256(path)}
-            write_atomically(temporary / "manifest.json", json.dumps(manifest) + "\n")
+            write_atomically(temporary / layout.MANIFEST, json.dumps(manifest) + "\n")
             if final.exists():  # damaged, or of the run's other half: what replaces it is complete
                 shutil.rmtree(final)
-            os.rename(temporary, final)
-            _sync_folder(self.folder)
-            write_atomically(self.folder / "latest", final.name + "\n")
+            commit(temporary, final)
+            write_atomically(self.folder / layout.LATEST, final.name + "\n")
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -70,18 +69,13 @@ class Checkpoints:
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
         """``step`` is the best so far: keep it, and leave its ``weights`` at ``path``."""
-        temporary = path.with_name(path.name + ".tmp")
+        # Copies, since safetensors refuses weights that share memory (tied layers).
+        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
         try:
-            # Copies, since safetensors refuses weights that share memory (tied layers).
-            save_file(
-                {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()},
-                temporary,
-                {"step": str(step)},
-            )
-            os.replace(temporary, path)
-            write_atomically(self.folder / "best", f"{_PREFIX}{step}\n")
+            with replacing(path) as temporary:
+                save_file(tensors, temporary, {"step": str(step)})
+            write_atomically(self.folder / layout.BEST, layout.step_name(step) + "\n")
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
             raise CheckpointError(
                 f"the best weights could not be written: {_reason(error)}",
                 where=str(path),
@@ -91,9 +85,9 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole; a damaged one is named in the log and passed over."""
-        there, named = [path for _, path in sorted(steps(self.folder).items(), reverse=True)], self._named("latest")
+        there, named = steps(self.folder), self._named(layout.LATEST)
         # What `latest` names comes first: a folder of a higher number was abandoned by a resume from an earlier one.
-        for path in sorted(there, key=lambda path: path != named):
+        for path in sorted((there[step] for step in sorted(there, reverse=True)), key=lambda path: path != named):
             problem = damage(path)
             if not problem:
                 return path
@@ -111,18 +105,18 @@ class Checkpoints:
         there = steps(self.folder)
         latest, best = (
             next((step for step, path in there.items() if path == self._named(pointer)), None)
-            for pointer in ("latest", "best")
+            for pointer in (layout.LATEST, layout.BEST)
         )
         for step in outdated(there, latest, best, self.keep):
             shutil.rmtree(there[step], ignore_errors=True)
-        for path in self.folder.glob(f"{_PREFIX}*.tmp"):
+        for path in self.folder.glob("*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def steps(folder: Path) -> dict[int, Path]:
     """The checkpoints in ``folder`` by step, whole or not."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and path.name[len(_PREFIX) :].isdigit()]
-    return {_step_of(path): path for path in found}
+    found = {layout.step_number(path.name): path for path in folder.glob("*") if path.is_dir()}
+    return {step: path for step, path in found.items() if step is not None}
 
 
 def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: int) -> list[int]:
@@ -136,7 +130,7 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
 def damage(path: Path) -> str:
     """What is wrong with the checkpoint folder ``path``; empty if nothing is."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((path / layout.MANIFEST).read_text(encoding="utf-8"))
         size, digest, form = manifest["bytes"], manifest["sha256"], manifest["format"]
     except FileNotFoundError:
         return "it has no manifest.json, so it is not a checkpoint of this harness, or not a whole one"
@@ -144,7 +138,7 @@ def damage(path: Path) -> str:
         return "its manifest.json cannot be read"
     if form != FORMAT:
         return f"it has format {form}, this version reads {FORMAT}"
-    file = path / "state.pt"
+    file = path / layout.STATE
     if not file.exists():
         return "state.pt is missing"
     if file.stat().st_size != size:
@@ -160,7 +154,7 @@ def read(path: Path, mapped: bool = False) -> dict[str, Any]:
     ``mapped``: tensors are read from the file where they are used, once for all ranks of a node; copy what is to stay.
     """
     try:
-        content: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=mapped)
+        content: dict[str, Any] = torch.load(path / layout.STATE, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(
             f"the checkpoint cannot be read: {_reason(error)}",
@@ -184,24 +178,11 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _free(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
     except OSError as error:
         return _reason(error)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name[len(_PREFIX) :])
 
 
 def _reason(error: BaseException) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 import filelock
 
 from harness.errors import ConfigError
-from harness.runs.files import write_atomically
-from harness.runs.storage import UrlFolder, is_url, working_folder
+from harness.runs.files import is_url, write_atomically
+from harness.runs.storage import UrlFolder, working_folder
 
 _LOCK_S = 600.0  # for another process to fetch the same
 _LOG = "logs/rank-0.log"

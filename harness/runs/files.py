@@ -1,27 +1,66 @@
-"""Small files, written so that nobody finds half of one, and numbers as JSON can hold them."""
+"""Local files: atomic writes, JSON-safe numbers, the cache folder, and telling a URL from a path."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """``text`` at ``path``: all of it or what was there before, also after a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
+def is_url(place: str) -> bool:
+    return "://" in place
+
+
+def temporary_for(path: Path) -> Path:
+    """The name under which ``path`` is written until it is complete. Readers of a folder skip ``*.tmp``."""
+    return path.with_name(path.name + ".tmp")
+
+
+def commit(temporary: Path, path: Path) -> None:
+    """Move a complete file or folder to its final name, durably: the data first, then the rename.
+
+    A reader finds the old content or the new, also after a power cut. The files inside a folder must be synced already.
+    """
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; at the end of the block it replaces ``path``. An error removes it.
+
+    The new file has the permissions that the umask gives, even if the writer is a library that creates private files.
+    """
+    temporary = temporary_for(path)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
+        with open(temporary, "wb"):
+            mode = temporary.stat().st_mode
+        yield temporary
+        if temporary.stat().st_mode != mode:
+            temporary.chmod(mode & 0o777)
+        commit(temporary, path)
+    except BaseException:
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` by a file with ``content`` (text as UTF-8)."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def finite(value: Any) -> Any:
@@ -34,7 +73,7 @@ def finite(value: Any) -> Any:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Which file is at ``path`` now, as something to compare with later; None if there is none."""
+    """Inode and modification time, to notice later that ``path`` was replaced; None if there is no file."""
     try:
         found = path.stat()
     except OSError:

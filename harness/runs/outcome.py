@@ -8,16 +8,17 @@ import shutil
 import signal
 import sys
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from harness.distributed.monitor import Outcome
 from harness.distributed.stack import signal_name
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
-from harness.runs import rank_exit
+from harness.runs import layout, rank_exit
 from harness.runs.files import identity, write_atomically
 from harness.runs.rank_exit import LOST_CONTACT, End
-from harness.runs.storage import START, UrlFolder
+from harness.runs.storage import UrlFolder
 
 # Of a rank that was asked to stop; the last before it had begun to listen.
 _AS_ASKED = {EXIT_STOPPED, -signal.SIGTERM}
@@ -37,19 +38,19 @@ class Aftermath:
         the start, as far as it is known. ``url``: where the run is kept if not in ``folder``, which then may be on
         another machine's disk, or gone. Raises ConfigError where that cannot be read."""
         self._folder, self._world_size = folder, world_size
-        self._failure = folder / "failure.json"
+        self._failure = folder / layout.FAILURE
         self._before = identity(self._failure)
         self._url = UrlFolder(url) if url else None
-        self._start = self._url.read(START) if self._url else None
+        self._start = self._url.read(layout.START) if self._url else None
         self._shown = url or str(folder)
         # Remembered, not removed: another machine's ranks may be writing theirs to the same disk.
-        self._earlier = rank_exit.read(folder / "logs")
+        self._earlier = rank_exit.read(folder / layout.LOGS)
 
     def conclude(self, outcome: Outcome) -> Conclusion:
         """The report on the run that ``outcome`` was seen of; a failure is also left as ``failure.json``, with what is
         known of each rank under ``ranks``."""
         begun = self._bring_home()
-        left = rank_exit.since(self._earlier, self._folder / "logs")
+        left = rank_exit.since(self._earlier, self._folder / layout.LOGS)
         told = _read(self._failure) if identity(self._failure) != self._before else None
         failure = _first_failure(told, left, outcome, outcome.world_size or self._world_size)
         if failure is None:
@@ -66,7 +67,7 @@ class Aftermath:
                 write_atomically(self._failure, json.dumps(failure, indent=1) + "\n")
         if begun and self._url:
             with contextlib.suppress(HarnessError):
-                self._url.write("failure.json", json.dumps(failure, indent=1) + "\n")
+                self._url.write(layout.FAILURE, json.dumps(failure, indent=1) + "\n")
         return Conclusion(int(failure["exit_code"]), self._report(failure))
 
     def _bring_home(self) -> bool:
@@ -74,10 +75,10 @@ class Aftermath:
         if self._url is None:
             return False
         try:
-            if (start := self._url.read(START)) is None or start == self._start:
+            if (start := self._url.read(layout.START)) is None or start == self._start:
                 return False
             for name in self._url.sizes():
-                if name in ("failure.json", "summary.json") or name.endswith(".end.json"):
+                if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
                     self._url.get(name, self._folder / name)
         except HarnessError as error:
             print(f"what the ranks left cannot be fetched: {error}", file=sys.stderr)
@@ -86,7 +87,7 @@ class Aftermath:
 
     def _quiet_text(self, code: int, codes: set[int], stopped: bool) -> str:
         if code == EXIT_DONE:
-            summary = _read(self._folder / "summary.json") or {}
+            summary = _read(self._folder / layout.SUMMARY) or {}
             best = summary.get("best") or {}
             shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
                             if name != "step" and isinstance(value, float))  # fmt: skip
@@ -105,7 +106,7 @@ class Aftermath:
         lines = [f"failed: rank {failure['rank']}{where} at step {failure['step']}: "
                  f"{failure['error']}: {failure['message']}"]  # fmt: skip
         lines += [f"  rank {rank}: {said}" for rank, said in failure["ranks"].items() if int(rank) != failure["rank"]]
-        return "\n".join([*lines, f"logs: {self._shown}/logs; the report: {self._shown}/failure.json"])
+        return "\n".join([*lines, f"logs: {self._shown}/{layout.LOGS}; the report: {self._shown}/{layout.FAILURE}"])
 
 
 def _first_failure(

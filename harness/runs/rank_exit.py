@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from harness.runs import layout
 from harness.runs.files import write_atomically
 
 # Said of a rank whose peer is gone: the peer's end is the cause, and this one a consequence.
 LOST_CONTACT = "lost contact with the other ranks"
-
-_NAME = "rank-{}.end.json"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def leave(logs: Path, rank: int, step: int, exit_code: int, how: str, doing: str
     """Write the end of ``rank``. Never raises: what it ended with matters more."""
     end = End(rank, socket.gethostname(), step, exit_code, how, doing, reason, time.time())
     with contextlib.suppress(OSError):
-        write_atomically(logs / _NAME.format(rank), json.dumps(asdict(end)) + "\n")
+        write_atomically(logs / layout.rank_exit(rank), json.dumps(asdict(end)) + "\n")
 
 
 def tell_launcher(file: str, when: float, text: str, **facts: int) -> None:
@@ -53,7 +52,7 @@ def tell_launcher(file: str, when: float, text: str, **facts: int) -> None:
 def read(logs: Path) -> dict[int, End]:
     """The ends found in ``logs``, by rank."""
     found = {}
-    for path in logs.glob(_NAME.format("*")):
+    for path in logs.glob(layout.RANK_EXITS):
         with contextlib.suppress(OSError, ValueError, TypeError):
             end = End(**json.loads(path.read_text(encoding="utf-8")))
             found[end.rank] = end
@@ -67,6 +66,6 @@ def since(earlier: Mapping[int, End], logs: Path) -> dict[int, End]:
 
 def forget(logs: Path) -> None:
     """Remove the ends of an earlier start."""
-    for path in logs.glob(_NAME.format("*")):
+    for path in logs.glob(layout.RANK_EXITS):
         with contextlib.suppress(OSError):
             path.unlink()

@@ -19,6 +19,7 @@ import pyarrow.json
 import yaml
 
 from harness.errors import ConfigError, first_line
+from harness.runs import layout
 
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
 """finished: trained to its end · stopped: on request, with a checkpoint · pruned: given up by its sweep ·
@@ -89,7 +90,7 @@ class Record:
         ``problems``.
         """
         try:
-            text = (self.path / "metrics.jsonl").read_bytes()
+            text = (self.path / layout.METRICS).read_bytes()
         except OSError:
             return _KNOWN.empty_table()
         table, problem = _parsed(text)
@@ -103,14 +104,14 @@ def read(path: Path) -> Record:
     if not path.is_dir():
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
-    config = _yaml(path / "config.yaml", problems)
-    summary = _json(path / "summary.json", dict, problems)
-    failure = _json(path / "failure.json", dict, problems)
-    provenance = [start for start in _json(path / "provenance.json", list, problems) if isinstance(start, dict)]
+    config = _yaml(path / layout.CONFIG, problems)
+    summary = _json(path / layout.SUMMARY, dict, problems)
+    failure = _json(path / layout.FAILURE, dict, problems)
+    provenance = [start for start in _json(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
     problems += _missing(path)
     if not is_run(path):
         return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
-    if (path / "failure.json").exists():
+    if (path / layout.FAILURE).exists():
         state: State = "failed"
     elif summary.get("finished") is True:
         state = "finished"
@@ -137,10 +138,10 @@ def find(paths: Iterable[Path]) -> list[Record]:
 
 def sweep(path: Path) -> Sweep | None:
     """The sweep folder at ``path``; None if it is none."""
-    if not (path / "sweep.json").is_file():
+    if not (path / layout.SWEEP).is_file():
         return None
     problems: list[str] = []
-    told = _json(path / "sweep.json", dict, problems)
+    told = _json(path / layout.SWEEP, dict, problems)
     directions: dict[Any, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
     space, trials = told.get("space"), told.get("trials")
     return Sweep(
@@ -156,7 +157,7 @@ def sweep(path: Path) -> Sweep | None:
 
 def is_run(path: Path) -> bool:
     """Whether anything of a run is at ``path``."""
-    return any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json", "failure.json"))
+    return any((path / name).is_file() for name in (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE))
 
 
 # Finding
@@ -177,7 +178,8 @@ def _below(path: Path, depth: int = 1) -> Iterator[Record]:
 def _trials(sweep: Sweep) -> Iterator[Record]:
     """The sweep's runs, by number; where ``sweep.json`` cannot be read, those whose folders are there."""
     if not sweep.trials:
-        yield from (replace(read(path), sweep=sweep) for path in sorted(sweep.path.glob("trials/*")) if path.is_dir())
+        folders = sorted(path for path in sweep.path.glob(f"{layout.TRIALS}/*") if path.is_dir())
+        yield from (replace(read(path), sweep=sweep) for path in folders)
         return
     for place, told in enumerate(sweep.trials):
         trial = _trial(told, place)
@@ -206,7 +208,7 @@ def _trial(told: dict[str, Any], place: int) -> Trial:
 
 
 def _no_run(path: Path) -> ConfigError:
-    runs = sorted({str(other.parent) for other in Path().glob("runs/*/config.yaml")})
+    runs = sorted({str(other.parent) for other in Path().glob(f"runs/*/{layout.CONFIG}")})
     there = "; there are " + ", ".join(runs[:5]) if runs else ""
     reason = "there is neither a run nor a sweep in it" if path.is_dir() else "there is no such folder"
     return ConfigError(reason, where=str(path), hint=f"name a run folder or a sweep folder{there}")
@@ -247,10 +249,10 @@ def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
 def _missing(path: Path) -> list[str]:
     """Which files that every trained run has are missing, and whether the record breaks off in mid-line."""
     problems = [
-        f"{name} is missing" for name in ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
+        f"{name} is missing" for name in (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
         if not (path / name).is_file()
     ]  # fmt: skip
-    last = _tail(path / "metrics.jsonl").rpartition(b"\n")[2]
+    last = _tail(path / layout.METRICS).rpartition(b"\n")[2]
     if last and not isinstance(_line(last), dict):
         problems.append(_HALF)
     return problems
@@ -269,7 +271,7 @@ def _tail(path: Path) -> bytes:
 
 
 def _was_stopped(path: Path) -> bool:
-    lines = _tail(path / "logs" / "rank-0.log").decode(errors="replace").splitlines()
+    lines = _tail(path / layout.LOGS / layout.rank_log(0)).decode(errors="replace").splitlines()
     return any("stopped early (" in line for line in lines[-_LAST_LINES:])
 
 

@@ -29,10 +29,11 @@ import filelock
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
 from harness.runs.checkpoint import Checkpoints, damage, outdated
-from harness.runs.files import write_atomically
+from harness.runs.files import is_url, write_atomically
+from harness.runs.layout import START
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.snapshot import Identity, Outbox, Parcel, identify
-from harness.runs.storage import START, UrlFolder, is_url, working_folder
+from harness.runs.storage import UrlFolder, working_folder
 from harness.runs.uploader import Courier, Refused
 
 log = logging.getLogger("harness")

@@ -23,7 +23,7 @@ from harness.config import loader
 from harness.config.schema import Config, recipe_difference
 from harness.distributed.runtime import Runtime
 from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
-from harness.runs import rank_exit
+from harness.runs import layout, rank_exit
 from harness.runs.files import finite, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
@@ -47,7 +47,7 @@ def own_checkpoint(resume: str) -> ConfigError:
 class RunFolder:
     """Paths of one run, and its small files.
 
-    ``join``, ``changed``, ``deliver`` and ``leave`` are for a run that is kept somewhere else (``harness.runs.remote``):
+    ``join``, ``changed``, ``deliver`` and ``leave`` are for a run that is kept elsewhere (``harness.runs.remote``):
     here all that is written has arrived.
     """
 
@@ -57,10 +57,10 @@ class RunFolder:
         self.claimed = False  # by this start: before that, what lies there may be another's
         self._lock: filelock.BaseFileLock | None = None
         self.begun: Any = None  # what ``claim`` has to tell the other ranks, for ``join``
-        self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
-        self.metrics = path / "metrics.jsonl"
-        self.weights = path / "weights.safetensors"
+        self.checkpoints = path / layout.CHECKPOINTS
+        self.logs = path / layout.LOGS
+        self.metrics = path / layout.METRICS
+        self.weights = path / layout.WEIGHTS
 
     def hold(self) -> None:
         """Keep other starts out of the folder until ``release``, or until this process ends, however it does. Waits a
@@ -92,12 +92,12 @@ class RunFolder:
         told = ""
         if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
             raise own_checkpoint(config.checkpoint.resume)
-        if (saved := self.path / "config.yaml").exists():
+        if (saved := self.path / layout.CONFIG).exists():
             told = self._continue_or_move(saved, config, rehearse)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
-            write_atomically(self.path / "config.yaml", loader.to_text(config))
+            write_atomically(self.path / layout.CONFIG, loader.to_text(config))
             self.forget()
         except OSError as error:
             raise cannot_write(self.path, error) from None
@@ -105,7 +105,7 @@ class RunFolder:
 
     def forget(self) -> None:
         """Remove what tells how an earlier start ended."""
-        (self.path / "failure.json").unlink(missing_ok=True)
+        (self.path / layout.FAILURE).unlink(missing_ok=True)
         rank_exit.forget(self.logs)
 
     def _continue_or_move(self, saved: Path, config: Config, rehearse: Callable[[], None]) -> str:
@@ -147,7 +147,7 @@ class RunFolder:
 
     def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> None:
         """Add this start to ``provenance.json``."""
-        path = self.path / "provenance.json"
+        path = self.path / layout.PROVENANCE
         starts = []
         with contextlib.suppress(FileNotFoundError, ValueError):  # nobody's training ends for a damaged note
             starts = list(json.loads(path.read_text(encoding="utf-8")))
@@ -169,20 +169,20 @@ class RunFolder:
 
     def learned(self, facts: dict[str, Any]) -> None:
         """``task.json``: what the task took from the training data, for predictions without them."""
-        write_atomically(self.path / "task.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(self.path / layout.TASK, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
     def summary(self, values: dict[str, Any]) -> None:
-        write_atomically(self.path / "summary.json", json.dumps(finite(values), indent=1) + "\n")
+        write_atomically(self.path / layout.SUMMARY, json.dumps(finite(values), indent=1) + "\n")
 
     def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
         """``confusion.csv``: a row for each true class, a column for each prediction, counts in the cells."""
         if matrix is not None:
             table = pd.DataFrame(matrix, index=pd.Index(classes, name="label"), columns=classes)
-            write_atomically(self.path / "confusion.csv", table.to_csv())
+            write_atomically(self.path / layout.CONFUSION, table.to_csv())
 
     def failure(self, report: dict[str, Any]) -> dict[str, Any]:
         """Leave ``report`` as failure.json, unless another rank was first; return what is there."""
-        path = self.path / "failure.json"
+        path = self.path / layout.FAILURE
         try:
             with open(path, "x", encoding="utf-8") as file:
                 json.dump(report, file, indent=1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,17 +17,12 @@ from fsspec.callbacks import Callback
 from fsspec.registry import known_implementations
 
 from harness.errors import ConfigError, HarnessError
-from harness.runs.files import default_cache_dir
+from harness.runs.files import default_cache_dir, replacing
 
 # Protocols with real folders: those must be made, and a file appears there before it is whole. Object stores have
 # neither, and some take "make this folder" for "make this bucket".
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "dbfs"}
-START = "start.json"  # in a run's folder: which start writes there
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-
-
-def is_url(place: str) -> bool:
-    return "://" in place
 
 
 def working_folder(url: str, cache_dir: str | None, purpose: str = "") -> Path:
@@ -100,13 +94,8 @@ class UrlFolder:
     def get(self, name: str, target: Path) -> None:
         """Download into ``target``. Raises ConfigError where there is no such file."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(target.name + ".tmp")
-        try:
-            with _asking(self._url(name)):
-                self._fs.get_file(self._at(name), str(temporary))
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(target) as temporary, _asking(self._url(name)):
+            self._fs.get_file(self._at(name), str(temporary))
 
     def copy(self, name: str, other: UrlFolder) -> None:
         """The file ``name`` also in ``other``, of the same store, which copies it by itself."""

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
+from harness.runs import layout
 
 
 def configuration(run: Path, overrides: Sequence[str]) -> Config:
     """The configuration of the run folder ``run``, with ``overrides``. Raises ConfigError where it is no run that has
     been trained, so that there are best weights."""
-    if not (run / "config.yaml").is_file():
-        runs = sorted({path.parent for path in [*Path().glob("runs/*/config.yaml"), *run.glob("*/config.yaml")]})
+    if not (run / layout.CONFIG).is_file():
+        configs = [*Path().glob(f"runs/*/{layout.CONFIG}"), *run.glob(f"*/{layout.CONFIG}")]
+        runs = sorted({path.parent for path in configs})
         there = "; there are " + ", ".join(map(str, runs[:5])) if runs else ""
         raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=f"name one{there}")
     if not weights(run).is_file():
@@ -28,14 +30,14 @@ def configuration(run: Path, overrides: Sequence[str]) -> Config:
             "this run has no weights yet: it was not evaluated so far",
             where=str(run),
             hint="its first evaluation, at the end of an epoch, writes weights.safetensors: "
-            f"python driver.py -c {run / 'config.yaml'}",
+            f"python driver.py -c {run / layout.CONFIG}",
         )
-    return loader.load(run / "config.yaml", overrides)
+    return loader.load(run / layout.CONFIG, overrides)
 
 
 def weights(run: Path) -> Path:
     """Where the best weights of ``run`` are."""
-    return run / "weights.safetensors"
+    return run / layout.WEIGHTS
 
 
 def best(run: Path) -> dict[str, Tensor]:
@@ -53,12 +55,12 @@ def best(run: Path) -> dict[str, Tensor]:
 def learned(run: Path) -> dict[str, Any]:
     """What the task took from the training data. Raises ConfigError where the run does not say."""
     try:
-        facts = json.loads((run / "task.json").read_text(encoding="utf-8"))
+        facts = json.loads((run / layout.TASK).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"it cannot be read what this run learned of its data: {error}",
-            where=str(run / "task.json"),
-            hint=f"start the run again, which writes the file: python driver.py -c {run / 'config.yaml'}",
+            where=str(run / layout.TASK),
+            hint=f"start the run again, which writes the file: python driver.py -c {run / layout.CONFIG}",
         ) from None
     return facts if isinstance(facts, dict) else {}
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.constraints import Conflict
 from harness.config.schema import flatten
+from harness.runs.files import is_url
 from harness.sweep.space import identity
 from harness.sweep.spec import Range, Sweep, axes
 
@@ -17,7 +18,7 @@ def conflicts(sweep: Sweep) -> Iterator[Conflict]:
     yield from _key_conflicts(sweep)
     yield from _kind_conflicts(sweep)
     yield from _range_conflicts(sweep)
-    if "://" in sweep.output:
+    if is_url(sweep.output):
         yield Conflict(
             ("output",), "a sweep reads its trials' records as they are written", "name a folder: output=runs"
         )

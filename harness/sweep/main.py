@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from harness.report.reproduce import trial_again
+from harness.runs import layout
 from harness.runs.run_dir import cannot_write
 from harness.sweep import file as sweep_file
 from harness.sweep import results, table
@@ -57,7 +58,7 @@ def main(
     _require_optuna()
     folder = file.sweep.folder
     try:
-        (folder / "trials").mkdir(parents=True, exist_ok=True)
+        (folder / layout.TRIALS).mkdir(parents=True, exist_ok=True)
         with _alone(folder) as lock, signals.counted() as stops:
             return _run(plan, lock, stops, retry_failed)
     except OSError as error:
@@ -132,7 +133,8 @@ def _rendered(plan: Plan) -> Iterator[str]:
     if sweep.is_search:
         yield f"# drawn by Optuna ({sweep.sampler}, pruner {sweep.pruner}); the ends of the space are, for example:"
     for number, trial in enumerate(plan.trials):
-        words = command(plan.file.base, plan.words(trial.settings), results.run_name(number), sweep.folder / "trials")
+        settings, output = plan.words(trial.settings), sweep.folder / layout.TRIALS
+        words = command(plan.file.base, settings, results.run_name(number), output)
         yield shlex.join(["harness", *words[3:]])
 
 

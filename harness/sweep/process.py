@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from harness.distributed.stack import signal_name
 from harness.errors import EXIT_DONE, EXIT_STOPPED
+from harness.runs import layout
 from harness.runs.files import identity
 from harness.sweep.space import typed
 
@@ -43,7 +44,7 @@ class Process:
         """``keep``: file descriptors that stay open as long as it lives."""
         self._run, self._log = run, run.with_name(f"{run.name}.log")
         run.parent.mkdir(parents=True, exist_ok=True)
-        self._failure = identity(run / "failure.json")
+        self._failure = identity(run / layout.FAILURE)
         self.asked = self.killed = False
         with open(self._log, "ab") as log:
             self._said_before = log.tell()
@@ -94,7 +95,7 @@ class Process:
 
     def _reported(self) -> dict[str, Any]:
         """The failure that this start left, if any."""
-        path = self._run / "failure.json"
+        path = self._run / layout.FAILURE
         if identity(path) == self._failure:
             return {}
         with contextlib.suppress(OSError, ValueError):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.runs import layout
+
 
 @dataclass
 class Progress:
@@ -29,7 +31,7 @@ class Reader:
     """
 
     def __init__(self, run: Path, metric: str) -> None:
-        self._path, self._metric = run / "metrics.jsonl", metric
+        self._path, self._metric = run / layout.METRICS, metric
         self._forget()
 
     def _forget(self) -> None:
@@ -84,6 +86,6 @@ def final_value(run: Path, metric: str, direction: str) -> float | None:
 
 def summary_of(run: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        content = json.loads((run / layout.SUMMARY).read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
     return {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.runs import layout
 from harness.runs.files import finite, write_atomically
 from harness.sweep.plan import Plan
 from harness.sweep.space import Settings, identity
@@ -22,7 +23,7 @@ def run_name(number: int) -> str:
 
 
 def run_folder(sweep: Path, number: int) -> Path:
-    return sweep / "trials" / run_name(number)
+    return sweep / layout.TRIALS / run_name(number)
 
 
 def write(path: Path, plan: Plan, trials: Sequence[Trial]) -> None:
@@ -41,7 +42,7 @@ def write(path: Path, plan: Plan, trials: Sequence[Trial]) -> None:
 def _trial(trial: Trial, plan: Plan) -> dict[str, Any]:
     return {
         "number": trial.number,
-        "run": f"trials/{run_name(trial.number)}",
+        "run": f"{layout.TRIALS}/{run_name(trial.number)}",
         "params": trial.settings,
         "world": world(trial.settings, plan),
         "state": trial.state,

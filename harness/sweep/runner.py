@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from harness.config.schema import Config
 from harness.errors import HarnessError
+from harness.runs import layout
 from harness.sweep import process, results
 from harness.sweep.board import Board
 from harness.sweep.plan import Plan
@@ -124,7 +125,7 @@ class Runner:
         return config
 
     def _start(self, trial: Trial, config: Config, grant: Grant) -> None:
-        name, output = results.run_name(trial.number), self._folder / "trials"
+        name, output = results.run_name(trial.number), self._folder / layout.TRIALS
         command = process.command(self._plan.file.base, self._plan.words(trial.settings), name, output)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         reader = Reader(output / name, self._plan.metric)
@@ -178,7 +179,7 @@ class Runner:
                 self._tell(trial, f"finished: {self._plan.metric} {value:.5g}")
         if how == "failed" and not running.given_up:
             self._study.fail(number, why)
-            self._tell(trial, f"failed: {why}; see {self._folder}/trials/{results.run_name(number)}.log")
+            self._tell(trial, f"failed: {why}; see {self._folder / layout.TRIALS / results.run_name(number)}.log")
         elif how == "interrupted" and not running.given_up:
             self._after_interruption(trial, why)
 
@@ -209,7 +210,7 @@ class Runner:
         if self._changed:
             self._changed = False
             self.trials = [self._as_seen_here(trial) for trial in self._study.trials()]
-            results.write(self._folder / "sweep.json", self._plan, self.trials)
+            results.write(self._folder / layout.SWEEP, self._plan, self.trials)
         self._board.show(self.trials, self.seen)
 
     def _as_seen_here(self, trial: Trial) -> Trial:

@@ -17,6 +17,7 @@ from typing import Any
 
 from harness.config.schema import Config, flatten
 from harness.errors import ConfigError, first_line
+from harness.runs import layout
 from harness.runs.files import finite, write_atomically
 from harness.trackers.mirror import Facts, Line, Mirror, Sample
 from harness.trackers.record import JsonLines, Nothing, Tracker
@@ -26,7 +27,7 @@ log = logging.getLogger("harness")
 MAX_WAITING = 20_000  # lines; a tool that is so far behind will not catch up
 CLOSE_S = 60.0  # for a tool to take what is waiting at the end of training
 STOP_S = 10.0  # the same where the run was stopped or failed: a scheduler may be about to kill it
-KEPT = ("config.yaml", "summary.json", "confusion.csv", "predictions.csv", "weights.safetensors")
+KEPT = (layout.CONFIG, layout.SUMMARY, layout.CONFUSION, layout.PREDICTIONS, layout.WEIGHTS)
 
 
 def require(names: Sequence[str]) -> None:
@@ -54,7 +55,7 @@ def make(record: Path, rank: int, config: Config, text: str) -> Tracker:
 
 def _facts(folder: Path, config: Config, text: str) -> Facts:
     """``trackers.json`` keeps what the tools know this run by."""
-    path = folder / "trackers.json"
+    path = folder / layout.TRACKERS
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         run_id, started = str(kept["id"]), float(kept["started"])

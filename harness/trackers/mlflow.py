@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from harness.runs import layout
 from harness.trackers.mirror import Clock, Facts, Line, Sample, scalars
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run calls nobody that the user did not name
@@ -66,7 +67,7 @@ class Mirror:
         for edge in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(run_id, params=params[edge : edge + MAX_PARAMS])
         # A parameter cannot change in MLflow, but train.epochs may between two starts: the file has what is in force.
-        self._client.log_text(run_id, facts.text, "config.yaml")
+        self._client.log_text(run_id, facts.text, layout.CONFIG)
         self._client.log_batch(run_id, tags=[RunTag("run_folder", str(facts.folder))])
         return run_id
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from harness.runs import layout
+
 log = logging.getLogger("harness")
 
 PLAIN_PERIOD_S = 10.0  # between two progress lines where no terminal is attached
@@ -51,7 +53,7 @@ def to_terminal(rank: int) -> None:
 def to_file(folder: Path, rank: int) -> None:
     """Everything this rank says, and what torch warns of, also in ``folder/rank-N.log``."""
     folder.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(folder / f"rank-{rank}.log", encoding="utf-8")
+    handler = _LogFile(folder / layout.rank_log(rank), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     logging.captureWarnings(True)

@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watch, unless_orphaned
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError
-from harness.runs import rank_exit, remote
+from harness.runs import layout, rank_exit, remote
 from harness.runs.run_dir import RunFolder, cannot_write, failure_report
 from harness.training import build, console, loop, prediction_writer
 from harness.training.run import Run
@@ -211,7 +211,7 @@ def fail(folder: RunFolder, runtime: Runtime, watch: Watch, run: Run | None, err
     written = folder.failure(known or report) if folder.claimed else known or report
     first = known or written  # where the ranks cannot talk any more, the file decides
     if first["rank"] != runtime.rank:
-        log.info("ended, since rank %s failed; %s tells why", first["rank"], f"{folder.where}/failure.json")
+        log.info("ended, since rank %s failed; %s tells why", first["rank"], f"{folder.where}/{layout.FAILURE}")
         return int(first["exit_code"])
     if isinstance(shown, HarnessError):
         log.error("error: %s", shown)

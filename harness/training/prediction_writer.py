@@ -8,7 +8,6 @@ r, r+W, ... Each row then meets the same arithmetic at any world size.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ from harness.data.loader import Loader, Request
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, DataError, HarnessError, first_line
+from harness.runs import layout
+from harness.runs.files import commit, temporary_for
 from harness.trackers.mirror import Sample
 from harness.training import fsdp as sharded
 from harness.training.evaluate import prepare
@@ -155,7 +156,7 @@ class _File:
     """A CSV or Parquet file that is written block by block under a temporary name. Only one rank has it."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        self._path, self._temporary = path, temporary_for(path)
         self._waiting: list[pa.Table] = []
         self._head: pa.Table | None = None
         self._schema: pa.Schema | None = None
@@ -210,10 +211,8 @@ class _File:
         self._flush()
         if self._parquet is not None:
             self._parquet.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
-        os.replace(self._temporary, self._path)
+        commit(self._temporary, self._path)
         return Written(self._rows, self._bad, self._head)
 
     def discard(self) -> None:
@@ -253,7 +252,7 @@ def of_run(run: Run) -> bool:
     run.module.load_state_dict(sharded.model_parts(run.module, weights))
     run.module.eval()
     predictor = Predictor(run.config, run.runtime, run.task, run.parallel.evaluated, run.parallel.sharded)
-    written = write(predictor, run.eval_data.loader, run.stop, run.folder.path / "predictions.csv")
+    written = write(predictor, run.eval_data.loader, run.stop, run.folder.path / layout.PREDICTIONS)
     if written is None:
         return False
     if written.head is not None:

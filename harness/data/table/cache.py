@@ -28,7 +28,7 @@ import filelock
 
 from harness.data.table.source import Source
 from harness.errors import DataError
-from harness.runs.files import default_cache_dir
+from harness.runs.files import default_cache_dir, write_atomically
 
 FORMAT = 1  # raise it when the layout or the meaning of anything in the cache changes
 try:
@@ -90,7 +90,7 @@ class Entry:
 
     def publish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest: from here on the entry is complete."""
-        write_json(self.manifest, manifest)
+        write_atomically(self.manifest, json.dumps(manifest, ensure_ascii=False))
 
     def sweep(self, source: Source) -> None:
         """Delete what crashed conversions and older versions of the source left. Call it with the lock held.
@@ -146,16 +146,6 @@ class Entry:
 
 
 _HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with room for about the size of the CSV"
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write whole or not at all, also when the power fails: temporary name, fsync, rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, ensure_ascii=False)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
 
 
 def _version_in(path: Path) -> object:

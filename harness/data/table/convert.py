@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from harness.data.table.prefetch import read_ahead
 from harness.data.table.source import Source, kind_of, nearest
 from harness.data.table.writers import CodeSink, TextSink
 from harness.errors import DataError
+from harness.runs.files import commit, temporary_for
 
 
 def convert(source: Source, path: Path, entry: Entry, text: Sequence[str], label: str | None) -> None:
@@ -35,7 +35,7 @@ def convert(source: Source, path: Path, entry: Entry, text: Sequence[str], label
     reader = parquet_reader if kind == "parquet" else csv_reader
     columns = reader.read_header(path, source.name)
     require_columns(columns, text, label, source.name)
-    temporary = {path: path.with_name(path.name + ".tmp") for path in (entry.arrow, entry.codes)}
+    temporary = {path: temporary_for(path) for path in (entry.arrow, entry.codes)}
     texts, labels = None, None
     try:
         with entry.writing():
@@ -50,13 +50,13 @@ def convert(source: Source, path: Path, entry: Entry, text: Sequence[str], label
                 raise DataError("the file changed while it was being read", where=source.name, hint=hint)
             for final, written in temporary.items():
                 if written.exists():
-                    os.replace(written, final)
+                    commit(written, final)
             entry.publish(manifest | {"format": FORMAT, "source": source.identity, "version": source.version})
     finally:
         for sink in (texts, labels):
             if sink is not None:
                 sink.abandon()
-        for left in [*temporary.values(), entry.manifest.with_name(entry.manifest.name + ".tmp")]:
+        for left in temporary.values():
             left.unlink(missing_ok=True)
 
 

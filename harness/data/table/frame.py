@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from harness.data.table.cache import write_json
 from harness.data.table.table import Table, open_table
+from harness.runs.files import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +78,7 @@ def column_kinds(table: Table) -> dict[str, str]:
             if not path.exists():
                 names = [c for c in table.columns if c != table.label]
                 with table.entry.writing():
-                    write_json(path, {name: infer_kind(table.chunks(name)) for name in names})
+                    write_atomically(path, json.dumps({name: infer_kind(table.chunks(name)) for name in names}))
         finally:
             lock.release()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import fsspec
 
 from harness.errors import DataError
+from harness.runs.files import replacing
 
 # What servers call a mark that changes with the content, surest first; the size is always taken as well.
 _MARKS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "checksum", "sha256", "mtime", "LastModified")
@@ -25,8 +25,7 @@ def version(url: str) -> tuple[int | str, ...]:
 
 def fetch(url: str, expected: tuple[int | str, ...], target: Path) -> None:
     """Download ``url`` into ``target``, whole or not at all; DataError if it is not what ``expected`` says."""
-    temporary = target.with_name(target.name + ".tmp")
-    try:
+    with replacing(target) as temporary:
         with _asking(url):
             filesystem, path = fsspec.core.url_to_fs(url)
             filesystem.get_file(path, str(temporary))
@@ -38,9 +37,6 @@ def fetch(url: str, expected: tuple[int | str, ...], target: Path) -> None:
                 where=url,
                 hint="start again once it is written",
             )
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _version(url: str) -> tuple[int | str, ...]:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.data.table.cache import Entry, write_json
+from harness.data.table.cache import Entry
 from harness.data.table.convert import convert
 from harness.data.table.source import Source
 from harness.errors import DataError
+from harness.runs.files import write_atomically
 
 _POLL_S = 0.02
 _POLLS_PER_LOCK = 10  # a look at the folder costs little, a try for the lock some of the processor the converter wants
@@ -65,7 +66,8 @@ def _convert(source: Source, entry: Entry, text: Sequence[str], label: str | Non
     except DataError as error:
         record = {"message": error.message, "where": error.where, "hint": error.hint}
         with contextlib.suppress(OSError):  # the disk may be full
-            write_json(entry.failure, record | {"text": list(text), "attempt": secrets.token_hex(8)})
+            content = record | {"text": list(text), "attempt": secrets.token_hex(8)}
+            write_atomically(entry.failure, json.dumps(content, ensure_ascii=False))
         raise
 
 

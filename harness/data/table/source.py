@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from harness.errors import DataError
+from harness.runs.files import is_url
 
 # What a file that is surely not text begins with, and what to type about it.
 _FOREIGN = {
@@ -38,7 +39,7 @@ class Source:
 
     @property
     def is_remote(self) -> bool:
-        return "://" in self.identity
+        return is_url(self.identity)
 
     def is_current(self) -> bool:
         """Whether the file still is what it was when this object was made (remote: asks the server)."""
@@ -53,7 +54,7 @@ def locate(source: str | os.PathLike[str]) -> Source:
     name = os.fspath(source)
     if name.startswith("file://"):
         name = name[len("file://") :]
-    if "://" in name:
+    if is_url(name):
         from harness.data.table.remote import version  # fsspec is needed by few, and slow to import
 
         return Source(name, name, version(name))

@@ -29,7 +29,7 @@ from harness.engines.dask.file_sync import FOREIGN, Home
 from harness.engines.dask.placement import Seat, ask
 from harness.engines.dask.reservation import KEYS
 from harness.errors import LaunchError
-from harness.runs import rank_exit
+from harness.runs import layout, rank_exit
 from harness.runs.run_dir import RunFolder
 
 BY = "harness launch, engine dask"
@@ -137,7 +137,7 @@ class Placed:
         for rank, (seat, group) in enumerate(zip(self._seats, groups, strict=True)):
             launch = Launch(rank, begun[group], len(groups), sizes[group], master, port, BY, supervised=True)
             begun[group] += 1
-            files = [f"logs/rank-{rank}.log", *(["metrics.jsonl"] if rank == 0 else [])]
+            files = [f"{layout.LOGS}/{layout.rank_log(rank)}", *([layout.METRICS] if rank == 0 else [])]
             self._futures[rank] = self._client.submit(
                 dask_rank.supervise, self._name, rank, self._job.environ() | environment(launch), files,
                 key=f"{KEYS}{self._name}-rank-{rank}", pure=False, workers=[seat.worker],

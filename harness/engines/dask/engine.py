@@ -25,6 +25,7 @@ from harness.distributed.monitor import attend
 from harness.engines.base import Job, plan, refuse, shell
 from harness.engines.dask.cluster_run import BY, News, Placed
 from harness.errors import LaunchError
+from harness.runs import layout
 from harness.runs.outcome import Aftermath, Conclusion
 
 _CLOSE_S = 5.0
@@ -66,7 +67,7 @@ def run(
 
     ``launch.nnodes`` times ``launch.nproc`` ranks are started; the results are in OUTPUT/NAME here. An interrupt ends
     the run with a checkpoint, and the same call goes on from it. ``hear`` is called, in another thread, with every
-    event: {"rank": 0, "file": "metrics.jsonl", "lines": […]} for the record, the same for "terminal" and each log.
+    event: {"rank": 0, "file": layout.METRICS, "lines": […]} for the record, the same for "terminal" and each log.
     Raises ConfigError or LaunchError where nothing was begun.
     """
     if client.asynchronous:
@@ -84,7 +85,7 @@ def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[st
         return plan(str(config), overrides)
     text = loader.to_text(config) if isinstance(config, Config) else yaml.safe_dump(dict(config))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
+        path = Path(folder) / layout.CONFIG
         path.write_text(text, encoding="utf-8")
         return _job(path, overrides)
 

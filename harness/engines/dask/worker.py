@@ -22,6 +22,7 @@ from harness.distributed.worker_group import Gang
 from harness.engines.base import driver
 from harness.engines.dask.reservation import KEYS
 from harness.errors import LaunchError
+from harness.runs import layout
 from harness.runs.storage import working_folder
 from harness.version import __version__
 
@@ -86,7 +87,7 @@ def prepare(order: Order, dask_worker: Any) -> None:
     """Make a folder for the job; its tasks may come from now on, and only to this process."""
     scratch = scratch_of(order.job, dask_worker)
     scratch.mkdir(parents=True)
-    (scratch / "config.yaml").write_text(order.config, encoding="utf-8")
+    (scratch / layout.CONFIG).write_text(order.config, encoding="utf-8")
     driver(order.working_folder)
     _jobs[order.job] = _Held(order, scratch)
 
@@ -190,7 +191,7 @@ def _attend(
     terminal = held.scratch / f"terminal-{rank}.txt"
     run_folder = working_folder(order.url, order.cache_dir) if order.url else Path(held.filled(order.run_folder))
     streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in files}
-    command = [order.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / "config.yaml")]
+    command = [order.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / layout.CONFIG)]
     gang = Gang(
         [*command, *map(held.filled, order.words)], {rank: {**os.environ, **environ}},
         order.grace_s, folder, terminal,

@@ -29,6 +29,7 @@ from harness.engines import local
 from harness.engines.base import Job, plan
 from harness.engines.flyte.engine import OUTCOME
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
+from harness.runs import layout
 from harness.runs.outcome import Aftermath
 from harness.runs.storage import UrlFolder
 
@@ -99,7 +100,7 @@ def _error(exit_code: int, text: str) -> Exception:
 def _first_failure(folder: Path) -> str:
     """What the rank that failed first has left, as far as this machine can see it."""
     with suppress(OSError, ValueError, KeyError):
-        told = json.loads((folder / "failure.json").read_text(encoding="utf-8"))
+        told = json.loads((folder / layout.FAILURE).read_text(encoding="utf-8"))
         return f"; rank {told['rank']} failed at step {told['step']}: {told['error']}: {told['message']}"
     return ""
 
@@ -108,17 +109,17 @@ def _results(job: Job) -> Results:
     folder = job.folder
     if job.url:  # where it all is by now, and here no more
         folder = Path(tempfile.mkdtemp(prefix="harness-results-"))
-        for name in ("weights.safetensors", "summary.json", "metrics.jsonl"):
+        for name in (layout.WEIGHTS, layout.SUMMARY, layout.METRICS):
             UrlFolder(job.url).get(name, folder / name)
     epochs = folder / "epochs.jsonl"
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (folder / layout.METRICS).read_text(encoding="utf-8").splitlines()
     epochs.write_text("".join(f"{line}\n" for line in lines if json.loads(line).get("split") == "eval"))
-    page = _report(job.url or str(folder), folder / "report.html")
+    page = _report(job.url or str(folder), folder / layout.REPORT)
     return Results(
-        FlyteFile(str(folder / "weights.safetensors")),
+        FlyteFile(str(folder / layout.WEIGHTS)),
         FlyteFile(str(epochs)),
-        FlyteFile(str(folder / "summary.json")),
-        FlyteFile(str(folder / "metrics.jsonl")),
+        FlyteFile(str(folder / layout.SUMMARY)),
+        FlyteFile(str(folder / layout.METRICS)),
         FlyteFile(str(page)) if page else None,
     )
 

@@ -19,10 +19,11 @@ from harness.config import loader
 from harness.engines.base import Job, refuse
 from harness.engines.torchrun import rendezvous
 from harness.errors import LaunchError
+from harness.runs import layout
 
 # The operator starts a pod again that ended with 128 or more, and takes less for a failure: restartPolicy ExitCode.
 STOPPED_CODE = 143
-CONFIG = "/etc/apex-harness/config.yaml"
+CONFIG = f"/etc/apex-harness/{layout.CONFIG}"
 CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456  # names that the operator looks for
 _MARGIN_S = 30  # beyond the ranks' own grace period
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")  # of a job: with "-worker-999" a name that DNS takes

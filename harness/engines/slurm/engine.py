@@ -19,7 +19,7 @@ from harness.engines.slurm.job_output import JobOutput
 from harness.engines.slurm.sbatch import array_script, script
 from harness.engines.slurm.scontrol import JobState, NoAnswer, ask, down, job_state
 from harness.errors import EXIT_STOPPED, LaunchError
-from harness.runs import rank_exit
+from harness.runs import layout, rank_exit
 from harness.runs.files import identity
 
 _POLL_S = 0.5  # for news in the job's output
@@ -75,8 +75,8 @@ class Slurm:
         self._deadline = float("inf")  # when a job that was asked to stop is ended
         self._told = ""  # the last that was shown of its state
         self._gave_up = False
-        self._earlier = rank_exit.read(job.folder / "logs")
-        self._seen, self._before = 0, identity(job.folder / "failure.json")
+        self._earlier = rank_exit.read(job.folder / layout.LOGS)
+        self._seen, self._before = 0, identity(job.folder / layout.FAILURE)
         self._output = JobOutput()
 
     def stop(self) -> None:
@@ -132,8 +132,8 @@ class Slurm:
     def _failed(self) -> bool:
         """Whether a rank has failed in this start; the first node may be gone, and srun with it."""
         if self._output.start != self._seen:
-            self._seen, self._before = self._output.start, identity(self._job.folder / "failure.json")
-        told = identity(self._job.folder / "failure.json")
+            self._seen, self._before = self._output.start, identity(self._job.folder / layout.FAILURE)
+        told = identity(self._job.folder / layout.FAILURE)
         failed = any(code != EXIT_STOPPED for code in self._output.exits.values())
         return failed or told is not None and told != self._before
 
@@ -150,7 +150,7 @@ class Slurm:
         self._output.show(last=True)
         if self._gave_up and not self._output.over:
             _quietly("scancel", self._number)  # the node of its script is the one that is gone
-        told = rank_exit.since(self._earlier, self._job.folder / "logs")
+        told = rank_exit.since(self._earlier, self._job.folder / layout.LOGS)
         silent = [rank for rank in range(self._job.world_size) if rank not in told]
         lost = self._output.lost
         if self._gave_up:

@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 from harness.engines.base import Job, refuse
 from harness.errors import LaunchError
+from harness.runs import layout
 
-# A template on purpose without placeholders: launch/slurm.sbatch ends with the very same lines.
-BODY = r"""# Where the ranks meet: the first node, as Slurm itself reaches it, and a port that is free there.
+# Without placeholders but for two file names: launch/slurm.sbatch ends with the same lines.
+_BODY = r"""# Where the ranks meet: the first node, as Slurm itself reaches it, and a port that is free there.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$("${rank[0]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 export MASTER_ADDR MASTER_PORT
 
-newest() { cat "$folder/checkpoints/latest" 2>/dev/null; }
+newest() { cat "$folder/@LATEST@" 2>/dev/null; }
 before=$(newest)
-rm -f "$folder"/logs/rank-*.end.json # how the ranks of an earlier start ended
+rm -f "$folder"/@RANK_EXITS@ # how the ranks of an earlier start ended
 echo "harness: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
 # One rank a task. When one has failed the others end by themselves, each with a report; --wait is for one that cannot.
@@ -43,6 +44,8 @@ esac
 echo "harness: job $SLURM_JOB_ID: exit code $code, another start: $again"
 exit "$code"
 """
+BODY = _BODY.replace("@LATEST@", f"{layout.CHECKPOINTS}/{layout.LATEST}")
+BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}")
 
 _ELASTIC = "Slurm's jobs have as many nodes from their start to their end; drop it, or use launch.engine=torchrun"
 _MEETING = "the ranks of a Slurm job meet on its first node; drop it"

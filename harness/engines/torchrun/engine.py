@@ -24,7 +24,7 @@ from harness.distributed.monitor import Outcome
 from harness.engines.base import Job, shell
 from harness.engines.torchrun import error_files, rendezvous
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
-from harness.runs import rank_exit
+from harness.runs import layout, rank_exit
 
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 ORPHANS_S = 20.0  # for ranks to end whose launcher was killed; harness.distributed.watchdog gives them 13
@@ -55,7 +55,7 @@ class Torchrun:
         self._job, self._where = job, rendezvous.of(job)
         self._asked, self._deadline = 0, float("inf")
         self._idle_since: float | None = None
-        self._earlier = rank_exit.read(job.folder / "logs")
+        self._earlier = rank_exit.read(job.folder / layout.LOGS)
         self._words = Path(tempfile.mkdtemp(prefix="harness-torchrun-"))
         try:
             # A session of its own: the terminal's Ctrl-C comes through ``stop`` alone, once.
@@ -143,7 +143,7 @@ class Torchrun:
         # All ranks are done together, and a rank of this machine that was refused has told why.
         if code == 0 or codes == {EXIT_DONE} or EXIT_USAGE in codes:
             return ""
-        known = exits.keys() | rank_exit.since(self._earlier, self._job.folder / "logs").keys()
+        known = exits.keys() | rank_exit.since(self._earlier, self._job.folder / layout.LOGS).keys()
         silent = [str(rank) for rank in range(world_size) if rank not in known]
         if not silent or (self._asked and codes <= {EXIT_DONE, EXIT_STOPPED}):
             return ""

@@ -1,0 +1,59 @@
+"""Every file name of a run folder, spelled once.
+
+config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
+weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
+checkpoints/step-N/{state.pt, manifest.json}  checkpoints/{latest, best}
+logs/rank-N.log  logs/rank-N.end.json
+"""
+
+from __future__ import annotations
+
+import re
+
+CONFIG = "config.yaml"  # the resolved configuration
+PROVENANCE = "provenance.json"  # one entry per start: command, commit, package versions
+METRICS = "metrics.jsonl"  # the log: one JSON object per line
+SUMMARY = "summary.json"
+TASK = "task.json"  # what the task learned from the training data
+FAILURE = "failure.json"
+CONFUSION = "confusion.csv"
+PREDICTIONS = "predictions.csv"
+WEIGHTS = "weights.safetensors"  # of the best step
+REPORT = "report.html"
+TRACKERS = "trackers.json"  # the run's identity in the trackers
+START = "start.json"  # the start that owns a run at a URL
+
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"  # a text file that names the newest checkpoint
+BEST = "best"  # likewise the best
+STATE = "state.pt"
+MANIFEST = "manifest.json"  # size and SHA-256 of state.pt
+
+LOGS = "logs"
+RANK_EXITS = "rank-*.end.json"  # glob pattern inside LOGS
+
+SWEEP = "sweep.json"  # of a sweep folder
+TRIALS = "trials"  # folder of the sweep's runs
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def step_name(step: int) -> str:
+    """The folder name of the checkpoint of ``step``."""
+    return f"step-{step}"
+
+
+def step_number(name: str) -> int | None:
+    """The step of a checkpoint's folder name; None for any other name."""
+    found = _STEP.fullmatch(name.strip())
+    return int(found[1]) if found else None
+
+
+def rank_log(rank: int) -> str:
+    """The log of ``rank``, inside LOGS."""
+    return f"rank-{rank}.log"
+
+
+def rank_exit(rank: int | str) -> str:
+    """How ``rank`` ended, inside LOGS; rank "*" makes the pattern for all ranks."""
+    return RANK_EXITS.replace("*", str(rank))
