@@ -314,7 +314,7 @@ ASKS_WHETHER_FIRST = {
     "training.prediction_writer.best_weights": "reads",
     "distributed.runtime.gather_to_first": "receives",
     "distributed.stop._next_pause": "its clock counts",
-    "trackers.mirrors.make": "writes",
+    "trackers.metrics_log.open_log": "writes",
     "training.main.main": "tells what is wrong before the ranks meet",
     "training.main.prepare_folder": "writes",
     "training.main.deliver": "has written",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.runs.reader import Record
-from harness.trackers.record import TIMES
+from harness.trackers.metrics_log import TIMES
 
 Key = tuple[str, int, int]  # split, the steps it speaks of: after the first, up to and with the second
 Line = dict[str, Any]

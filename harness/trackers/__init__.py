@@ -1,5 +1,5 @@
-"""Where numbers go: the record of a run, ``metrics.jsonl``, which is always written, and the tools that mirror it.
+"""The metrics log of a run, ``metrics.jsonl``, and the trackers that mirror it: TensorBoard, Weights & Biases, MLflow.
 
-One file a tool; the file name is its name in the YAML's ``trackers:``, and it defines ``Mirror`` (see mirror.py). To
-add one is to write that file and to add the word in ``harness.config.schema``.
+A tracker is one file here: its name is the word for ``trackers:`` in the YAML, and it defines a class ``Tracker``.
+Start at metrics_log.py; base.py has the protocol of a tracker, forwarder.py the thread that each one runs on.
 """

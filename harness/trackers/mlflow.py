@@ -1,4 +1,4 @@
-"""MLflow: an SQLite store in the output folder, shared by the runs there, or the server of MLFLOW_TRACKING_URI."""
+"""MLflow: an SQLite store in the output folder, shared by all runs there, or the server at MLFLOW_TRACKING_URI."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ import numpy as np
 from filelock import FileLock
 
 from harness.runs import layout
-from harness.trackers.mirror import Clock, Facts, Line, Sample, scalars
+from harness.trackers.base import Entry, EntryTimes, RunInfo, Sample, scalars
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run calls nobody that the user did not name
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run contacts only hosts that the user named
 
-from mlflow import MlflowClient  # noqa: E402 - it reads that at its import
+from mlflow import MlflowClient  # noqa: E402 - mlflow reads the variable when it is imported
 from mlflow.entities import Metric, Param, RunTag  # noqa: E402
 
-EXPERIMENT = "apex-harness"  # unless MLFLOW_EXPERIMENT_NAME says otherwise
-TAG = "apex_harness.id"  # by which a resumed run is found again
-KIND = {"mlflow.experimentKind": "custom_model_development"}  # or its page looks for traces of language models
-MAX_PARAM = 6000  # characters that MLflow takes
-MAX_PARAMS = 100  # at once
+EXPERIMENT = "apex-harness"  # unless MLFLOW_EXPERIMENT_NAME names another
+TAG = "apex_harness.id"  # by which a resumed run finds its MLflow run
+KIND = {"mlflow.experimentKind": "custom_model_development"}  # otherwise its page shows traces of language models
+MAX_PARAM = 6000  # characters, MLflow's limit
+MAX_PARAMS = 100  # per request, MLflow's limit
 
 
-class Mirror:
-    def start(self, facts: Facts, lines: Iterable[Line]) -> str:
-        """The same MLflow run goes on. What it was told cannot be taken back, so steps that a resumed run repeats,
-        with the same numbers, are not told again."""
-        for talker in ("alembic", "mlflow.store.db.utils"):  # which tell of each table that they make
-            logging.getLogger(talker).setLevel(logging.WARNING)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{facts.output.resolve() / 'mlflow.db'}"
-        with _alone(facts.output, embedded="MLFLOW_TRACKING_URI" not in os.environ):
+class Tracker:
+    def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
+        """Resume the same MLflow run. MLflow cannot delete values, so steps that a resumed run repeats, with the same
+        numbers, are not sent again."""
+        for name in ("alembic", "mlflow.store.db.utils"):  # they log every table that they create
+            logging.getLogger(name).setLevel(logging.WARNING)
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{info.output.resolve() / 'mlflow.db'}"
+        with _locked(info.output, embedded="MLFLOW_TRACKING_URI" not in os.environ):
             self._client = MlflowClient(uri)
-            self._run_id = self._find(facts)
-        self._clock = Clock(facts.started)
-        self._told = self._last_steps()
-        for line in lines:
-            self.log(line)
+            self._run_id = self._find(info)
+        self._times = EntryTimes(info.started)
+        self._sent = self._last_steps()
+        for entry in entries:
+            self.log(entry)
         flag = "" if uri.startswith("http") else f" --backend-store-uri {uri}"
-        return f"look at {uri}" if not flag else f"look with: mlflow ui{flag}"
+        return f"view with: mlflow ui{flag}" if flag else f"view at {uri}"
 
-    def _find(self, facts: Facts) -> str:
-        """The id of this run in MLflow, which is made where there is none yet, with its settings as parameters."""
+    def _find(self, info: RunInfo) -> str:
+        """The id of this run in MLflow. A new run is created with the settings as parameters."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             experiment_id = experiment.experiment_id
         else:
-            own = None if "MLFLOW_TRACKING_URI" in os.environ else (facts.output.resolve() / "mlartifacts").as_uri()
+            own = None if "MLFLOW_TRACKING_URI" in os.environ else (info.output.resolve() / "mlartifacts").as_uri()
             experiment_id = self._client.create_experiment(name, own, KIND)
-        runs = self._client.search_runs([experiment_id], f"tags.`{TAG}` = '{facts.id}'")
+        runs = self._client.search_runs([experiment_id], f"tags.`{TAG}` = '{info.id}'")
         run = (
             runs[0]
             if runs
-            else self._client.create_run(experiment_id, int(facts.started * 1000), {TAG: facts.id}, facts.name)
+            else self._client.create_run(experiment_id, int(info.started * 1000), {TAG: info.id}, info.name)
         )
         run_id: str = run.info.run_id
         self._client.update_run(run_id, status="RUNNING")
         params = [
-            Param(key, str(value)[:MAX_PARAM]) for key, value in facts.settings.items() if key not in run.data.params
+            Param(key, str(value)[:MAX_PARAM]) for key, value in info.settings.items() if key not in run.data.params
         ]
         for edge in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(run_id, params=params[edge : edge + MAX_PARAMS])
-        # A parameter cannot change in MLflow, but train.epochs may between two starts: the file has what is in force.
-        self._client.log_text(run_id, facts.text, layout.CONFIG)
-        self._client.log_batch(run_id, tags=[RunTag("run_folder", str(facts.folder))])
+        # MLflow parameters cannot change, but train.epochs may between two starts: the file holds the current settings.
+        self._client.log_text(run_id, info.config_yaml, layout.CONFIG)
+        self._client.log_batch(run_id, tags=[RunTag("run_folder", str(info.folder))])
         return run_id
 
     def _last_steps(self) -> dict[str, int]:
-        """{split: the last step that MLflow has of it}."""
+        """{split: the last step that MLflow has}."""
         names = [name for name in self._client.get_run(self._run_id).data.metrics if name.endswith("/epoch")]
         history = {name: self._client.get_metric_history(self._run_id, name) for name in names}
         return {name.partition("/")[0]: max(metric.step for metric in found) for name, found in history.items()}
 
-    def log(self, line: Line) -> None:
-        now, step = int(self._clock.time(line) * 1000), line["step"]
-        if step <= self._told.get(line["split"], -1):
+    def log(self, entry: Entry) -> None:
+        now, step = int(self._times.time(entry) * 1000), entry["step"]
+        if step <= self._sent.get(entry["split"], -1):
             return
-        metrics = [Metric(name, float(value), now, step) for name, value in scalars(line).items()]
+        metrics = [Metric(name, float(value), now, step) for name, value in scalars(entry).items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def show(self, sample: Sample) -> None:
@@ -97,7 +97,7 @@ class Mirror:
 
 
 @contextlib.contextmanager
-def _alone(output: Path, embedded: bool) -> Iterator[None]:
-    """Two runs that start at once must not both make the tables."""
+def _locked(output: Path, embedded: bool) -> Iterator[None]:
+    """Two runs that start at once must not both create the tables."""
     with FileLock(output / "mlflow.db.lock") if embedded else contextlib.nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in ``RUN/tensorboard``, written anew from the record at each start."""
+"""TensorBoard: event files in ``RUN/tensorboard``, rewritten from the log at each start."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from harness.trackers.mirror import Clock, Facts, Line, Sample, scalars
+from harness.trackers.base import Entry, EntryTimes, RunInfo, Sample, scalars
 
 
-class Mirror:
-    def start(self, facts: Facts, lines: Iterable[Line]) -> str:
-        """A resumed run repeats steps: the old files are emptied, the record is told again, and ``purge_step`` makes a
-        TensorBoard that is looking at this moment forget what it had read."""
-        folder = facts.folder / "tensorboard"
+class Tracker:
+    def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
+        """Empty the old event files and replay the log, since a resumed run repeats steps. ``purge_step`` makes a
+        TensorBoard that is open at this moment discard what it has read."""
+        folder = info.folder / "tensorboard"
         for old in folder.glob("events.out.tfevents.*"):
-            os.truncate(old, 0)  # not removed: a TensorBoard that reads one would never go on to the next
+            os.truncate(old, 0)  # not removed: a TensorBoard that reads a removed file never moves on to the next
         self._writer = SummaryWriter(str(folder), purge_step=0)
-        self._clock = Clock(facts.started)
-        self._writer.add_text("config", f"```yaml\n{facts.text}```", 0, walltime=facts.started)
-        for line in lines:
-            self._add(line)
+        self._times = EntryTimes(info.started)
+        self._writer.add_text("config", f"```yaml\n{info.config_yaml}```", 0, walltime=info.started)
+        for entry in entries:
+            self._add(entry)
         self._writer.flush()
-        return f"look with: tensorboard --logdir {folder}"
+        return f"view with: tensorboard --logdir {folder}"
 
-    def log(self, line: Line) -> None:
-        self._add(line)
+    def log(self, entry: Entry) -> None:
+        self._add(entry)
         self._writer.flush()
 
-    def _add(self, line: Line) -> None:
-        now = self._clock.time(line)
-        for name, value in scalars(line).items():
-            self._writer.add_scalar(name, value, line["step"], walltime=now)
+    def _add(self, entry: Entry) -> None:
+        now = self._times.time(entry)
+        for name, value in scalars(entry).items():
+            self._writer.add_scalar(name, value, entry["step"], walltime=now)
 
     def show(self, sample: Sample) -> None:
         rows = [sample.columns, ["---"] * len(sample.columns), *sample.rows]

@@ -1,4 +1,4 @@
-"""Weights & Biases: without an account a whole run on disk, to be uploaded later; with an API key, live."""
+"""Weights & Biases: live with an API key; without one, a complete run on disk that can be uploaded later."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ import numpy as np
 import wandb
 from requests.utils import get_netrc_auth
 
-from harness.trackers.mirror import Facts, Line, Sample, scalars
+from harness.trackers.base import Entry, RunInfo, Sample, scalars
 
-PROJECT = "apex-harness"  # unless WANDB_PROJECT says otherwise
+PROJECT = "apex-harness"  # unless WANDB_PROJECT names another
 
 
-class Mirror:
-    def start(self, facts: Facts, lines: Iterable[Line]) -> str:
-        """Offline, each start writes the run anew from the record, in place of what it left before: one folder, whole.
-        Online, the same run goes on, and lines that it has already are not told again."""
+class Tracker:
+    def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
+        """Offline, replace what an earlier start wrote with a complete replay of the log, in one folder. Online, resume
+        the same W&B run and skip the entries that the server already has."""
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
-        folder = Path(os.environ.get("WANDB_DIR") or facts.folder)
+        folder = Path(os.environ.get("WANDB_DIR") or info.folder)
         offline = mode in ("offline", "dryrun")
-        # Where images of tables wait for their upload; it would be the user's home, and a run would not be whole.
+        # Images in tables are staged here for upload. W&B's default is the user's home, outside the run folder.
         staged = Path(os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb" / "data").resolve())))
         if offline:
-            for old in (folder / "wandb").glob(f"offline-run-*-{facts.id}"):
+            for old in (folder / "wandb").glob(f"offline-run-*-{info.id}"):
                 shutil.rmtree(old, ignore_errors=True)
             if staged.parent == (folder / "wandb").resolve():
                 shutil.rmtree(staged, ignore_errors=True)
         self._run: Any = wandb.init(
-            id=facts.id,
-            name=facts.name,
+            id=info.id,
+            name=info.name,
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            config=facts.settings,
+            config=info.settings,
             dir=str(folder.resolve()),
             mode=mode,
             resume=None if offline else "allow",
-            # Its progress is told by the harness, and the terminal is not its to record.
+            # The harness prints progress itself, and W&B must not capture the terminal.
             settings=wandb.Settings(console="off", silent=True, quiet=True),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._told = {} if offline else dict(self._run.summary)
-        for line in lines:
-            self.log(line)
+        self._last_steps = {} if offline else dict(self._run.summary)
+        for entry in entries:
+            self.log(entry)
         if mode == "online":
-            return f"look at {self._run.url}"
+            return f"view at {self._run.url}"
         if not offline:
             return f"WANDB_MODE={mode}"
-        why = "" if os.environ.get("WANDB_MODE") else "no API key is configured, so nothing is sent; "
+        why = "" if os.environ.get("WANDB_MODE") else "no API key is configured, so nothing is uploaded; "
         return f"{why}upload with: wandb sync {Path(self._run.dir).parent}"
 
-    def log(self, line: Line) -> None:
-        counter = f"{line['split']}/step"
-        if line["step"] > self._told.get(counter, -1):
-            self._run.log({"step": line["step"], counter: line["step"], **scalars(line)})
+    def log(self, entry: Entry) -> None:
+        counter = f"{entry['split']}/step"
+        if entry["step"] > self._last_steps.get(counter, -1):
+            self._run.log({"step": entry["step"], counter: entry["step"], **scalars(entry)})
 
     def show(self, sample: Sample) -> None:
         if sample.images is None:
@@ -73,7 +73,7 @@ class Mirror:
 
 
 def _has_key() -> bool:
-    """Whether W&B can be logged in to without asking: by the environment, or by what `wandb login` has left."""
+    """True if W&B can log in without asking: from the environment, or from the netrc file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None

@@ -23,7 +23,7 @@ from harness.errors import ConfigError, DataError
 from harness.runs import remote
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.run_dir import RunFolder
-from harness.trackers import mirrors
+from harness.trackers import metrics_log
 from harness.training import optim, precision, rng, strategy
 from harness.training.console import Progress
 from harness.training.progress import Coverage, Meter, State
@@ -113,7 +113,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     rng.make_deterministic(config.train.deterministic)
     task = open_task(config, runtime)
     with runtime.together("opening the trackers"):
-        tracker = mirrors.make(folder.metrics, runtime.rank, config, loader.to_text(config))
+        tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
     with runtime.together("dealing the rows"):
         strategy.check_world(config.parallel, runtime.world_size)
         size = sizes(config, len(task.train), runtime.world_size)

@@ -29,7 +29,7 @@ from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, DataError, HarnessError, first_line
 from harness.runs import layout
 from harness.runs.files import commit, temporary_for
-from harness.trackers.mirror import Sample
+from harness.trackers.base import Sample
 from harness.training import fsdp as sharded
 from harness.training.evaluate import prepare
 from harness.training.run import Run

@@ -14,7 +14,7 @@ from harness.distributed import devices
 from harness.distributed.runtime import Runtime
 from harness.errors import HarnessError
 from harness.runs import remote
-from harness.trackers import mirrors
+from harness.trackers import metrics_log
 from harness.training import build, optim, precision, strategy
 
 
@@ -39,7 +39,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
     task = look(build.open_task, config, Runtime())
     size = look(build.sizes, config, len(task.train), world_size) if task else None
     model = look(build.build_model, config, task) if task else None
-    look(mirrors.require, config.trackers)
+    look(metrics_log.require, config.trackers)
     look(_reach, config)
     look(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     if model is not None:

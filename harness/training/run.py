@@ -22,7 +22,7 @@ from harness.errors import CheckpointError, TrainingError, first_line
 from harness.runs import checkpoint
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.run_dir import RunFolder
-from harness.trackers.record import Tracker
+from harness.trackers.metrics_log import MetricsLog
 from harness.training import fsdp, rng
 from harness.training.console import Progress
 from harness.training.optim import Ema, Schedule
@@ -51,7 +51,7 @@ class Run:
     schedule: Schedule
     ema: Ema | None
     checkpoints: Checkpoints
-    tracker: Tracker
+    tracker: MetricsLog
     progress: Progress
     stop: Stop
     state: State

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torchvision.io import write_png
 
-from harness.trackers.record import TIMES
+from harness.trackers.metrics_log import TIMES
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 NUM_TRAIN, NUM_EVAL, NUM_CLASSES, SIZE = 61, 23, 3, 8  # odd sizes: ragged shards, ragged last batches

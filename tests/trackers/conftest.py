@@ -1,4 +1,4 @@
-"""A tool's own settings, for every test here: no account, no network, nothing of the user's."""
+"""Settings of the trackers for every test here: no account, no network, no file of the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOLS = {
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_logged_in(monkeypatch, tmp_path):
+def no_account(monkeypatch, tmp_path):
     for name, value in TOOLS.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -30,7 +30,7 @@ def nobody_is_logged_in(monkeypatch, tmp_path):
     for name in ("WANDB_SERVICE", "WANDB_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
     yield
-    # W&B keeps a process for this one, and says where in the environment.
+    # W&B starts a service process and stores its address in the environment.
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
     for name in ("WANDB_SERVICE", "WANDB_DATA_DIR"):

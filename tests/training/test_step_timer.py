@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harness.distributed.runtime import Runtime
-from harness.trackers.record import TIMES
+from harness.trackers.metrics_log import TIMES
 from harness.training import step_timer
 from harness.training.progress import Meter
 from harness.training.step_timer import PHASES, DeviceClock, HostClock, end_with_local_work

@@ -1,4 +1,4 @@
-"""The tools themselves, read back by their own readers: nothing is missing, and nothing is there twice after a kill."""
+"""Each tracker, read back with its own reader: after a kill no entry is missing and none is there twice."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from harness.config import loader
-from harness.trackers import mirrors
-from harness.trackers.mirror import Sample, scalars
+from harness.trackers import metrics_log
+from harness.trackers.base import Sample, scalars
 from tests.end_to_end.processes import wait_until
 from tests.fixtures import make_config, write_rows
 
@@ -31,7 +31,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a run that mirrors to one tool: a tracker, which goes on where the record is cut."""
+    """Opens the log of a run with one tracker, rewound to an offset."""
     write_rows(tmp_path, "train", 4)
     folder = tmp_path / "runs" / "small"
     folder.mkdir(parents=True)
@@ -40,33 +40,33 @@ def start(tmp_path):
 
     def start(name: str, offset: int, **settings):
         config = make_config(tmp_path, trackers=[name], **settings)
-        tracker = mirrors.make(folder / "metrics.jsonl", 0, config, loader.to_text(config))
-        tracker.rewind(offset)
-        return tracker
+        log = metrics_log.open_log(folder / "metrics.jsonl", 0, config, loader.to_text(config))
+        log.rewind(offset)
+        return log
 
     return start
 
 
-def two_halves(start, name: str, done: bool = True) -> list[dict]:
-    """A run that is killed after step 13 and an evaluation, and goes on from step 10: the lines of its record."""
-    tracker = start(name, 0)
+def killed_and_resumed(start, folder: Path, name: str) -> list[dict]:
+    """The entries of a run that was killed after step 13 and an evaluation, and resumed from step 10."""
+    log = start(name, 0)
     for step in range(1, 11):
-        tracker.log("train", {"step": step, "epoch": 0, "loss": 1 / step, "wall_s": step * 0.5})
-    offset = tracker.offset()
-    tracker.log("eval", {"step": 10, "epoch": 1, "top1": 0.25, "loss": float("nan"), "wall_s": 5.2})
+        log.log("train", {"step": step, "epoch": 0, "loss": 1 / step, "wall_s": step * 0.5})
+    offset = log.offset()
+    log.log("eval", {"step": 10, "epoch": 1, "top1": 0.25, "loss": float("nan"), "wall_s": 5.2})
     for step in (11, 12, 13):
-        tracker.log("train", {"step": step, "epoch": 1, "loss": 1 / step, "wall_s": step * 0.5})
-    tracker.close()  # all that was told has arrived, which is the worst case
+        log.log("train", {"step": step, "epoch": 1, "loss": 1 / step, "wall_s": step * 0.5})
+    log.close()  # every entry has reached the tracker: the worst case for the resume
 
-    tracker = start(name, offset, train={"epochs": 20})
-    tracker.log("eval", {"step": 10, "epoch": 1, "top1": 0.25, "loss": float("nan"), "wall_s": 7.2})
+    log = start(name, offset, train={"epochs": 20})
+    log.log("eval", {"step": 10, "epoch": 1, "top1": 0.25, "loss": float("nan"), "wall_s": 7.2})
     for step in range(11, 16):
-        tracker.log("train", {"step": step, "epoch": 1, "loss": 1 / step, "wall_s": step * 0.7})
-    tracker.show(SAMPLE)
-    tracker.close(done)
-    record = tracker._path.read_text().splitlines()
-    assert len(record) == 16
-    return [json.loads(line) for line in record]
+        log.log("train", {"step": step, "epoch": 1, "loss": 1 / step, "wall_s": step * 0.7})
+    log.show(SAMPLE)
+    log.close(done=True)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 16
+    return [json.loads(line) for line in lines]
 
 
 def expected(lines: list[dict], name: str) -> list[tuple[int, float]]:
@@ -75,9 +75,9 @@ def expected(lines: list[dict], name: str) -> list[tuple[int, float]]:
 
 @pytest.fixture(autouse=True)
 def no_warning(caplog, monkeypatch):
-    """A tool that fails is a warning, which here is a failure."""
+    """Fails a test whose tracker logs a warning, which is how trackers report errors."""
     monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
-    monkeypatch.setattr(mirrors, "STOP_S", mirrors.CLOSE_S)  # two_halves: all has arrived, on a slow machine too
+    monkeypatch.setattr(metrics_log, "STOP_S", metrics_log.CLOSE_S)  # enough for every entry on a slow machine
     yield
     assert [r.getMessage() for r in caplog.records if r.name == "harness" and r.levelno >= logging.WARNING] == []
 
@@ -88,21 +88,21 @@ def test_tensorboard(tmp_path, start):
 
     folder = tmp_path / "runs" / "small" / "tensorboard"
     folder.mkdir()
-    watching = EventAccumulator(str(folder))  # as a TensorBoard that somebody looks at all the while
+    watching = EventAccumulator(str(folder))  # like an open TensorBoard
     seen_early = start("tensorboard", 0)
     seen_early.log("train", {"step": 9, "epoch": 0, "loss": 5.0, "wall_s": 1.0})
     seen_early.close()
     watching.Reload()
     assert [event.step for event in watching.Scalars("train/loss")] == [9]
 
-    lines = two_halves(start, "tensorboard")
+    lines = killed_and_resumed(start, folder.parent, "tensorboard")
     fresh = EventAccumulator(str(folder))
     for reader in (fresh, watching):
         reader.Reload()
         for name in ("train/loss", "train/wall_s", "eval/top1"):
             points = [(event.step, event.value) for event in reader.Scalars(name)]
             assert points == [(step, pytest.approx(value)) for step, value in expected(lines, name)], name
-    assert "eval/loss" not in fresh.Tags()["scalars"]  # it was not finite
+    assert "eval/loss" not in fresh.Tags()["scalars"]  # the value was not finite
     started = json.loads((folder.parent / "trackers.json").read_text())["started"]
     assert [event.wall_time for event in fresh.Scalars("train/loss")][10] == pytest.approx(started + 11 * 0.7)
     (config,) = fresh.Tensors("config/text_summary")
@@ -116,7 +116,7 @@ def test_tensorboard(tmp_path, start):
 
 
 def records_of(file: Path) -> Iterator[bytes]:
-    """The records in a file that wandb left on disk: LevelDB's log format after 7 bytes of its own."""
+    """The records of an offline wandb file: LevelDB's log format after a header of 7 bytes."""
     content, block = file.read_bytes(), 32768
     assert content[:4] == b":W&B"
     position, record = 7, b""
@@ -128,13 +128,13 @@ def records_of(file: Path) -> Iterator[bytes]:
         length, kind = struct.unpack_from("<HB", content, position + 4)
         record += content[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # full, or last fragment
             yield record
             record = b""
 
 
 def history_of(file: Path) -> tuple[list[dict], list]:
-    """The rows that were logged, and all records, as wandb's own classes understand them."""
+    """The rows that were logged, and all records, parsed with wandb's own classes."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -144,7 +144,7 @@ def history_of(file: Path) -> tuple[list[dict], list]:
             return found if any(record.WhichOneof("record_type") == "exit" for record in found) else []
         return []
 
-    records = wait_until(whole, 30, "the end of the file, which a process of wandb's writes after finish() returned")
+    records = wait_until(whole, 30, "the end of the file, which a wandb process writes after finish() has returned")
     rows = [
         {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
         for record in records
@@ -155,10 +155,10 @@ def history_of(file: Path) -> tuple[list[dict], list]:
 
 def test_wandb(tmp_path, start, monkeypatch):
     pytest.importorskip("wandb")
-    lines = two_halves(start, "wandb")
     folder = tmp_path / "runs" / "small"
+    lines = killed_and_resumed(start, folder, "wandb")
     run_id = json.loads((folder / "trackers.json").read_text())["id"]
-    (offline,) = (folder / "wandb").glob("offline-run-*")  # of both starts: one, whole
+    (offline,) = (folder / "wandb").glob("offline-run-*")  # one for both starts, complete
     assert offline.name.endswith(run_id)
     rows, records = history_of(offline / f"run-{run_id}.wandb")
     for name in ("train/loss", "train/wall_s", "eval/top1"):
@@ -175,28 +175,28 @@ def test_wandb(tmp_path, start, monkeypatch):
     (artifact,) = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
     staged = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
     assert len(staged) == 4  # the table, with its images
-    assert all(path.is_relative_to(folder / "wandb") for path in staged.values())  # not in somebody's home
+    assert all(path.is_relative_to(folder / "wandb") for path in staged.values())  # not in the user's home
     whole = json.loads(staged["predictions.table.json"].read_text())
     assert staged[whole["data"][1][1]["path"]].read_bytes().startswith(b"\x89PNG")
-    said = subprocess.run(
+    done = subprocess.run(
         [BIN / "wandb", "sync", "--dry-run", offline], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
-    assert said.returncode == 0, said.stderr
-    assert run_id in said.stdout + said.stderr
+    assert done.returncode == 0, done.stderr
+    assert run_id in done.stdout + done.stderr
 
 
-def test_wandb_does_as_its_environment_says(start, monkeypatch, caplog):
+def test_wandb_follows_its_environment_variables(start, monkeypatch, caplog):
     pytest.importorskip("wandb")
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    tracker = start("wandb", 0)
-    tracker.log("train", {"step": 1, "loss": 1.0})
-    tracker.close(done=True)
+    log = start("wandb", 0)
+    log.log("train", {"step": 1, "loss": 1.0})
+    log.close(done=True)
     assert "WANDB_MODE=disabled" in caplog.text
 
 
-def test_wandb_is_online_with_a_key_and_goes_on_there(start, monkeypatch, caplog):
-    """With a key: the same run, and what the server has already is not told again. The server is played."""
+def test_wandb_with_an_api_key_resumes_the_online_run(start, monkeypatch, caplog):
+    """Entries that the server already has are not sent again. ``wandb.init`` is replaced: there is no server here."""
     wandb = pytest.importorskip("wandb")
     caplog.set_level(logging.INFO)
     seen, logged = {}, []
@@ -214,14 +214,14 @@ def test_wandb_is_online_with_a_key_and_goes_on_there(start, monkeypatch, caplog
 
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(wandb, "init", lambda **options: seen.update(options) or Run())
-    tracker = start("wandb", 0)
-    tracker.log("eval", {"step": 10, "top1": 0.5})
+    log = start("wandb", 0)
+    log.log("eval", {"step": 10, "top1": 0.5})
     for step in (11, 12, 13):
-        tracker.log("train", {"step": step, "loss": 0.5})
-    tracker.close(done=True)
+        log.log("train", {"step": step, "loss": 0.5})
+    log.close(done=True)
     assert (seen["mode"], seen["resume"]) == ("online", "allow")
     assert logged == [{"step": 13, "train/step": 13, "train/loss": 0.5}]
-    assert "look at https://wandb.example/run" in caplog.text
+    assert "view at https://wandb.example/run" in caplog.text
 
 
 @pytest.mark.slow
@@ -230,10 +230,10 @@ def test_mlflow(tmp_path, start, monkeypatch):
     from mlflow import MlflowClient
 
     (tmp_path / "runs" / "small" / "predictions.csv").write_text("id\n1\n")
-    lines = two_halves(start, "mlflow")
+    lines = killed_and_resumed(start, tmp_path / "runs" / "small", "mlflow")
     client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("apex-harness")
-    (run,) = client.search_runs([experiment.experiment_id])  # of both starts: one
+    (run,) = client.search_runs([experiment.experiment_id])  # one for both starts
     assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
     kept = json.loads((tmp_path / "runs" / "small" / "trackers.json").read_text())
     assert (run.data.tags["apex_harness.id"], run.info.start_time) == (kept["id"], int(kept["started"] * 1000))
@@ -241,7 +241,7 @@ def test_mlflow(tmp_path, start, monkeypatch):
         points = sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
         assert points == expected(lines, name), name
     assert run.data.params["optimizer.name"] == "sgd"
-    assert run.data.params["train.epochs"] == "10"  # a parameter cannot change; what is in force is in config.yaml
+    assert run.data.params["train.epochs"] == "10"  # MLflow parameters cannot change; config.yaml is current
     files = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert files == {"config.yaml", "summary.json", "predictions.csv", "predictions", "model"}
     assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == ["model/weights.safetensors"]
@@ -250,16 +250,16 @@ def test_mlflow(tmp_path, start, monkeypatch):
     config = Path(client.download_artifacts(run.info.run_id, "config.yaml", str(tmp_path)))
     assert "epochs: 20" in config.read_text()
 
-    monkeypatch.chdir(tmp_path)  # where MLflow puts the artifacts of a store that is not ours
+    monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts of another store
     other = tmp_path / "elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{other}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    start("mlflow", (tmp_path / "runs" / "small" / "metrics.jsonl").stat().st_size).close()  # stopped before its end
+    start("mlflow", (tmp_path / "runs" / "small" / "metrics.jsonl").stat().st_size).close()  # stopped early
     client = MlflowClient(f"sqlite:///{other}")
     (late,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     assert late.info.status == "KILLED"
     points = sorted((metric.step, metric.value) for metric in client.get_metric_history(late.info.run_id, "train/loss"))
-    assert points == expected(lines, "train/loss")  # lines that it was never told: the process died before
+    assert points == expected(lines, "train/loss")  # replayed from the log
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,12 @@ def test_mlflow(tmp_path, start, monkeypatch):
         (["mlflow", "ui", "--help"], ["--backend-store-uri", "--port"]),
     ],
 )
-def test_the_commands_of_the_documentation_exist(command, words):
-    """That docs/trackers.md says them, and that the tool takes them."""
+def test_documented_commands_exist(command, words):
+    """docs/trackers.md shows them, and the tool accepts them."""
     pytest.importorskip(command[0])
-    text = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text()
-    said = subprocess.run([BIN / command[0], *command[1:]], capture_output=True, text=True, timeout=120)
-    for word in [*command[:-1], *words]:
-        if word.isupper():
-            assert word in said.stdout
-            continue
-        assert word in text
-        assert word in " ".join(command) or word in said.stdout
+    page = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text()
+    help_text = subprocess.run([BIN / command[0], *command[1:]], capture_output=True, text=True, timeout=120).stdout
+    assert " ".join(command[:-1]) in page
+    for word in words:
+        assert word in help_text
+        assert word.isupper() or word in page

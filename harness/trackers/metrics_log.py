@@ -1,0 +1,134 @@
+"""The log of a run, ``metrics.jsonl``: rank 0 writes it and forwards every entry to the trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config.schema import Config, flatten
+from harness.errors import CheckpointError, ConfigError
+from harness.runs import layout
+from harness.runs.files import finite, write_atomically
+from harness.trackers.base import RunInfo, Sample
+from harness.trackers.forwarder import Forwarder
+
+# Fields that differ between two runs that are otherwise equal.
+TIMES = (
+    "wall_s", "samples_per_s", "data_wait",
+    "time_data", "time_forward", "time_backward", "time_reduce", "time_optimizer", "time_host",
+)  # fmt: skip
+CLOSE_S = 60.0  # for a tracker to process its queue at the end of training
+STOP_S = 10.0  # the same for a run that was stopped or failed: a scheduler may be about to kill it
+ARTIFACTS = (layout.CONFIG, layout.SUMMARY, layout.CONFUSION, layout.PREDICTIONS, layout.WEIGHTS)
+
+
+def require(names: Sequence[str]) -> None:
+    """Raise ConfigError for the first tracker whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"{name} is not installed",
+                where="trackers",
+                hint=f"type pip install 'apex-harness[{name}]' (or pip install {name}), or remove it from trackers",
+            )
+
+
+def open_log(path: Path, rank: int, config: Config, config_yaml: str) -> MetricsLog:
+    """The log at ``path`` with the trackers of ``config``; on ranks other than 0 it writes nothing.
+
+    Raises ConfigError for a tracker that is not installed.
+    """
+    if rank != 0:
+        return MetricsLog(None)
+    require(config.trackers)
+    if not config.trackers:
+        return MetricsLog(path)
+    info = _run_info(path.parent, config, config_yaml)
+    return MetricsLog(path, [Forwarder(name, info) for name in dict.fromkeys(config.trackers)])
+
+
+def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
+    """The run's identity in the trackers, kept in trackers.json across resumes."""
+    path = folder / layout.TRACKERS
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        run_id, started = str(kept["id"]), float(kept["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        run_id, started = secrets.token_hex(8), time.time()
+        write_atomically(path, json.dumps({"id": run_id, "started": started}) + "\n")
+    settings = flatten(config.model_dump(mode="json", by_alias=True))
+    return RunInfo(config.name, run_id, started, folder, folder.parent, settings, config_yaml)
+
+
+class MetricsLog:
+    """One JSON object per line, whole lines only, numbers at full precision. ``path`` None: write nothing."""
+
+    def __init__(self, path: Path | None, forwarders: Sequence[Forwarder] = ()) -> None:
+        self._path, self._forwarders = path, forwarders
+        self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115 - closed by close()
+
+    def log(self, split: str, values: dict[str, Any]) -> None:
+        """Append an entry. Numbers that are not finite are written as null: JSON has no other way."""
+        if self._file is None:
+            return
+        entry = finite({"split": split, **values})
+        try:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._write_error(error) from None
+        for forwarder in self._forwarders:
+            forwarder.log(entry)
+
+    def _write_error(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"cannot write: {error.strerror}",
+            where=str(self._path),
+            hint="free some space and run the same command again",
+        )
+
+    def offset(self) -> int:
+        """The size of the log in bytes, all of it synced to disk: a checkpoint relies on these bytes after a crash."""
+        if self._file is None:
+            return 0
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._write_error(error) from None
+        return self._file.tell()
+
+    def rewind(self, offset: int) -> None:
+        """Delete the entries after ``offset``, which a resumed run writes again, and start the trackers."""
+        if self._file is None or self._path is None:
+            return
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.truncate(min(offset, size))  # truncating a log that was deleted meanwhile would fill it with zeros
+        self._file.seek(0, os.SEEK_END)
+        for forwarder in self._forwarders:
+            forwarder.start(self._path, offset)
+
+    def show(self, sample: Sample) -> None:
+        """Send predictions to the trackers; the log does not contain them."""
+        for forwarder in self._forwarders:
+            forwarder.show(sample)
+
+    def close(self, done: bool = False) -> None:
+        """Close the log, and wait a limited time for the trackers. ``done``: training ran to its end."""
+        if self._file is None or self._path is None:
+            return
+        with contextlib.suppress(OSError):  # an entry that did not fit on the disk; ``log`` has raised for it
+            self._file.close()
+        files = [path for name in ARTIFACTS if (path := self._path.parent / name).exists()]
+        for forwarder in self._forwarders:
+            forwarder.finish(files, done)
+        deadline = time.monotonic() + (CLOSE_S if done else STOP_S)
+        for forwarder in self._forwarders:
+            forwarder.join(max(0.0, deadline - time.monotonic()))
