@@ -1,4 +1,4 @@
-"""A small experiment that exercises everything a resume must restore, and how to run it on real processes."""
+"""A small experiment that covers everything a resume must restore, trained on real processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import yaml
 from torchvision.io import write_png
 
 from harness.trackers.metrics_log import TIMES
+from tests.end_to_end.processes import drive_in_terminal
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 NUM_TRAIN, NUM_EVAL, NUM_CLASSES, SIZE = 61, 23, 3, 8  # odd sizes: ragged shards, ragged last batches
 
 
 def write_images(folder: Path, num_train: int = NUM_TRAIN, num_eval: int = NUM_EVAL) -> Path:
-    """Noisy stripes of three directions as PNG files, with train.csv and eval.csv: learnable, always the same."""
+    """Write train.csv, eval.csv and their images: noisy stripes in three directions, learnable and always the same."""
     generator = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True)
     for split, count in (("train", num_train), ("eval", num_eval)):
@@ -37,7 +38,10 @@ def write_images(folder: Path, num_train: int = NUM_TRAIN, num_eval: int = NUM_E
 
 
 def write_config(folder: Path, data: Path, /, **settings: Any) -> Path:
-    """A YAML over ``data`` with output in ``folder``; ``settings`` are sections that replace or extend these."""
+    """Write ``folder/config.yaml``, an experiment on ``data`` with its output in ``folder``.
+
+    ``settings`` are sections that extend or replace the defaults below.
+    """
     config: dict[str, Any] = {
         "name": "run",
         "output": str(folder / "runs"),
@@ -59,34 +63,55 @@ def write_config(folder: Path, data: Path, /, **settings: Any) -> Path:
         "runtime": {"device": "cpu", "timeout_s": 30},
     }
     for key, value in settings.items():
-        config[key] = (
-            {**config[key], **value} if isinstance(value, dict) and isinstance(config.get(key), dict) else value
-        )
+        extends = isinstance(value, dict) and isinstance(config.get(key), dict)
+        config[key] = {**config[key], **value} if extends else value
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
 
 
+def run_folder(config: Path) -> Path:
+    """The folder of the run that ``write_config`` describes."""
+    return config.parent / "runs" / "run"
+
+
 def run(
     config: Path, world_size: int = 1, *overrides: str, kill: Kill | None = None, timeout_s: float = 90
 ) -> list[int]:
-    """Train ``config`` on ``world_size`` real processes; return their exit codes by rank (negative: the signal)."""
+    """Train ``config`` on ``world_size`` processes; return exit codes by rank (negative: killed by that signal).
+
+    Each rank's output goes to ``terminal-RANK.txt`` next to the configuration.
+    """
     port = free_port()
-    processes = [
-        start(
-            _drive,
-            (str(config), overrides, kill if kill and kill.rank == rank else None, config.parent),
-            launch_environment(rank, world_size, port) if world_size > 1 else {},
-        )
-        for rank in range(world_size)
-    ]
+    processes = []
+    for rank in range(world_size):
+        terminal = config.parent / f"terminal-{rank}.txt"
+        own = kill if kill and kill.rank == rank else None
+        environ = launch_environment(rank, world_size, port) if world_size > 1 else {}
+        processes.append(start(_drive, (["-c", str(config), *overrides], str(terminal), own), environ))
     return wait_for(processes, timeout_s)
 
 
+def _drive(arguments: list[str], terminal: str, kill: Kill | None) -> None:
+    if kill is not None:
+        kill.arm()
+    drive_in_terminal(arguments, terminal)
+
+
+def train(folder: Path, data: Path, world_size: int = 1, /, *overrides: str, **settings: Any) -> Path:
+    """Train the experiment with ``settings`` to its end on ``world_size`` processes; return the run folder."""
+    config = write_config(folder, data, **settings)
+    assert run(config, world_size, *overrides) == [0] * world_size, (folder / "terminal-0.txt").read_text()
+    return run_folder(config)
+
+
 class Kill:
-    """Where a rank is to die of SIGKILL: at the end of optimizer step ``step``, while that step's checkpoint is being
-    written (``where="save"``), or in the evaluation after it."""
+    """Kills a rank with SIGKILL.
+
+    ``where``: "step" (at the end of optimizer step ``step``), "save" (while its checkpoint is being written) or
+    "evaluation" (in the evaluation that follows it).
+    """
 
     def __init__(self, rank: int, step: int, where: str = "step") -> None:
         self.rank, self.step, self.where = rank, step, where
@@ -99,10 +124,10 @@ class Kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
         if self.where == "step":
-            book = loop.count
+            count_rows = loop.count
 
             def count(run: Run, *args: Any) -> None:
-                book(run, *args)
+                count_rows(run, *args)
                 if run.state.step >= self.step:
                     die()
 
@@ -129,22 +154,19 @@ class Kill:
             evaluate.prepare = die_in_evaluation
 
 
-def _drive(config: str, overrides: tuple[str, ...], kill: Kill | None, folder: Path) -> None:
-    """A rank, as driver.py would run it; its terminal is a file."""
-    from harness.cli import drive
-
-    terminal = os.open(folder / f"terminal-{os.environ.get('RANK', '0')}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(terminal, 1)
-    os.dup2(terminal, 2)
-    if kill is not None:
-        kill.arm()
-    raise SystemExit(drive(["-c", config, *overrides]))
-
-
 def record(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, times aside."""
+    """The lines of metrics.jsonl without their times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def of_split(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one split: "train", "epoch" or "eval"."""
+    return [line for line in record(folder) if line["split"] == split]
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
 
 
 def losses(folder: Path) -> list[float]:
@@ -152,18 +174,17 @@ def losses(folder: Path) -> list[float]:
 
 
 def last_checkpoint(folder: Path) -> dict[str, Any]:
-    """Everything in the newest checkpoint but what a clock says."""
-    name = (folder / "checkpoints" / "latest").read_text().strip()
-    content: dict[str, Any] = torch.load(folder / "checkpoints" / name / "state.pt", weights_only=True)
+    """The content of the newest checkpoint without its times."""
+    content: dict[str, Any] = torch.load(newest_checkpoint(folder) / "state.pt", weights_only=True)
     for times in [content["state"], *[rank["meter"] for rank in content["ranks"]]]:
         for key in [key for key in times if key.endswith("_s")]:  # seconds
             times.pop(key)
-    content.pop("log_offset")  # counts bytes, and times have more or fewer digits
+    content.pop("log_offset")  # counts bytes of lines with times, whose number of digits varies
     return content
 
 
 def assert_same(left: Any, right: Any, where: str = "") -> None:
-    """Bitwise equality of nested plain data and tensors, naming the first place that differs."""
+    """Assert that nested plain data and tensors are bitwise equal; name the first place that differs."""
     if isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype, where
         assert left.shape == right.shape, where
@@ -186,7 +207,7 @@ def assert_same(left: Any, right: Any, where: str = "") -> None:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Two finished run folders hold the same weights, the same state and the same record, bit for bit."""
+    """Assert that two finished run folders hold the same weights, training state and metrics, bit for bit."""
     assert_same(record(one), record(other), "metrics.jsonl")
     assert_same(last_checkpoint(one), last_checkpoint(other), "checkpoint")
     assert (one / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()

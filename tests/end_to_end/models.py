@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 
 class Slow(nn.Module):
-    """A linear model that takes ``step_s`` seconds for each training batch, time to be interrupted in; ``until`` a file
-    of that name is there."""
+    """A linear model whose training batches take ``step_s`` seconds, until a file named ``until`` exists."""
 
     def __init__(self, num_classes: int, step_s: float = 0.05, until: str | None = None) -> None:
         super().__init__()
@@ -24,7 +23,7 @@ class Slow(nn.Module):
 
 
 class Raises(Slow):
-    """Raises in training step ``step`` (from 1) on rank ``rank`` alone."""
+    """Raises in training step ``step`` (from 1), only on rank ``rank``."""
 
     def __init__(self, num_classes: int, rank: int, step: int) -> None:
         super().__init__(num_classes, 0.0)
@@ -39,7 +38,7 @@ class Raises(Slow):
 
 
 class Overflowing(nn.Module):
-    """A linear model with gradients so large that float16 overflows until the loss scale has come down."""
+    """A linear model with gradients so large that float16 overflows until the loss scale is reduced."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class Overflowing(nn.Module):
 
 
 class NanAtStep(nn.Module):
-    """A linear model that yields NaN in training step ``step`` (from 1), on rank ``rank`` alone if one is named."""
+    """A linear model that yields NaN in training step ``step`` (from 1), only on rank ``rank`` if one is given."""
 
     def __init__(self, num_classes: int, step: int, rank: int | None = None) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class NanAtStep(nn.Module):
 
 
 class BatchNormed(nn.Module):
-    """Batch norm over vectors, which refuses to train on a single row."""
+    """Batch norm over vectors, which cannot train on a single row."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

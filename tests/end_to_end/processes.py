@@ -1,7 +1,7 @@
-"""Launchers and ranks as real processes: start them, look at what they started, end all of it again.
+"""Start launchers and ranks as real processes, inspect what they started, and end all of it.
 
-Only processes that a test started, and what those started in turn, are ever looked at or signalled: each carries a
-mark in its environment, which outlives a launcher that is killed.
+Only processes that a test started, and their descendants, are inspected or signalled. Each carries a mark in its
+environment, which survives a launcher that is killed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from tests.conftest import ROOT
 from tests.ranks import free_port, launch_environment, start
 
-START_S = 60  # until a launcher's ranks train, on a slow machine
-END_S = 30  # within which ranks must have ended, whatever happened to their peers
+START_S = 60  # limit until a launcher's ranks train, on a slow machine
+END_S = 30  # limit until all ranks have exited, whatever happened to their peers
 _MARK = "TEST_PROCESS_MARK"
 
 
 def wait_until(happened: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """The first true value of ``happened()``; AssertionError after ``timeout_s``."""
+    """Poll ``happened()`` until it is true and return its value; AssertionError after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not (value := happened()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -34,7 +34,7 @@ def wait_until(happened: Callable[[], Any], timeout_s: float, what: str) -> Any:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that process ``pid`` was started with; empty if it has ended."""
+    """The environment that process ``pid`` was started with; empty if it has exited."""
     try:
         text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
     except OSError:
@@ -43,7 +43,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 class Started:
-    """A command that was started with its terminal in a file."""
+    """A running command whose output goes to a file."""
 
     def __init__(self, command: Sequence[str | Path], terminal: Path, environ: dict[str, str]) -> None:
         self.terminal, self._mark = terminal, secrets.token_hex(8)
@@ -60,14 +60,14 @@ class Started:
             )
 
     def alive(self) -> dict[int, dict[str, str]]:
-        """{process id: environment} of this process and all that came of it, also of orphans."""
+        """{process id: environment} of this process and all its descendants, orphans included."""
         found = {
             int(entry.name): environment_of(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
         }
         return {pid: environ for pid, environ in found.items() if environ.get(_MARK) == self._mark}
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks that the launcher started, by rank; loader workers, which they fork, left out."""
+        """Process ids of the ranks that the launcher started, by rank, without the loader workers they fork."""
         ranks = {
             int(environ["RANK"]): pid
             for pid, environ in sorted(self.alive().items(), reverse=True)
@@ -85,10 +85,10 @@ class Started:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s; it said:\n{self.text()}") from None
+            raise AssertionError(f"still running after {timeout_s} s; its output:\n{self.text()}") from None
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill whatever is left of it."""
         while left := self.alive():
             for pid in left:
                 with suppress(ProcessLookupError):
@@ -100,7 +100,7 @@ class Started:
 
 @contextmanager
 def started(command: Sequence[str | Path], terminal: Path, **environ: str) -> Iterator[Started]:
-    """``command``, running in the project's folder; nothing of it is left when the body ends."""
+    """Run ``command`` in the project's folder; kill whatever is left of it when the body ends."""
     process = Started(command, terminal, environ)
     try:
         yield process
@@ -109,7 +109,7 @@ def started(command: Sequence[str | Path], terminal: Path, **environ: str) -> It
 
 
 def wait_for_steps(folder: Path, num_lines: int, timeout_s: float = START_S) -> None:
-    """Until the record of the run ``folder`` has ``num_lines`` of training."""
+    """Wait until metrics.jsonl of the run ``folder`` has ``num_lines`` lines of training."""
 
     def far_enough() -> bool:
         try:
@@ -121,12 +121,12 @@ def wait_for_steps(folder: Path, num_lines: int, timeout_s: float = START_S) -> 
 
 
 def driver(arguments: Sequence[str], environ: dict[str, str], terminal: Path) -> Any:
-    """A rank as driver.py would run it, forked from the warm server: (process, connection). Its terminal is a file."""
+    """Start a rank as driver.py does, forked from the warm server, with its output in a file: (process, connection)."""
     return start(drive_in_terminal, (list(arguments), str(terminal)), environ)
 
 
 def drivers(world_size: int, arguments: Sequence[str], terminal: Path) -> list[Any]:
-    """``world_size`` ranks with one terminal between them; end them with ``tests.ranks.wait_for``."""
+    """Start ``world_size`` ranks that share one terminal; wait for them with ``tests.ranks.wait_for``."""
     port = free_port()
     return [
         driver(arguments, launch_environment(rank, world_size, port) if world_size > 1 else {}, terminal)
@@ -135,7 +135,7 @@ def drivers(world_size: int, arguments: Sequence[str], terminal: Path) -> list[A
 
 
 def drive_in_terminal(arguments: list[str], terminal: str) -> None:
-    """What driver.py does, with the file ``terminal`` for a terminal."""
+    """Do what driver.py does, with the file ``terminal`` as the terminal."""
     file = os.open(terminal, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

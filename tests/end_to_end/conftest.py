@@ -1,0 +1,15 @@
+"""Data that the end-to-end tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.experiment import write_images
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A small image data set with its converted table. Read-only: tests that change data copy it or write their own."""
+    return write_images(tmp_path_factory.mktemp("data") / "stripes")
