@@ -51,7 +51,7 @@ def shared_data() -> Path:
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print one line per engine: how many of its tests ran, and why others were skipped, so that no skip goes unseen."""
+    """Print one line per engine: how many of its tests ran, and which were skipped, and why."""
     counts: dict[str, Counter[str]] = {}
     reasons: dict[str, set[str]] = {}
     for outcome in ("passed", "failed", "error", "skipped"):

@@ -1,7 +1,7 @@
-"""The launch scripts with torch's real launchers, and driver.py without one: signals, and deaths of ranks and launcher.
+"""The launch scripts with torch's launchers, and driver.py without one: signals, killed ranks, killed launchers.
 
-A rank's own exit code can be seen where no launcher stands between (``drivers``); torch's launchers end with 1 for
-whatever their ranks ended with, and print it.
+torch's launchers print the exit codes of their ranks and exit with 1 themselves. Tests of a rank's own exit code
+therefore start the ranks directly (``drivers``).
 """
 
 from __future__ import annotations
@@ -15,47 +15,44 @@ import time
 
 import pytest
 
-from harness.errors import EXIT_FAILURE, EXIT_STOPPED
+from harness.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import assert_same_run, record, write_config, write_images
+from tests.end_to_end.experiment import (
+    assert_same_run,
+    newest_checkpoint,
+    of_split,
+    run_folder,
+    write_config,
+)
 from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_for_steps, wait_until
 from tests.ranks import free_port, launch_environment, wait_for
 
 SINGLE_NODE = ROOT / "launch" / "single_node.sh"
 DRIVER = ROOT / "driver.py"
-SLOW = {  # two seconds an epoch, at two ranks
+SLOW = {  # two seconds per epoch on two ranks
     "model": {"name": "tests.end_to_end.models.Slow", "args": {"step_s": 0.2}},
     "data": {"num_workers": 1},
     "train": {"epochs": 2, "log_every": 1},
-    "runtime": {"device": "cpu", "timeout_s": 100},  # so that nothing ends in time by this limit
+    "runtime": {"device": "cpu", "timeout_s": 100},  # so long that no test passes because of it
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("data") / "stripes")
-
-
-def folder_of(config):
-    return config.parent / "runs" / "run"
-
-
 def steps(folder) -> list[int]:
-    return [line["step"] for line in record(folder) if line["split"] == "train"]
+    return [line["step"] for line in of_split(folder, "train")]
 
 
 def checkpoint_of(folder) -> int:
-    return int((folder / "checkpoints" / "latest").read_text().removeprefix("step-"))
+    return int(newest_checkpoint(folder).name.removeprefix("step-"))
 
 
 # With a launcher
 
 
 @pytest.mark.slow
-def test_launch_killed_rank_then_interrupt_then_the_end(tmp_path, data):
-    """torch.distributed.launch, the same command three times."""
+def test_torch_launch_killed_rank_then_sigint_then_finished(tmp_path, data):
+    """The same command three times, with torch.distributed.launch."""
     config = write_config(tmp_path, data, **SLOW)
-    folder, command = folder_of(config), [SINGLE_NODE, "2", config]
+    folder, command = run_folder(config), [SINGLE_NODE, "2", config]
 
     with started(command, tmp_path / "killed.txt") as run:
         wait_for_steps(folder, 2)
@@ -63,7 +60,7 @@ def test_launch_killed_rank_then_interrupt_then_the_end(tmp_path, data):
         assert run.wait(END_S) == 1
         assert not run.alive()
         assert f"Signal 9 (SIGKILL) received by PID {killed}" in run.text()
-        assert f"exitcode  : {EXIT_FAILURE}" in run.text()  # also where it is told to end before it has ended by itself
+        assert f"exitcode  : {EXIT_FAILURE}" in run.text()  # also if the launcher stops it first
         assert run.text().count("lost contact with the other ranks") == 1
     failure = json.loads((folder / "failure.json").read_text())
     assert failure["message"].startswith("lost contact with the other ranks")
@@ -88,10 +85,10 @@ def test_launch_killed_rank_then_interrupt_then_the_end(tmp_path, data):
 
 
 @pytest.mark.slow
-def test_torchrun_killed_launcher_then_sigterm(tmp_path, data):
-    """torchrun, the same command twice."""
+def test_torchrun_killed_launcher_then_sigterm_then_resumed(tmp_path, data):
+    """The same command twice, with torchrun."""
     config = write_config(tmp_path, data, **{**SLOW, "train": {"epochs": 3, "log_every": 1}})
-    folder, command = folder_of(config), [SINGLE_NODE, "2", config]
+    folder, command = run_folder(config), [SINGLE_NODE, "2", config]
 
     with started(command, tmp_path / "killed.txt", LAUNCHER="torchrun") as run:
         wait_for_steps(folder, 2)
@@ -99,7 +96,7 @@ def test_torchrun_killed_launcher_then_sigterm(tmp_path, data):
         run.signal(signal.SIGKILL)
         run.wait(5)
         wait_until(lambda: not run.alive(), END_S, "the ranks end after their launcher")
-        # By its parent or by the store, which the launcher keeps: whichever a rank looks at first.
+        # A rank notices that its parent or the launcher's store is gone, whichever it checks first.
         assert re.search(r"stopped early \((the launcher is gone|rank 0, or the launcher, is gone)\)", run.text())
     assert checkpoint_of(folder) == max(steps(folder)) < 24
 
@@ -112,31 +109,42 @@ def test_torchrun_killed_launcher_then_sigterm(tmp_path, data):
     assert checkpoint_of(folder) == max(steps(folder))
 
 
-def test_usage_of_the_scripts(tmp_path):
-    for name, arguments, words in (
-        ("single_node.sh", [], "NPROC and CONFIG are needed"),
-        ("single_node.sh", ["two", "c.yaml"], "NPROC must be a number of processes, not 'two'"),
-        ("multi_node.sh", ["2", "c.yaml"], "not set in the environment: NNODES NODE_RANK MASTER_ADDR MASTER_PORT"),
-    ):
-        with started([ROOT / "launch" / name, *arguments], tmp_path / "usage.txt") as run:
-            assert run.wait(5) == 2
-            assert words in run.text()
-            assert "usage: " in run.text()
-    node = {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    with started([ROOT / "launch" / "multi_node.sh", "2", "c.yaml"], tmp_path / "usage.txt", **node) as run:
-        assert run.wait(5) == 2
-        assert "NODE_RANK must be 0 to 1, not '2'" in run.text()
-    with started([ROOT / "launch" / "single_node.sh", "2", "c.yaml"], tmp_path / "usage.txt", LAUNCHER="srun") as run:
-        assert run.wait(5) == 2
-        assert "LAUNCHER must be torch.distributed.launch or torchrun, not 'srun'" in run.text()
+NODE_2_OF_2 = {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
-# Without one
+@pytest.mark.parametrize(
+    ("script", "arguments", "environ", "message"),
+    [
+        ("single_node.sh", [], {}, "NPROC and CONFIG are needed"),
+        ("single_node.sh", ["two", "c.yaml"], {}, "NPROC must be a number of processes, not 'two'"),
+        (
+            "single_node.sh",
+            ["2", "c.yaml"],
+            {"LAUNCHER": "srun"},
+            "LAUNCHER must be torch.distributed.launch or torchrun, not 'srun'",
+        ),
+        (
+            "multi_node.sh",
+            ["2", "c.yaml"],
+            {},
+            "not set in the environment: NNODES NODE_RANK MASTER_ADDR MASTER_PORT",
+        ),
+        ("multi_node.sh", ["2", "c.yaml"], NODE_2_OF_2, "NODE_RANK must be 0 to 1, not '2'"),
+    ],
+)
+def test_usage_errors_of_the_scripts(tmp_path, script, arguments, environ, message):
+    with started([ROOT / "launch" / script, *arguments], tmp_path / "usage.txt", **environ) as process:
+        assert process.wait(5) == 2
+        assert message in process.text()
+        assert "usage: " in process.text()
+
+
+# Without a launcher
 
 
 @pytest.mark.slow
-def test_local_rank_in_every_spelling(tmp_path, data):
-    """--local_rank=0 beside --local-rank=1 in one gang, and neither in one process."""
+def test_both_spellings_of_local_rank_are_accepted(tmp_path, data):
+    """--local_rank=0 and --local-rank=1 in one run, and neither in a single process."""
     config = write_config(tmp_path, data, train={"epochs": 1})
     port = free_port()
     command = [sys.executable, DRIVER]
@@ -153,12 +161,12 @@ def test_local_rank_in_every_spelling(tmp_path, data):
         assert alone.wait(START_S) == 0, alone.text()
 
 
-def test_signals_stop_all_ranks_with_a_checkpoint(tmp_path, data):
-    """Whichever rank hears of it; the same command each time goes on, and in the end it is the unbroken run."""
+def test_signal_to_any_rank_stops_all_with_a_checkpoint(tmp_path, data):
+    """Each start resumes the run, whichever rank is signalled. The finished run equals an unbroken one."""
     model = {"name": SLOW["model"]["name"], "args": {"step_s": 0.05}}
     settings = {**SLOW, "model": model, "train": {"epochs": 8, "log_every": 1}}
     config = write_config(tmp_path / "stopped", data, **settings)
-    folder = folder_of(config)
+    folder = run_folder(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         for signalled in ([0], [1], [0, 1]):
             before = len(steps(folder)) if folder.exists() else 0
@@ -178,14 +186,14 @@ def test_signals_stop_all_ranks_with_a_checkpoint(tmp_path, data):
     assert steps(folder) == list(range(1, 65))
     unbroken = write_config(tmp_path / "unbroken", data, **settings)
     assert wait_for(drivers(2, ["-c", str(unbroken)], tmp_path / "unbroken.txt"), END_S) == [0, 0]
-    assert_same_run(folder_of(unbroken), folder)
+    assert_same_run(run_folder(unbroken), folder)
 
 
 def test_signal_to_every_process_of_a_rank(tmp_path, data):
-    """Launchers and schedulers signal loader processes too; these must live until the checkpoint is written."""
+    """Launchers and schedulers also signal loader workers, which must live until the checkpoint is written."""
     config = write_config(tmp_path, data, **SLOW)
     with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
-        wait_for_steps(folder_of(config), 2)
+        wait_for_steps(run_folder(config), 2)
         assert len(run.alive()) > 1
         os.killpg(run.process.pid, signal.SIGTERM)
         assert run.wait(END_S) == EXIT_STOPPED, run.text()
@@ -193,9 +201,9 @@ def test_signal_to_every_process_of_a_rank(tmp_path, data):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_ends_the_other(tmp_path, data, victim):
+def test_remaining_rank_exits_after_a_peer_is_killed(tmp_path, data, victim):
     config = write_config(tmp_path, data, **SLOW)
-    folder, terminal = folder_of(config), tmp_path / "terminal.txt"
+    folder, terminal = run_folder(config), tmp_path / "terminal.txt"
     ranks = drivers(2, ["-c", str(config)], terminal)
     try:
         wait_for_steps(folder, 2)
@@ -213,10 +221,10 @@ def test_killed_rank_ends_the_other(tmp_path, data, victim):
     assert terminal.read_text().count("lost contact with the other ranks") == 1
 
 
-def test_frozen_rank_ends_the_other_by_the_limit(tmp_path, data):
-    """A rank that neither works nor dies, as on a hung disk: runtime.timeout_s is how long the others wait."""
+def test_remaining_rank_exits_at_the_limit_after_a_peer_froze(tmp_path, data):
+    """A rank that hangs without dying, as on a hung disk: the others wait for runtime.timeout_s."""
     config = write_config(tmp_path, data, **{**SLOW, "runtime": {"device": "cpu", "timeout_s": 4}})
-    folder, terminal = folder_of(config), tmp_path / "terminal.txt"
+    folder, terminal = run_folder(config), tmp_path / "terminal.txt"
     ranks = drivers(2, ["-c", str(config)], terminal)
     try:
         wait_for_steps(folder, 2)
@@ -228,3 +236,20 @@ def test_frozen_rank_ends_the_other_by_the_limit(tmp_path, data):
         codes = wait_for(ranks, END_S)
     assert codes == [EXIT_FAILURE, EXIT_FAILURE]
     assert "lost contact with the other ranks" in terminal.read_text()
+
+
+@pytest.mark.slow
+def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
+    """The first start is not disturbed."""
+    config = write_config(tmp_path, data, **{**SLOW, "train": {"epochs": 100, "log_every": 1}})
+    folder, command = run_folder(config), [sys.executable, DRIVER, "-c", config]
+    with started(command, tmp_path / "first.txt") as first:
+        wait_for_steps(folder, 1)
+        with started(command, tmp_path / "second.txt") as second:
+            assert second.wait(START_S) == EXIT_USAGE
+        assert "another start is training in this run folder" in second.text()
+        assert not (folder / "failure.json").exists()
+        assert first.process.poll() is None
+        first.signal(signal.SIGTERM)
+        assert first.wait(END_S) == EXIT_STOPPED
+    assert len(json.loads((folder / "provenance.json").read_text())) == 1

@@ -1,4 +1,4 @@
-"""Two nodes on one machine, each with its own launcher, by the script that a person copies."""
+"""launch/multi_node.sh on two nodes, which are network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from harness.errors import EXIT_STOPPED
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import assert_same_run, write_config, write_images
+from tests.end_to_end.experiment import assert_same_run, run_folder, write_config
 from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_for_steps
 from tests.engines.nodes import ADDRESSES, two_nodes
 from tests.ranks import wait_for
@@ -22,8 +22,8 @@ MULTI_NODE = ROOT / "launch" / "multi_node.sh"
 
 @contextmanager
 def master_has_a_name(nodes):
-    """Node 0 is called "master"; on node 0 itself that means a loopback address, as Debian writes it in /etc/hosts."""
-    folders = [Path("/etc/netns") / name for name in nodes]  # bound over /etc by ip netns exec
+    """Give node 0 the name "master". On node 0 itself it resolves to a loopback address, as in Debian's /etc/hosts."""
+    folders = [Path("/etc/netns") / name for name in nodes]  # ip netns exec mounts it over /etc
     try:
         for folder, address in zip(folders, ("127.0.1.1", ADDRESSES[0]), strict=True):
             folder.mkdir(parents=True)
@@ -35,8 +35,8 @@ def master_has_a_name(nodes):
 
 
 @contextmanager
-def gang(nodes, config, folder, **environ: str):
-    """launch/multi_node.sh with one rank on each node, all running."""
+def launched(nodes, config, folder, **environ: str):
+    """Run launch/multi_node.sh with one rank on each node."""
     common = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", **environ}
     commands = [["ip", "netns", "exec", name, MULTI_NODE, "1", config] for name in nodes]
     with (
@@ -47,15 +47,14 @@ def gang(nodes, config, folder, **environ: str):
 
 
 @pytest.mark.slow
-def test_two_nodes_are_two_ranks(tmp_path, monkeypatch):
-    """Started, stopped by a signal to one node alone, resumed with torchrun: the same run as two ranks of one node."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # the harness finds the interface by itself
-    data = write_images(tmp_path / "data")
+def test_two_nodes_train_like_two_ranks_of_one_node(tmp_path, data, monkeypatch):
+    """The run is started, stopped by a signal to one node, and resumed with torchrun."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # the harness finds the interface itself
     slow = {"model": {"name": "tests.end_to_end.models.Slow", "args": {"step_s": 0.1}}, "train": {"log_every": 1}}
     config = write_config(tmp_path / "nodes", data, **slow)
-    folder = config.parent / "runs" / "run"
+    folder = run_folder(config)
     with two_nodes() as nodes:
-        with gang(nodes, config, tmp_path) as (one, two):
+        with launched(nodes, config, tmp_path) as (one, two):
             wait_for_steps(folder, 2)
             (rank,) = two.ranks()
             two.signal(signal.SIGTERM, rank)
@@ -65,7 +64,7 @@ def test_two_nodes_are_two_ranks(tmp_path, monkeypatch):
                 assert f"exitcode  : {EXIT_STOPPED}" in node.text(), node.text()
         with (
             master_has_a_name(nodes),
-            gang(nodes, config, tmp_path, LAUNCHER="torchrun", MASTER_ADDR="master") as (one, two),
+            launched(nodes, config, tmp_path, LAUNCHER="torchrun", MASTER_ADDR="master") as (one, two),
         ):
             codes = [node.wait(START_S) for node in (one, two)]
             assert codes == [0, 0], one.text() + two.text()
@@ -73,4 +72,4 @@ def test_two_nodes_are_two_ranks(tmp_path, monkeypatch):
 
     local = write_config(tmp_path / "local", data, **slow)
     assert wait_for(drivers(2, ["-c", str(local)], tmp_path / "local.txt"), START_S) == [0, 0]
-    assert_same_run(local.parent / "runs" / "run", folder)
+    assert_same_run(run_folder(local), folder)

@@ -6,88 +6,71 @@ import math
 
 import pytest
 
-from tests.end_to_end.experiment import assert_same_run, losses, record, run, write_config, write_images
+from tests.end_to_end.experiment import (
+    assert_same_run,
+    losses,
+    newest_checkpoint,
+    of_split,
+    record,
+    train,
+)
 
 EVERY_STEP = {"epochs": 2, "log_every": 1}
 
 
+def assert_close(expected: list[dict], found: list[dict], tolerance: float = 1e-5) -> None:
+    """Assert that two logs have the same keys and counts, and numbers within ``tolerance``."""
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert other[key] == (pytest.approx(value, abs=tolerance) if isinstance(value, float) else value), key
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
-def test_same_run_twice_is_bitwise_equal(tmp_path, level):
-    data = write_images(tmp_path / "data")
+def test_same_run_twice_is_bitwise_equal(tmp_path, data, level):
     model = {"name": "small_cnn", "args": {"width": 4, "dropout": 0.3, "batch_norm": True}}
-    folders = []
-    for name in ("one", "two"):
-        config = write_config(tmp_path / name, data, precision={"opt_level": level}, model=model)
-        assert run(config) == [0]
-        folders.append(config.parent / "runs" / "run")
-    assert_same_run(*folders)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("delay", [True, False])
-def test_one_two_and_four_ranks_agree(tmp_path, delay, accumulate):
-    """`shard: global` at one global batch: every logged loss within 1e-5, every row used, the same metrics."""
-    data = write_images(tmp_path / "data")
-    records = {}
-    for world_size in (1, 2, 4):
-        config = write_config(
-            tmp_path / str(world_size),
-            data,
-            data={"shard": "global"},
-            batch={"global": 8, "accumulate": accumulate},
-            train=EVERY_STEP,
-            parallel={"delay_allreduce": delay},
-        )
-        assert run(config, world_size) == [0] * world_size
-        records[world_size] = record(config.parent / "runs" / "run")
-    for world_size in (2, 4):
-        for one, other in zip(records[1], records[world_size], strict=True):
-            assert one.keys() == other.keys()
-            for key, value in one.items():
-                assert other[key] == (pytest.approx(value, abs=1e-5) if isinstance(value, float) else value), key
+    assert_same_run(
+        *(train(tmp_path / name, data, precision={"opt_level": level}, model=model) for name in ("one", "two"))
+    )
 
 
 @pytest.mark.parametrize(
-    ("model", "batch"),
+    "settings",
     [
-        ({"name": "small_cnn", "args": {"width": 4, "batch_norm": True}}, 8),
-        # One row is left for the last step, where batch norm sees it twice, and of four ranks three have none.
-        ({"name": "tests.end_to_end.models.BatchNormed", "args": {}}, 12),
+        {"parallel": {"delay_allreduce": True}},
+        {"parallel": {"delay_allreduce": False}, "batch": {"global": 8, "accumulate": 2}},
+        {
+            "parallel": {"sync_batchnorm": True},
+            "model": {"name": "small_cnn", "args": {"width": 4, "batch_norm": True}},
+        },
+        # One row is left for the last step, where batch norm gets it twice. Three of four ranks have none.
+        {
+            "parallel": {"sync_batchnorm": True},
+            "model": {"name": "tests.end_to_end.models.BatchNormed", "args": {}},
+            "batch": {"global": 12},
+        },
     ],
-    ids=["images", "a last row alone"],
+    ids=["delayed", "overlapped, accumulating", "batch norm", "batch norm, single last row"],
 )
-def test_batch_norm_over_all_ranks_does_not_depend_on_world_size(tmp_path, model, batch):
-    """`parallel.sync_batchnorm`: every logged loss of 1, 2 and 4 ranks within 1e-5, evaluation included."""
-    data = write_images(tmp_path / "data")
-    records = {}
-    for world_size in (1, 2, 4):
-        config = write_config(
-            tmp_path / str(world_size), data, data={"shard": "global"}, batch={"global": batch}, model=model,
-            train=EVERY_STEP, parallel={"sync_batchnorm": True},
-        )  # fmt: skip
-        assert run(config, world_size) == [0] * world_size
-        records[world_size] = record(config.parent / "runs" / "run")
-    for world_size in (2, 4):
-        for one, other in zip(records[1], records[world_size], strict=True):
-            for key, value in one.items():
-                assert other[key] == (pytest.approx(value, abs=1e-5) if isinstance(value, float) else value), key
+def test_one_two_and_four_ranks_agree(tmp_path, data, settings):
+    """With ``shard: global`` and one global batch, every logged loss agrees to 1e-5 and all counts agree exactly."""
+    records = [
+        record(train(tmp_path / str(ranks), data, ranks, **settings, data={"shard": "global"}, train=EVERY_STEP))
+        for ranks in (1, 2, 4)
+    ]
+    assert_close(records[0], records[1])
+    assert_close(records[0], records[2])
 
 
-def test_evaluation_does_not_depend_on_world_size(tmp_path):
-    """One checkpoint evaluated by 1, 2, 3 and 5 ranks: each row once, counts equal, the loss to rounding."""
-    data = write_images(tmp_path / "data")
-    config = write_config(tmp_path / "run", data, train={"epochs": 1})
-    assert run(config) == [0]
-    folder = config.parent / "runs" / "run"
-    (expected,) = [line for line in record(folder) if line["split"] == "eval"]
-    for world_size in (2, 3, 5):
-        # The batch is said a rank here, so that any world size can restore the checkpoint and owes its evaluation.
-        other = write_config(
-            tmp_path / f"on{world_size}", data, train={"epochs": 1}, batch={"global": None, "per_rank": 8}
-        )
-        newest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
-        assert run(other, world_size, f"checkpoint.resume={newest}") == [0] * world_size
-        (found,) = [line for line in record(other.parent / "runs" / "run") if line["split"] == "eval"]
+def test_evaluation_does_not_depend_on_world_size(tmp_path, data):
+    """One checkpoint evaluated by 1, 2, 3 and 5 ranks: each row once, equal counts, the loss equal to rounding."""
+    folder = train(tmp_path / "run", data, train={"epochs": 1})
+    (expected,) = of_split(folder, "eval")
+    for ranks in (2, 3, 5):
+        # A batch per rank, so that any world size can restore the checkpoint. It then still has to be evaluated.
+        settings = {"train": {"epochs": 1}, "batch": {"global": None, "per_rank": 8}}
+        resume = f"checkpoint.resume={newest_checkpoint(folder)}"
+        (found,) = of_split(train(tmp_path / f"on{ranks}", data, ranks, resume, **settings), "eval")
         assert found["rows_used"] == found["rows"] == 23
         assert found["top1"] == expected["top1"]
         assert found["mean_class_accuracy"] == expected["mean_class_accuracy"]
@@ -95,18 +78,11 @@ def test_evaluation_does_not_depend_on_world_size(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_delayed_and_overlapped_reduction_agree(tmp_path, level):
-    data = write_images(tmp_path / "data")
-    curves = []
-    for delay in (True, False):
-        config = write_config(
-            tmp_path / str(delay),
-            data,
-            precision={"opt_level": level},
-            train=EVERY_STEP,
-            parallel={"delay_allreduce": delay},
-        )
-        assert run(config, 2) == [0, 0]
-        curves.append(losses(config.parent / "runs" / "run"))
-    assert all(map(math.isfinite, curves[0]))
-    assert curves[0] == pytest.approx(curves[1], abs=1e-6)
+def test_delayed_and_overlapped_reduction_agree(tmp_path, data, level):
+    settings = {"precision": {"opt_level": level}, "train": EVERY_STEP}
+    delayed, overlapped = (
+        losses(train(tmp_path / str(delay), data, 2, **settings, parallel={"delay_allreduce": delay}))
+        for delay in (True, False)
+    )
+    assert all(map(math.isfinite, delayed))
+    assert delayed == pytest.approx(overlapped, abs=1e-6)

@@ -1,6 +1,6 @@
-"""The mistakes that tutorials of distributed training make, each with what it does and why it cannot happen here.
+"""Mistakes that tutorials of distributed training make: what each does, and that it cannot happen here.
 
-Where another test holds the harness to it already, ELSEWHERE names that one.
+ELSEWHERE lists the mistakes that other tests already cover.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.data.shards import RULES, shard
 from harness.training import build
 from harness.training.models import SmallCNN
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import NUM_EVAL, NUM_TRAIN, record, run, write_config, write_images
+from tests.end_to_end.experiment import NUM_EVAL, NUM_TRAIN, of_split, record, train, write_config
 from tests.end_to_end.processes import started
 from tests.fixtures import CountingTable, make_config, write_rows
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "tests/data/test_shards.py": ["test_every_row_once"],
     "tests/data/test_loader.py": ["test_evaluation_counts_each_row_once"],
     "tests/end_to_end/test_parity.py": [
-        "test_one_two_and_four_ranks_agree",  # losses are those of the whole
+        "test_one_two_and_four_ranks_agree",  # gradients are averaged over all ranks
         "test_evaluation_does_not_depend_on_world_size",
     ],
     "tests/data/test_download.py": ["test_processes_that_start_at_once_download_once"],
@@ -45,7 +45,7 @@ ELSEWHERE = {
 NUM_ROWS = 10_000
 
 
-def test_the_other_tests_are_there():
+def test_tests_named_here_exist():
     for path, names in ELSEWHERE.items():
         for name in names:
             assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), f"{path}::{name}"
@@ -55,13 +55,15 @@ def test_the_other_tests_are_there():
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(4, 0.684), (8, 0.656), (16, 0.644)])
-def test_unseeded_permutation_under_a_distributed_sampler(world_size, expected):
-    """The split is drawn with a generator that nobody seeded, so each rank has an order of its own; DistributedSampler
-    then takes each rank's share of another order. An epoch covers 64 to 70 % of the rows, and some of them many times.
+def test_unseeded_permutation_under_distributed_sampler_loses_rows(world_size, expected):
+    """With an unseeded split, each rank has a different order, and DistributedSampler takes each rank's share of its
+    own. An epoch covers 64 to 70 % of the rows, some of them several times.
     """
     seen = set()
     for rank in range(world_size):
-        order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(1000 + rank))  # as if not seeded
+        order = torch.randperm(
+            NUM_ROWS, generator=torch.Generator().manual_seed(1000 + rank)
+        )  # stands for an unseeded one
         mine = Subset(range(NUM_ROWS), order.tolist())
         seen |= {mine[index] for index in DistributedSampler(mine, world_size, rank)}
     assert len(seen) / NUM_ROWS == pytest.approx(expected, abs=0.015)
@@ -72,7 +74,7 @@ def test_unseeded_permutation_under_a_distributed_sampler(world_size, expected):
 
 
 def _first_order(seed: int, epochs: int) -> list[list[int]]:
-    torch.manual_seed(torch.seed())  # whatever this rank's stream is at, the order must not hang on it
+    torch.manual_seed(torch.seed())  # the order must not depend on the rank's own random stream
     data = TrainData(Loader(CountingTable(40), 0, torch.device("cpu")), "global", _rank(), 2, 10, 1, seed)
     return [
         [row for group in data.groups(epoch, []) for micro in group for row in micro.batch.rows.tolist()]
@@ -84,9 +86,9 @@ def _rank() -> int:
     return torch.distributed.get_rank()
 
 
-def test_set_epoch_is_never_called():
-    """DistributedSampler deals every epoch alike until it is told the epoch. Here the epoch is part of the question;
-    and ranks whose own random streams differ still agree, for the order is of (seed, epoch)."""
+def test_order_changes_per_epoch_without_set_epoch():
+    """DistributedSampler repeats its order unless set_epoch is called. Here the order depends on (seed, epoch) alone,
+    so ranks agree on it even if their own random streams differ."""
     sampler = DistributedSampler(range(40), 2, 0)
     assert list(sampler) == list(sampler)
 
@@ -101,9 +103,9 @@ def test_set_epoch_is_never_called():
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_evaluation_on_the_first_rank_while_others_wait(world_size):
-    """Rank 0 evaluates all rows and the others wait for it, up to the time limit of their next collective. Here every
-    rank has its share, and asks equally often whether to stop."""
+def test_evaluation_is_spread_over_all_ranks(world_size):
+    """In tutorials rank 0 evaluates all rows while the others wait in a collective until it times out. Here each rank
+    evaluates its share, in an equal number of batches."""
     loader = Loader(CountingTable(23), 0, torch.device("cpu"))
     ranks = [EvalData(loader, rank, world_size, 4) for rank in range(world_size)]
     shares = [[row for batch in data.batches() for row in batch.rows.tolist()] for data in ranks]
@@ -112,8 +114,8 @@ def test_evaluation_on_the_first_rank_while_others_wait(world_size):
     assert len({data.num_batches() for data in ranks}) == 1
 
 
-def test_rows_that_are_counted_twice():
-    """DistributedSampler fills the last round up with rows it has dealt before: 23 rows on 4 ranks count as 24."""
+def test_evaluation_pads_no_rows():
+    """DistributedSampler pads the last round with repeated rows: 23 rows on 4 ranks count as 24."""
     padded = list(chain(*(DistributedSampler(range(23), 4, rank, shuffle=False) for rank in range(4))))
     assert len(padded) == 24
     loader = Loader(CountingTable(23), 0, torch.device("cpu"))
@@ -125,25 +127,17 @@ def test_rows_that_are_counted_twice():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    """The folder of a run on two ranks."""
-    folder = tmp_path_factory.mktemp("tutorial")
-    data = write_images(folder / "data")
-    config = write_config(folder / "two", data, train={"epochs": 2, "log_every": 3}, data={"shard": "global"})
-    assert run(config, 2) == [0, 0]
-    return config.parent / "runs" / "run"
+def finished(tmp_path_factory, data) -> Path:
+    """The run folder of a finished run on two ranks."""
+    settings = {"train": {"epochs": 2, "log_every": 3}, "data": {"shard": "global"}}
+    return train(tmp_path_factory.mktemp("tutorial"), data, 2, **settings)
 
 
-def test_loss_of_one_rank_s_last_batch_is_reported(finished):
-    """What tutorials print is the last batch's loss on the rank that prints: noise. The record has the mean over all
-    rows of all ranks since the last line, so that lines weighted by their rows make the epoch's mean."""
-    one = write_config(
-        finished.parents[1] / "one", finished.parents[2] / "data",
-        train={"epochs": 2, "log_every": 1000}, data={"shard": "global"},
-    )  # fmt: skip
-    assert run(one) == [0]
-    lines = [line for line in record(finished) if line["split"] == "train"]
-    (first, *_) = [line for line in record(one.parent / "runs" / "run") if line["split"] == "train"]
+def test_logged_loss_is_the_mean_over_all_ranks_and_rows(tmp_path, data, finished):
+    """Tutorials print the loss of one rank's last batch, which is noise. Our log has the mean over all rows of all
+    ranks since the previous line, so that lines weighted by their rows give the mean of the epoch."""
+    one = train(tmp_path, data, train={"epochs": 2, "log_every": 1000}, data={"shard": "global"})
+    lines, (first, *_) = of_split(finished, "train"), of_split(one, "train")
     rows = np.diff([0, *(line["samples"] for line in lines if line["epoch"] == 0)])
     losses = [line["loss"] for line in lines if line["epoch"] == 0]
     assert rows.sum() == first["samples"] == NUM_TRAIN
@@ -155,8 +149,8 @@ def test_every_row_is_used_and_counted(finished):
     assert {(line["split"], line["rows_used"]) for line in lines} == {("epoch", NUM_TRAIN), ("eval", NUM_EVAL)}
 
 
-def test_pickled_state_dict(finished):
-    """A pickle runs what it holds when it is loaded. The weights are safetensors; checkpoints load as plain data."""
+def test_saved_files_contain_no_code(finished):
+    """Loading a pickle can run code. Weights are safetensors, and checkpoints load with weights_only=True."""
     weights = finished / "weights.safetensors"
     assert weights.read_bytes()[:1] != pickle.dumps(0)[:1]
     assert not zipfile.is_zipfile(weights)
@@ -167,23 +161,22 @@ def test_pickled_state_dict(finished):
         torch.load(path, weights_only=True)
 
 
-def test_module_prefix_that_has_to_be_worked_around(finished):
-    """A wrapped model's state_dict() has names that the bare model does not know."""
-    bare = SmallCNN(3, width=4)
-    wrapped = torch.nn.DataParallel(bare)
+def test_saved_names_have_no_module_prefix(finished):
+    """The state_dict() of a wrapped model has names that the plain model does not have."""
+    plain = SmallCNN(3, width=4)
+    wrapped = torch.nn.DataParallel(plain)
     assert all(name.startswith("module.") for name in wrapped.state_dict())
 
-    bare.load_state_dict(load_file(finished / "weights.safetensors"))
+    plain.load_state_dict(load_file(finished / "weights.safetensors"))
 
 
 @pytest.mark.slow
-def test_hard_coded_port(tmp_path):
-    """Two runs on one machine meet at the port that a tutorial wrote into its script, and the second one fails. Here
-    nobody writes one down, and two that are launched at once both come to their end."""
+def test_two_launches_at_once_do_not_share_a_port(tmp_path, data):
+    """With the hard-coded port of a tutorial, the second run on a machine fails. Here no port is hard-coded, and two
+    runs launched at once both finish."""
     for path in [*(ROOT / "harness").rglob("*.py"), ROOT / "driver.py", *(ROOT / "configs").glob("*.yaml")]:
         if "apex" not in path.parts:
             assert not re.search(r"\b(29500|12355|MASTER_PORT\W+\d\d)", path.read_text()), path
-    data = write_images(tmp_path / "data")
     configs = [write_config(tmp_path / name, data, train={"epochs": 1}) for name in ("one", "two")]
     with ExitStack() as running:
         launched = [
@@ -196,9 +189,9 @@ def test_hard_coded_port(tmp_path):
         assert [process.wait(240) for process in launched] == [0, 0]
 
 
-def test_batch_that_grows_with_the_number_of_ranks(tmp_path):
-    """A batch size said a rank makes the batch of a step, and with it the training, another one on more ranks. Here it
-    is said as batch.global or as batch.per_rank, and both numbers are printed; steps and learning rate follow."""
+def test_batch_is_stated_as_global_or_per_rank(tmp_path):
+    """A batch size per rank changes the global batch, and so the training, with the number of ranks. Here the batch is
+    stated either way, both numbers are printed, and steps and learning rate follow from it."""
     write_rows(tmp_path, "train", 64)
     write_rows(tmp_path, "eval", 4)
     sizes = {
