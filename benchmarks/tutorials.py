@@ -84,8 +84,8 @@ def counted(names_file: str) -> dict[str, float]:
         both = np.stack([codes[:, :-1], codes[:, 1:]])
         return both[:, both[1] != BLANK_CODE]
 
-    np.add.at(pairs, tuple(each(opened.trained)), 1)
-    before, after = each(opened.held_out)
+    np.add.at(pairs, tuple(each(opened.train_names)), 1)
+    before, after = each(opened.eval_names)
     single = pairs.sum(0) / pairs.sum()
     following = pairs / pairs.sum(1, keepdims=True)
     return {

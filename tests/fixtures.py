@@ -78,7 +78,7 @@ class CountingTable:
         return self.num_rows
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Any:
-        from harness.data.images import Batch
+        from harness.data.batch import Batch
         from harness.data.seeds import derive
         from harness.errors import DataError
 

@@ -7,21 +7,29 @@ in that task's file, under ``harness/tasks``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from harness.config.base import Arguments, Positive, Section
 from harness.config.launch import LaunchSection
 
+if TYPE_CHECKING:
+    from harness.training.task import OpenedTask
+
 
 class TaskSection(Section):
-    """What every task's options share. ``metrics`` names what evaluation yields and which way is better."""
+    """Base of the options of every task. ``metrics``: the metrics of its evaluation, and which way each is better."""
 
     name: str
     """File name of the task under harness/tasks, or package.module of a file of your own."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {"loss": "min"}
+
+    def open(self, seed: int, cache_dir: Path | None) -> OpenedTask:
+        """Open the data. Called once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``."""
+        raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
 
 
 class DataSection(Section):

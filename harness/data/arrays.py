@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from harness.data.images import Batch
+from harness.data.batch import Batch
 from harness.errors import DataError
 
 

@@ -19,41 +19,14 @@ import torch
 from torchvision.io import ImageReadMode, decode_image, read_file
 from torchvision.transforms.v2 import functional
 
-from harness.data.seeds import AUGMENTATION, derive
+from harness.data.batch import Batch
+from harness.data.seeds import row_seed, seeded_torch
 from harness.data.table.table import Table
 from harness.errors import DataError, first_line
 
 NUM_TRIES = 100  # readable rows looked for in place of an unreadable one
 MAX_NAMES = 10_000  # of a folder, among which the nearest is looked for
 _UNREADABLE = (RuntimeError, OSError)  # what torchvision and the file system raise
-
-
-@dataclass
-class Batch:
-    """Rows as the loader delivers them.
-
-    inputs: (batch, ...) as the dataset stores them; targets: (batch,) int64; rows: (batch,) row numbers really used;
-    bad: row numbers that were asked for and could not be read.
-    """
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    rows: np.ndarray
-    bad: list[int]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def pin_memory(self) -> Batch:
-        return Batch(self.inputs.pin_memory(), self.targets.pin_memory(), self.rows, self.bad)
-
-    def to(self, device: torch.device) -> Batch:
-        """Inputs and targets on ``device``; the copy overlaps with the host where memory is pinned."""
-        if device.type == "cpu":
-            return self
-        return Batch(
-            self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), self.rows, self.bad
-        )
 
 
 @dataclass
@@ -110,9 +83,7 @@ class ImageTable:
     def _transformed(self, image: torch.Tensor, row: int, epoch: int | None) -> torch.Tensor:
         if epoch is None:
             return self.resize(image)
-        with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed: that would seed the GPUs too, whose stream belongs to training.
-            torch.default_generator.manual_seed(derive(AUGMENTATION, self.seed, epoch, row))
+        with seeded_torch(row_seed(self.seed, epoch, row)):
             return self.augment(image)
 
     def _replacement(self, row: int) -> tuple[int, torch.Tensor]:

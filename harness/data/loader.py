@@ -10,22 +10,16 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from harness.data.images import Batch
+from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import in_loader_worker
 from harness.data.shards import Segment, bounds, num_steps, plan, step_rows
 from harness.errors import HarnessError
-
-
-class Dataset(Protocol):
-    def __len__(self) -> int: ...
-
-    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch: ...
 
 
 @dataclass(frozen=True)

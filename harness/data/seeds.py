@@ -1,13 +1,31 @@
-"""Seeds: one 63-bit number for each (purpose, seed, ...), so that random streams never overlap."""
+"""Seeds derived from (purpose, seed, ...), so that no two random streams overlap."""
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+from collections.abc import Iterator
 
-INITIAL_WEIGHTS, TRAINING, AUGMENTATION, ORDER = range(4)  # purposes: streams that never meet
+import numpy as np
+import torch
+
+INITIAL_WEIGHTS, TRAINING, AUGMENTATION = range(3)  # purposes: each has streams of its own
 
 
 def derive(*key: int) -> int:
-    """A 63-bit seed that depends on every number of ``key``, each from 0 to 2^32 - 1, well mixed."""
-    # With the length, since a SeedSequence takes (1, 0) for (1,).
+    """Return a 63-bit seed that depends on every number of ``key``, each from 0 to 2^32 - 1."""
+    # The length is part of the key because SeedSequence treats (1, 0) and (1,) alike.
     return int(np.random.SeedSequence((len(key), *key)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def row_seed(seed: int, epoch: int, row: int) -> int:
+    """Return the seed for augmenting ``row`` in ``epoch``: the same on any rank, in any worker, after any resume."""
+    return derive(AUGMENTATION, seed, epoch, row)
+
+
+@contextlib.contextmanager
+def seeded_torch(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator, which torchvision's transforms draw from, and restore its state on exit."""
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed the GPUs too, and their stream belongs to training.
+        torch.default_generator.manual_seed(seed)
+        yield

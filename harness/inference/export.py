@@ -24,6 +24,7 @@ from harness.errors import ConfigError, HarnessError, first_line
 from harness.runs import trained_run
 from harness.runs.files import replacing, write_atomically
 from harness.training import build
+from harness.training.task import OpenedTask, SupportsLearned, SupportsSignature
 
 log = logging.getLogger("harness")
 
@@ -57,7 +58,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError("it is no file in a folder that exists", where=str(out), hint="--out model.onnx")
     task = build.open_task(config, Runtime())
-    if hasattr(task, "learned") and task.learned != trained_run.learned(run):
+    if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
         raise ConfigError(
             "the training data have other classes, or images of another size, than when the run was trained",
             where=str(run),
@@ -75,19 +76,23 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     return out
 
 
-def _subject(run: Path, config: Config, task: Any) -> Subject:
+def _subject(run: Path, config: Config, task: OpenedTask) -> Subject:
     model = build.build_model(config, task)
     trained_run.load(model, trained_run.best(run), run)
-    said = getattr(task, "signature", {})
+    signature = _signature(task)
     batches, start = [], 0
     for size in CHECK_ROWS:
         rows = np.arange(start, start + size) % len(task.eval)
         batches.append(task.prepare(task.eval.batch(rows, None).inputs))
         start += size
-    return Subject(model.float().eval(), said.get("input", "inputs"), said.get("output", "outputs"), batches)
+    return Subject(model.float().eval(), signature.get("input", "inputs"), signature.get("output", "outputs"), batches)
 
 
-def _safetensors(subject: Subject, path: Path, config: Config, task: Any) -> Callable[[Tensor], Tensor]:
+def _signature(task: OpenedTask) -> dict[str, Any]:
+    return task.signature if isinstance(task, SupportsSignature) else {}
+
+
+def _safetensors(subject: Subject, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
     """The weights alone; loading them needs the model's code."""
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
     save_file(tensors, path, {"model": config.model.name, "args": json.dumps(config.model.args)})
@@ -96,7 +101,7 @@ def _safetensors(subject: Subject, path: Path, config: Config, task: Any) -> Cal
     return again
 
 
-def _torch_export(subject: Subject, path: Path, config: Config, task: Any) -> Callable[[Tensor], Tensor]:
+def _torch_export(subject: Subject, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
     program = _traced(subject)
     # Through a file object: torch.export wants the name to end in .pt2.
     with open(path, "wb") as file:
@@ -106,7 +111,7 @@ def _torch_export(subject: Subject, path: Path, config: Config, task: Any) -> Ca
     return again
 
 
-def _onnx(subject: Subject, path: Path, config: Config, task: Any) -> Callable[[Tensor], Tensor]:
+def _onnx(subject: Subject, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
     import onnxruntime
 
     program = torch.onnx.export(
@@ -153,7 +158,7 @@ def _compare(subject: Subject, load: Callable[[Tensor], Tensor], kind: str) -> f
     return worst
 
 
-def _facts(config: Config, task: Any, subject: Subject, kind: str, difference: float) -> dict[str, Any]:
+def _facts(config: Config, task: OpenedTask, subject: Subject, kind: str, difference: float) -> dict[str, Any]:
     example = subject.batches[0]
     with torch.no_grad():
         outputs = subject.model(example)
@@ -165,14 +170,14 @@ def _facts(config: Config, task: Any, subject: Subject, kind: str, difference: f
             "shape": ["batch", *tensor.shape[1:]],
         }
 
-    said = {key: value for key, value in getattr(task, "signature", {}).items() if key not in ("input", "output")}
+    described_by_task = {key: value for key, value in _signature(task).items() if key not in ("input", "output")}
     return {
         "name": config.name,
         "format": kind,
         "model": {"name": config.model.name, "args": config.model.args},
         "inputs": [described(subject.input, example)],
         "outputs": [described(subject.output, outputs)],
-        **said,
+        **described_by_task,
         "checked": {
             "rows": sum(CHECK_ROWS),
             "largest_difference": difference,

@@ -114,4 +114,4 @@ def _existing(task: Task) -> set[str]:
     except DataError as error:
         hint = f"{error.hint}; or add --keep-existing, which needs no list of names"
         raise DataError(error.message, where=error.where, hint=hint) from None
-    return {*opened.trained, *opened.held_out}
+    return {*opened.train_names, *opened.eval_names}

@@ -36,6 +36,7 @@ from harness.errors import (
 from harness.runs import trained_run
 from harness.training import build, console, optim, precision, prediction_writer
 from harness.training.prediction_writer import Predictor
+from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
 
 log = logging.getLogger("harness")
 
@@ -84,10 +85,10 @@ def _check_out(out: Path) -> None:
         )
 
 
-def open_task(request: Request, config: Config) -> Any:
+def open_task(request: Request, config: Config) -> PredictingTask:
     """The task of the run with the rows of ``request.source`` as its ``eval``."""
-    section: Any = config.task
-    if not hasattr(section, "open_new"):
+    section = config.task
+    if not isinstance(section, SupportsNewData):
         raise ConfigError(
             f"the task {section.name} does not predict the rows of a file",
             where=str(request.run),
@@ -118,7 +119,7 @@ def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> 
     start = time.perf_counter()
     with runtime.together("opening the data"):
         task = open_task(request, config)
-    runtime.all_equal(task.eval.table.digest, request.source, "give every node the same file")
+    runtime.all_equal(task.fingerprint, request.source, "give every node the same file")
     best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
     with runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
@@ -144,7 +145,9 @@ def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> 
     return EXIT_DONE
 
 
-def _model(request: Request, config: Config, task: Any, best: dict[str, Tensor], device: torch.device) -> nn.Module:
+def _model(
+    request: Request, config: Config, task: OpenedTask, best: dict[str, Tensor], device: torch.device
+) -> nn.Module:
     """The model as it is in training: on the device, cast by amp at the run's level."""
     model = build.build_model(config, task)
     trained_run.load(model, best, request.run)  # before amp, which casts them

@@ -1,4 +1,4 @@
-"""Pictures of clothes: FashionMNIST, which is MNIST in everything but what it shows."""
+"""Images of clothes: FashionMNIST, which has the files and the shape of MNIST."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from harness.tasks.mnist import config
 
 
 class Task(config.Task):
-    """60,000 gray pictures of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
+    """60,000 gray images of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
 
     name: Literal["fashion_mnist"]  # type: ignore[assignment]
     root: str = "data/fashion_mnist"
-    """The folder that `harness data` was given: the images are in root/FashionMNIST/raw, where torchvision looks too.
-    """
+    """The folder given to `harness data`. The images are in root/FashionMNIST/raw, where torchvision looks too."""
 
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "FashionMNIST"
     mean: ClassVar[float] = 0.2860

@@ -28,6 +28,7 @@ from harness.training import optim, precision, rng, strategy
 from harness.training.console import Progress
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
+from harness.training.task import OpenedTask, require_members
 
 log = logging.getLogger("harness")
 
@@ -78,11 +79,10 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     )
 
 
-def open_task(config: Config, runtime: Runtime) -> Any:
+def open_task(config: Config, runtime: Runtime) -> OpenedTask:
     """The task with its data opened, the same on every rank. Collective."""
     with runtime.together("opening the data"):
-        task: Any = config.task
-        opened = task.open(config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
+        opened = _opened(config)
     runtime.all_equal(
         opened.fingerprint,
         "the annotations",
@@ -96,16 +96,19 @@ def open_task(config: Config, runtime: Runtime) -> Any:
 def rehearse(config: Config, world_size: int) -> None:
     """Raise what would keep ``config`` from beginning on ``world_size`` ranks: its data, and how they are dealt."""
     strategy.check_world(config.parallel, world_size)
-    task: Any = config.task
-    opened = task.open(config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
-    sizes(config, len(opened.train), world_size)
+    sizes(config, len(_opened(config).train), world_size)
 
 
-def build_model(config: Config, task: Any) -> nn.Module:
+def _opened(config: Config) -> OpenedTask:
+    opened = config.task.open(config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
+    require_members(opened, config.task.name)
+    return opened
+
+
+def build_model(config: Config, task: OpenedTask) -> nn.Module:
     """The model on the CPU in float32; its first weights depend on the seed alone, not on rank or world size."""
     rng.seed_all(INITIAL_WEIGHTS, config.seed)
-    model: nn.Module = task.model(config.model)
-    return model
+    return task.model(config.model)
 
 
 def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Run:
@@ -198,7 +201,7 @@ def restore(run: Run) -> None:
         run.save()  # from here on the run stands on its own
 
 
-def warn_of_skew(config: Config, task: Any, runtime: Runtime) -> None:
+def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
     """Say so where a rank's own rows have other labels than the whole: such ranks pull in different directions."""
     if config.data.shard != "contiguous" or runtime.world_size == 1:
         return
@@ -217,7 +220,7 @@ def warn_of_skew(config: Config, task: Any, runtime: Runtime) -> None:
 
 
 def describe(
-    config: Config, task: Any, size: Sizes, world_size: int, device: torch.device, backend: str
+    config: Config, task: OpenedTask, size: Sizes, world_size: int, device: torch.device, backend: str
 ) -> dict[str, Any]:
     """What would happen, or is about to: one line a fact."""
     batch = f"{size.per_rank} a rank, {size.global_batch} in all"

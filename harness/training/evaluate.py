@@ -11,6 +11,7 @@ import torch
 from harness.config.schema import Config
 from harness.training.metrics import Sums
 from harness.training.run import Run
+from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
 
@@ -57,7 +58,7 @@ class Prepares(Protocol):
     def config(self) -> Config: ...
 
     @property
-    def task(self) -> Any: ...
+    def task(self) -> OpenedTask: ...
 
 
 def prepare(run: Prepares, inputs: torch.Tensor) -> torch.Tensor:

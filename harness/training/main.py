@@ -23,6 +23,7 @@ from harness.runs import layout, rank_exit, remote
 from harness.runs.run_dir import RunFolder, cannot_write, failure_report
 from harness.training import build, console, loop, prediction_writer
 from harness.training.run import Run
+from harness.training.task import SupportsLearned
 
 log = logging.getLogger("harness")
 
@@ -173,7 +174,7 @@ def announce(run: Run) -> None:
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
             run.folder.provenance(runtime, run.precision.backend, topology)
-            run.folder.learned(getattr(run.task, "learned", {}))
+            run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
         log.info("nothing left to train: step %d was the last; a larger train.epochs goes on with it", run.state.step)
 

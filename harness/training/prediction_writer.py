@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.data.images import Batch
+from harness.data.batch import Batch, Dataset
 from harness.data.loader import Loader, Request
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -33,6 +33,7 @@ from harness.trackers.base import Sample
 from harness.training import fsdp as sharded
 from harness.training.evaluate import prepare
 from harness.training.run import Run
+from harness.training.task import PredictingTask, SupportsPredictions
 
 log = logging.getLogger("harness")
 
@@ -48,7 +49,7 @@ class Predictor:
 
     config: Config
     runtime: Runtime
-    task: Any
+    task: PredictingTask
     model: nn.Module
     sharded: bool = False
 
@@ -246,7 +247,7 @@ def of_run(run: Run) -> bool:
     False if it was stopped on the way; the same command then does it. Collective. The model holds the best weights
     after it.
     """
-    if not hasattr(run.task, "predictions") or run.state.best is None:
+    if not isinstance(run.task, SupportsPredictions) or run.state.best is None:
         return True
     weights = best_weights(run.runtime, run.folder.weights)
     run.module.load_state_dict(sharded.model_parts(run.module, weights))
@@ -261,7 +262,7 @@ def of_run(run: Run) -> bool:
     return True
 
 
-def _sample(dataset: Any, head: pa.Table) -> Sample:
+def _sample(dataset: Dataset, head: pa.Table) -> Sample:
     """The first rows as trackers show them, with their images if that is what the inputs are."""
     batch = dataset.batch(np.arange(len(head)), None)
     head = head.take(pa.array(batch.rows))  # without rows that could not be read

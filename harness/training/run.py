@@ -29,6 +29,7 @@ from harness.training.optim import Ema, Schedule
 from harness.training.precision import Precision
 from harness.training.progress import Coverage, Meter, State
 from harness.training.strategy import Parallel
+from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
 
@@ -42,7 +43,7 @@ class Run:
     config: Config
     runtime: Runtime
     folder: RunFolder
-    task: Any
+    task: OpenedTask
     train_data: TrainData
     eval_data: EvalData
     parallel: Parallel

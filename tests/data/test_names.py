@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from harness.data import names as data_names
-from harness.data.names import ALPHABET, BLANK, STOP, clean, encode, is_held_out, read, split, whole, windows
+from harness.data.names import ALPHABET, BLANK, STOP, clean, encode, is_validation, read, split, whole, windows
 from harness.errors import DataError
 
 name_texts = st.lists(st.text("ab .-z", min_size=1, max_size=12), min_size=1, max_size=6)
@@ -55,8 +55,8 @@ def test_a_name_is_on_one_side_whatever_else_is_there():
     assert len(held_out) == len(set(held_out))
     assert 10 <= len(held_out) <= 40  # one in ten of 240
     assert len(train) == 2 * len(set(train))
-    assert split([*names, "other"])[1] == [*held_out, *["other"] * is_held_out("other")]
-    assert [name for name in ("lucy", "bella", "max", "luna") if is_held_out(name)] == []  # as it is for ever
+    assert split([*names, "other"])[1] == [*held_out, *["other"] * is_validation("other")]
+    assert [name for name in ("lucy", "bella", "max", "luna") if is_validation(name)] == []  # as it is for ever
 
 
 def test_windows_of_a_name():

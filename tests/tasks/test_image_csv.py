@@ -1,4 +1,4 @@
-"""Image classification from a CSV: classes, batches, augmentation, model, loss and report."""
+"""The task image_csv: classes, augmentation, model, loss, report and options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from harness.config.schema import ModelSection
 from harness.errors import ConfigError, DataError
-from harness.tasks.image_csv.config import Augment, Task
-from harness.tasks.image_csv.task import _pipeline, _Shift
+from harness.tasks.image_csv.config import Task
 from harness.training.metrics import Sums
 from tests.fixtures import make_config, write_rows
 
@@ -29,15 +28,14 @@ def folder(tmp_path):
 # Opening
 
 
-def test_classes_are_the_training_labels(folder):
+def test_classes_are_the_labels_of_training(folder):
     task = opened(folder)
     assert task.classes == (0, 1, 2)
     assert task.summary == {"train rows": 9, "eval rows": 5, "classes": 3}
     assert task.eval.batch(np.arange(5), None).targets.tolist() == [0, 1, 2, 0, 1]
 
 
-def test_classes_of_evaluation_are_those_of_training(folder):
-    """A label has one class index, though the two files may hold different labels."""
+def test_label_has_the_same_class_in_both_tables(folder):
     (folder / "train.csv").write_text(
         "path,label\n" + "".join(f"train_images/{i}.png,{x}\n" for i, x in enumerate("cab"))
     )
@@ -48,7 +46,7 @@ def test_classes_of_evaluation_are_those_of_training(folder):
     assert task.eval.batch(np.arange(2), None).targets.tolist() == [2, 1]
 
 
-def test_label_that_was_not_trained_is_named(folder):
+def test_unknown_evaluation_label_is_named(folder):
     (folder / "train.csv").write_text("path,label\ntrain_images/0.png,cat\ntrain_images/1.png,dog\n")
     (folder / "eval.csv").write_text(
         "path,label\neval_images/0.png,dog\neval_images/1.png,cta\neval_images/2.png,cta\n"
@@ -67,7 +65,7 @@ def test_missing_file_and_column(folder):
         opened(folder, label_column="lable")
 
 
-def test_fingerprint_is_of_the_annotations(folder):
+def test_fingerprint_depends_on_the_annotations(folder):
     first = opened(folder).fingerprint
     assert opened(folder, label_smoothing=0.1).fingerprint == first
     with open(folder / "eval.csv", "a") as file:
@@ -85,21 +83,21 @@ def test_label_counts(folder):
 # Model, loss, report
 
 
-def test_model_knows_classes_channels_and_size(folder):
+def test_model_gets_classes_channels_and_size(folder):
     for options in ({}, {"color": "rgb"}, {"color": "rgb", "image_size": [16, 12]}):
         task = opened(folder, **options)
         model = task.model(ModelSection(name="mlp"))
         assert model(task.prepare(task.train.batch(np.arange(2), 0).inputs)).shape == (2, 3)
 
 
-def test_model_s_size_is_that_of_the_first_image_that_can_be_read(folder):
+def test_image_size_is_that_of_the_first_readable_image(folder):
     (folder / "train_images" / "0.png").unlink()
     with pytest.raises(DataError, match="not found"):
         opened(folder).model(ModelSection(name="linear"))
     assert opened(folder, on_bad_image="skip").model(ModelSection(name="linear")).layer.in_features == 64
 
 
-def test_model_that_does_not_fit(folder):
+def test_model_with_other_channels_is_rejected(folder):
     with pytest.raises(ConfigError, match="cannot take a batch of shape"):
         opened(folder).model(ModelSection(name="resnet18"))  # gray images, three channels wanted
 
@@ -112,7 +110,7 @@ def test_prepare(folder):
     assert rgb.prepare(pixels.expand(1, 3, 1, 2))[0, :, 0].tolist() == [[0.0, 1.0], [-1.0, 1.0], [-1.0, 0.0]]
 
 
-def test_loss_is_a_mean_and_smoothing_is_of_training_alone(folder):
+def test_label_smoothing_applies_to_training_only(folder):
     outputs, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
     plain, smooth = opened(folder), opened(folder, label_smoothing=0.2)
     log = outputs.log_softmax(1)
@@ -123,7 +121,7 @@ def test_loss_is_a_mean_and_smoothing_is_of_training_alone(folder):
     torch.testing.assert_close(loss / count, expected)
 
 
-def test_report_has_every_metric_that_can_decide(folder):
+def test_report_has_every_metric(folder):
     task = opened(folder)
     sums = Sums()
     sums.add(task.evaluate(torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 2])))
@@ -150,7 +148,7 @@ def test_report_has_every_metric_that_can_decide(folder):
         ({"augment": {"horizontal_flip": 1.5}}, "task.augment.horizontal_flip"),
     ],
 )
-def test_options_that_mean_nothing(folder, options, message):
+def test_invalid_options(folder, options, message):
     with pytest.raises(ConfigError) as caught:
         make_config(folder, task=options)
     assert message in str(caught.value)
@@ -160,31 +158,44 @@ def test_options_that_mean_nothing(folder, options, message):
 # Augmentation
 
 
+def training_images(folder, epochs: int = 1, **options):
+    task = opened(folder, **options)
+    return [task.train.batch(np.arange(9), epoch).inputs for epoch in range(epochs)]
+
+
 @pytest.mark.parametrize(
     ("augment", "size"),
     [
-        ({}, None),
         ({"crop_padding": 2}, None),
-        ({"horizontal_flip": 1.0}, None),
         ({"rotation": 30.0}, None),
         ({"random_resized_crop": True}, (5, 7)),
         ({"crop_padding": 1, "rotation": 10.0, "horizontal_flip": 0.5}, (10, 6)),
     ],
 )
-@pytest.mark.parametrize("channels", [1, 3])
-def test_images_keep_their_kind(augment, size, channels):
-    image = torch.randint(0, 256, (channels, 8, 8), dtype=torch.uint8)
-    changed = _pipeline(Augment(**augment), size)(image)
-    assert changed.dtype is torch.uint8
-    assert changed.shape == (channels, *(size or (8, 8)))
-    assert _pipeline(None, size)(image).shape == (channels, *(size or (8, 8)))
+@pytest.mark.parametrize("color", ["gray", "rgb"])
+def test_augmentation_changes_pixels_but_not_the_shape(folder, augment, size, color):
+    options = {"color": color, "image_size": size and list(size)}
+    first, second = training_images(folder, 2, augment=augment, **options)
+    assert first.dtype is torch.uint8
+    assert first.shape == (9, {"gray": 1, "rgb": 3}[color], *(size or (8, 8)))
+    assert not torch.equal(first, second)
+    plain = opened(folder, augment=augment, **options).train.batch(np.arange(9), None).inputs
+    assert torch.equal(plain, training_images(folder, **options)[0])
 
 
-def test_flip_and_shift():
-    image = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
-    assert torch.equal(_pipeline(Augment(horizontal_flip=1.0), None)(image), image.flip(2))
-    assert torch.equal(_pipeline(Augment(), None)(image), image)
-    torch.manual_seed(0)
-    corners = {tuple(_Shift(1)(image + 1)[0, 4, [3, 4]].tolist()) for _ in range(200)}
-    assert corners == {(36 + down * 8 + right, 37 + down * 8 + right) for down in (-1, 0, 1) for right in (-1, 0, 1)}
-    assert torch.equal(_Shift(0)(image), image)
+def test_flip_mirrors_every_image(folder):
+    (plain,), (flipped,) = training_images(folder), training_images(folder, augment={"horizontal_flip": 1.0})
+    assert torch.equal(flipped, plain.flip(3))
+
+
+def test_crop_padding_shifts_in_every_direction(folder):
+    (plain,) = training_images(folder)
+    padded = torch.nn.functional.pad(plain, [1] * 4)
+    crops = {(y, x): padded[..., y : y + 8, x : x + 8] for y in range(3) for x in range(3)}
+    seen = set()
+    for images in training_images(folder, 12, augment={"crop_padding": 1}):
+        for row, image in enumerate(images):
+            shifts = {shift for shift, crop in crops.items() if torch.equal(crop[row], image)}
+            assert shifts
+            seen |= shifts
+    assert seen == set(crops)

@@ -1,4 +1,4 @@
-"""MNIST and FashionMNIST as tasks: the same images that torchvision yields, and what is said where they are not."""
+"""The tasks mnist and fashion_mnist: the images that torchvision reads, and errors for missing files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from harness.config.schema import ModelSection
 from harness.errors import DataError
 from harness.tasks import fashion_mnist
 from harness.tasks.mnist import config
-from harness.tasks.mnist.task import Images
 from harness.training.metrics import Sums
 from tests.datasets import write_idx
 
@@ -29,7 +28,7 @@ def task(request, tmp_path):
     return cls(name=name, root=str(tmp_path))
 
 
-def test_rows_are_those_of_torchvision(task):
+def test_images_equal_torchvision(task):
     opened = task.open(0, None)
     for rows, train in ((opened.train, True), (opened.eval, False)):
         theirs = getattr(datasets, task.kind)(task.root, train=train)
@@ -40,20 +39,16 @@ def test_rows_are_those_of_torchvision(task):
     assert opened.label_counts(0, 25).tolist() == [3] * 5 + [2] * 5
     assert opened.notes == []
 
-
-def test_classes_have_names():
-    digits, clothes = (Images(cls(name=name), None, None).classes for cls, name in TASKS)
-    assert digits == tuple("0123456789")
-    assert (clothes[0], clothes[9]) == ("T-shirt/top", "Ankle boot")
-    assert fashion_mnist.Task(name="fashion_mnist").root == "data/fashion_mnist"
+    expected = {"mnist": ("0", "9"), "fashion_mnist": ("T-shirt/top", "Ankle boot")}
+    assert (opened.classes[0], opened.classes[9]) == expected[task.name]
 
 
-def test_first_rows_only(task):
+def test_row_limits(task):
     opened = type(task)(name=task.name, root=task.root, train_rows=7, eval_rows=50).open(0, None)
     assert (len(opened.train), len(opened.eval)) == (7, 12)
 
 
-def test_fingerprint_is_of_the_images(task):
+def test_fingerprint_depends_on_the_images(task):
     first = task.open(0, None).fingerprint
     assert task.open(1, None).fingerprint == first
     path = Path(task.root) / task.kind / "raw" / "t10k-images-idx3-ubyte"
@@ -86,14 +81,14 @@ def test_model_loss_and_report(task):
     assert opened.signature["preprocessing"]["size"] == [28, 28]
 
 
-def test_what_to_type_where_the_images_are_not(task, tmp_path):
+def test_missing_images_name_the_download_command(task, tmp_path):
     absent = type(task)(name=task.name, root=str(tmp_path / "none"))
     with pytest.raises(DataError) as caught:
         absent.open(0, None)
     assert f"type: harness data {task.name} {tmp_path}/none" in str(caught.value)
 
 
-def test_numbers_to_normalise_by_are_those_of_the_images(shared_data, tmp_path):
+def test_mean_and_std_are_those_of_the_training_images(shared_data, tmp_path):
     from harness.data import published
 
     for cls, name in TASKS:

@@ -1,4 +1,4 @@
-"""Pet names: two kinds of rows, one number to judge them by, the same at any world size and in any batches."""
+"""The task pet_names: two kinds of rows with comparable metrics that do not depend on batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.config.schema import ModelSection
-from harness.data.names import ALPHABET, STOP, clean, encode
+from harness.data.names import ALPHABET, STOP, encode
 from harness.errors import ConfigError, DataError
 from harness.tasks.pet_names.config import Task
 from harness.tasks.pet_names.task import context
@@ -29,7 +29,7 @@ def opened(path, **options):
 
 
 class Bigram(torch.nn.Module):
-    """Logits that depend on the last character alone, so that both kinds of rows must yield the same."""
+    """Logits that depend on the last character only, so both kinds of rows must give the same metrics."""
 
     def __init__(self, num_characters: int) -> None:
         super().__init__()
@@ -50,22 +50,22 @@ def evaluated(task, num_parts: int = 1, model=None) -> dict[str, float]:
     return task.report(sums)
 
 
-def test_names_are_split_and_each_is_trained_once(path):
+def test_names_are_split_without_overlap(path):
     task = opened(path)
-    assert sorted([*task.trained, *task.held_out]) == sorted(NAMES)
-    assert not set(task.trained) & set(task.held_out)
-    assert len(task.train) == sum(len(name) + 1 for name in task.trained)
-    assert len(opened(path, rows="names").train) == len(task.trained)
+    assert sorted([*task.train_names, *task.eval_names]) == sorted(NAMES)
+    assert not set(task.train_names) & set(task.eval_names)
+    assert len(task.train) == sum(len(name) + 1 for name in task.train_names)
+    assert len(opened(path, rows="names").train) == len(task.train_names)
     again = opened(path, repeats=True)
-    assert len(again.trained) > len(task.trained)
-    assert set(again.trained) == set(task.trained)
-    assert again.held_out == task.held_out
+    assert len(again.train_names) > len(task.train_names)
+    assert set(again.train_names) == set(task.train_names)
+    assert again.eval_names == task.eval_names
     assert opened(path).fingerprint == task.fingerprint != again.fingerprint
 
 
-def test_what_a_row_is(path):
+def test_rows_of_both_kinds(path):
     task = opened(path, window=3)
-    name = task.trained[0]
+    name = task.train_names[0]
     batch = task.train.batch(np.array([0, 2]), 0)
     assert batch.inputs.tolist() == [[0, 0, 0], encode(f"*{name[:2]}").tolist()]
     assert batch.targets.tolist() == [encode(f"**{name[0]}").tolist(), encode(name[:3]).tolist()]
@@ -76,12 +76,11 @@ def test_what_a_row_is(path):
     assert batch.targets[0].tolist() == encode(name + STOP).tolist()
 
 
-def test_both_kinds_count_the_same_characters(path):
-    """The number that decides is of each character of each held-out name, and its stop, once."""
+def test_char_loss_counts_each_character_once(path):
     of_windows, of_names = (evaluated(opened(path, rows=rows)) for rows in ("windows", "names"))
     model = Bigram(SIZE)
     nats = []
-    for name in opened(path).held_out:
+    for name in opened(path).eval_names:
         log = model(torch.from_numpy(encode("*" + name)).long()).log_softmax(1)
         nats += [-log[place, code].item() for place, code in enumerate(encode(name + STOP))]
     for report in (of_windows, of_names):
@@ -89,13 +88,13 @@ def test_both_kinds_count_the_same_characters(path):
     assert of_windows["char_accuracy"] == of_names["char_accuracy"]
 
 
-def test_window_loss_counts_as_windows_do(path):
-    """All positions of all windows; a model of whole names pays nothing for blanks, and the same for the rest."""
+def test_window_loss_counts_all_positions_of_all_windows(path):
+    """With whole names, padding counts as a loss of zero."""
     window = 5
     task = opened(path, window=window)
     model = Bigram(SIZE)
     total = blanks = count = 0.0
-    for name in task.held_out:
+    for name in task.eval_names:
         line = "*" * window + name + STOP
         for first in range(len(name) + 1):
             codes = torch.from_numpy(encode(line[first : first + window + 1])).long()
@@ -111,9 +110,9 @@ def test_window_loss_counts_as_windows_do(path):
 
 
 @pytest.mark.parametrize("rows", ["windows", "names"])
-def test_numbers_do_not_depend_on_batches(path, rows):
+def test_metrics_do_not_depend_on_batches(path, rows):
     task = opened(path, rows=rows)
-    assert len(task.held_out) >= 3
+    assert len(task.eval_names) >= 3
     whole = evaluated(task)
     for num_parts in (2, 3):
         assert evaluated(task, num_parts) == pytest.approx(whole, rel=1e-6)
@@ -121,7 +120,7 @@ def test_numbers_do_not_depend_on_batches(path, rows):
 
 @pytest.mark.parametrize("rows", ["windows", "names"])
 def test_loss_is_a_mean_over_rows(path, rows):
-    """However rows are split over ranks and micro-batches, their weighted losses are that of the whole."""
+    """The weighted losses of any split of the rows add up to the loss of the whole."""
     task = opened(path, rows=rows)
     model = Bigram(SIZE)
 
@@ -133,21 +132,21 @@ def test_loss_is_a_mean_over_rows(path, rows):
     parts = np.split(numbers, [3, 20])
     whole = loss(numbers)
     torch.testing.assert_close(sum(loss(part) * len(part) for part in parts) / len(numbers), whole)
-    if rows == "names":  # and over all rows it is nats a character
-        num_real = sum(len(name) + 1 for name in task.trained)
+    if rows == "names":  # over all rows: nats per character
+        num_real = sum(len(name) + 1 for name in task.train_names)
         batch = task.train.batch(numbers, 0)
         log = model(task.prepare(batch.inputs)).log_softmax(2).gather(2, batch.targets[..., None])[..., 0]
         torch.testing.assert_close(whole, -(log * (batch.targets != 0)).sum() / num_real)
 
 
-def test_a_model_that_knows_nothing_costs_the_logarithm_of_its_choices(path):
+def test_uniform_model_has_the_loss_of_the_alphabet_size(path):
     zero = Bigram(SIZE)
     torch.nn.init.zeros_(zero.table)
     for rows in ("windows", "names"):
         assert evaluated(opened(path, rows=rows), model=zero)["char_loss"] == pytest.approx(math.log(SIZE))
 
 
-def test_context_is_what_a_row_has_before_a_character(path):
+def test_context_for_generation_matches_training_rows(path):
     prefixes = torch.from_numpy(encode("abc")).long()[None]
     assert context(opened(path, window=5).options, prefixes).tolist() == [encode("**abc").tolist()]
     assert context(opened(path, window=2).options, prefixes).tolist() == [encode("bc").tolist()]
@@ -157,10 +156,10 @@ def test_context_is_what_a_row_has_before_a_character(path):
     assert context(opened(path, rows="names").options, nothing).tolist() == [[0]] * 3
 
 
-def test_notes_and_what_cannot_be_used(path, tmp_path):
+def test_notes_and_unusable_files(path, tmp_path):
     with open(path, "a") as file:
         file.write("r2d2\n\n")
-    assert opened(path).notes == [f"{path}: 2 lines hold no name of letters a-z, blank, - and ."]
+    assert opened(path).notes == [f"{path}: skipped 2 lines that are not names of a-z, blank, - and ."]
     assert opened(path).label_counts(0, 3) is None
     assert opened(path).signature["classes"] == list(ALPHABET)
     with pytest.raises(DataError, match="type: harness data pet_names"):
@@ -170,24 +169,23 @@ def test_notes_and_what_cannot_be_used(path, tmp_path):
         opened(str(tmp_path / "few.txt"))
 
 
-def test_models_that_do_not_fit(path):
-    for name, message in (("small_cnn", "cannot be made"), ("torch.nn.Identity", "yields")):
+def test_models_for_other_data_are_rejected(path):
+    for name, message in (("small_cnn", "cannot be made"), ("torch.nn.Identity", "returns")):
         with pytest.raises(ConfigError, match=message):
             opened(path).model(ModelSection(name=name))
-    assert clean("Bella") == "bella"
 
 
-def test_no_real_name_is_on_both_sides(shared_data, tmp_path):
-    """The tutorial's split of rows had lucy, who is there 468 times, on both sides."""
+def test_real_names_are_in_one_set_each(shared_data, tmp_path):
+    """The tutorial splits rows instead: lucy, which occurs 468 times, is then in both sets."""
     from harness.data import published
 
     published.pet_names(tmp_path, str(shared_data / "pet_names"))
     task = opened(str(tmp_path / "names.txt"))
-    assert not set(task.trained) & set(task.held_out)
-    assert (len(task.trained), len(task.held_out)) == (12538, 1454)
+    assert not set(task.train_names) & set(task.eval_names)
+    assert (len(task.train_names), len(task.eval_names)) == (12538, 1454)
     lines = (tmp_path / "names.txt").read_text().splitlines()
     assert lines.count("lucy") == 468
     train_rows = np.random.default_rng(0).permutation(lines)[len(lines) // 10 :]
     leaked = np.isin(np.random.default_rng(0).permutation(lines)[: len(lines) // 10], train_rows).mean()
-    assert leaked > 0.8  # of the rows that such a split holds out
+    assert leaked > 0.8  # of the validation rows of such a split
     assert task.train.rows.stream.nbytes + task.train.rows.starts.nbytes < 2_000_000

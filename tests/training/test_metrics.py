@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn, and over ranks against the whole."""
+"""Metrics of classification against scikit-learn, and sums over batches and ranks against the whole."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ import torch
 
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.training.metrics import MAX_CONFUSION, Sums, classification, classification_report
+from harness.training.classification import MAX_CONFUSION, MAX_SCORES, Classification
+from harness.training.metrics import Sums
 from tests.ranks import run_ranks
 
 CLASSES = 7
+
+
+def task_of(classes: int) -> Classification:
+    task = Classification()
+    task.classes = range(classes)
+    return task
 
 
 def logits_and_targets(num_rows: int, classes: int = CLASSES):
@@ -22,41 +29,41 @@ def logits_and_targets(num_rows: int, classes: int = CLASSES):
 
 
 def report_of(*batches, classes: int = CLASSES, runtime: Runtime | None = None):
-    sums = Sums()
+    task, sums = task_of(classes), Sums()
     for outputs, targets in batches:
-        sums.add(classification(outputs, targets, classes))
-    return classification_report(sums.reduce(runtime or Runtime()), range(classes))
+        sums.add(task.evaluate(outputs, targets))
+    return task.report(sums.reduce(runtime or Runtime()))
 
 
-def test_against_scikit_learn():
+def test_classification_agrees_with_scikit_learn():
     reference = pytest.importorskip("sklearn.metrics")
     outputs, targets = logits_and_targets(200)
-    guesses, labels = outputs.argmax(1).numpy(), np.arange(CLASSES)
+    predicted, labels = outputs.argmax(1).numpy(), np.arange(CLASSES)
     report = report_of((outputs, targets))
-    assert report["top1"] == pytest.approx(reference.accuracy_score(targets, guesses))
+    assert report["top1"] == pytest.approx(reference.accuracy_score(targets, predicted))
     assert report["top5"] == pytest.approx(reference.top_k_accuracy_score(targets, outputs.numpy(), k=5, labels=labels))
     assert report["loss"] == pytest.approx(reference.log_loss(targets, outputs.softmax(1).numpy(), labels=labels))
-    assert report["mean_class_accuracy"] == pytest.approx(reference.balanced_accuracy_score(targets, guesses))
-    assert report["confusion"] == reference.confusion_matrix(targets, guesses, labels=labels).tolist()
-    recalls = reference.recall_score(targets, guesses, average=None)
+    assert report["mean_class_accuracy"] == pytest.approx(reference.balanced_accuracy_score(targets, predicted))
+    assert report["confusion"] == reference.confusion_matrix(targets, predicted, labels=labels).tolist()
+    recalls = reference.recall_score(targets, predicted, average=None)
     assert list(report["class_accuracy"].values()) == pytest.approx(recalls.tolist())
 
 
-def test_by_hand():
+def test_class_without_rows_has_no_accuracy():
     outputs = torch.tensor([[5.0, 0, 0], [0, 5, 0], [0, 5, 0], [5, 0, 0]])
     report = report_of((outputs, torch.tensor([0, 1, 0, 0])), classes=3)
     assert report["top1"] == 0.75
     assert report["class_accuracy"] == {"0": 2 / 3, "1": 1.0, "2": None}
-    assert report["mean_class_accuracy"] == pytest.approx(5 / 6)  # of the classes that occur
+    assert report["mean_class_accuracy"] == pytest.approx(5 / 6)
     assert report["confusion"] == [[2, 1, 0], [0, 1, 0], [0, 0, 0]]  # (label, prediction)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 4, 5])
-def test_top5_of_few_classes_is_everything(classes):
+def test_top5_of_five_classes_or_fewer_is_one(classes):
     assert report_of(logits_and_targets(20, classes), classes=classes)["top5"] == 1.0
 
 
-def test_batches_of_any_size_make_the_whole():
+def test_batches_of_any_size_add_up_to_the_whole():
     outputs, targets = logits_and_targets(50)
     whole = report_of((outputs, targets))
     edges = [0, 1, 2, 20, 50]
@@ -65,40 +72,43 @@ def test_batches_of_any_size_make_the_whole():
     assert parts == whole
 
 
-def test_half_precision_outputs_are_summed_in_more():
+def test_half_precision_outputs_are_summed_in_higher_precision():
     outputs, targets = logits_and_targets(300)
-    low, high = report_of((outputs.bfloat16(), targets)), report_of((outputs.bfloat16().float(), targets))
-    assert low == high
-    assert classification(outputs.half(), targets, CLASSES)["loss"][0].dtype is torch.float32
+    assert report_of((outputs.bfloat16(), targets)) == report_of((outputs.bfloat16().float(), targets))
+    assert task_of(CLASSES).evaluate(outputs.half(), targets)["loss"][0].dtype is torch.float32
 
 
-def test_too_many_classes_have_no_confusion_matrix():
-    outputs = torch.zeros(2, MAX_CONFUSION + 1)
-    targets = torch.tensor([0, MAX_CONFUSION])
-    assert "confusion" not in classification(outputs, targets, MAX_CONFUSION + 1)
+def test_confusion_matrix_is_omitted_for_too_many_classes():
+    outputs, targets = torch.zeros(2, MAX_CONFUSION + 1), torch.tensor([0, MAX_CONFUSION])
     assert "confusion" not in report_of((outputs, targets), classes=MAX_CONFUSION + 1)
-    assert "confusion" in classification(outputs[:1, :-1], targets[:1], MAX_CONFUSION)
+    assert "confusion" in task_of(MAX_CONFUSION).evaluate(outputs[:1, :-1], targets[:1])
 
 
-def test_adding_does_not_change_what_was_added():
+def test_predictions_of_many_classes_are_the_best_five():
+    table = task_of(MAX_SCORES + 1).predictions(torch.eye(MAX_SCORES + 1)[[3, 100]] * 9)
+    more = [f"{kind}_{n}" for n in (2, 3, 4, 5) for kind in ("prediction", "score")]
+    assert list(table) == ["prediction", "score", *more]
+    assert table["prediction"] == [3, 100]
+    assert (table["score"] > table["score_2"]).all()
+
+
+def test_adding_copies_the_values():
     pairs = {"loss": (torch.ones(()), torch.ones(()))}
     sums = Sums()
     sums.add(pairs)
     sums.add(pairs)
-    assert sums.ratio("loss") == 1
+    assert (sums.ratio("loss"), sums.pairs["loss"][0].item()) == (1, 2)
     assert pairs["loss"][0].item() == 1
-    assert sums.pairs["loss"][0].item() == 2
 
 
-def test_nothing_counted():
-    assert Sums().reduce(Runtime()).pairs == {}
+def test_ratio_of_nothing_is_nan():
     sums = Sums()
     sums.add({"loss": (torch.zeros(()), torch.zeros(()))})
     assert np.isnan(sums.ratio("loss"))
 
 
 def _report_over_ranks():
-    """Rank r has rows [0, 0, 1, rest] of 40: the first two ranks have nothing."""
+    """Split 40 rows as [0, 0, 1, 39], taking the last ``world_size`` parts: at least one rank has no rows."""
     outputs, targets = logits_and_targets(40)
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
         edges = [0, 0, 1, 40][-runtime.world_size - 1 :]
@@ -109,7 +119,7 @@ def _report_over_ranks():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_over_ranks_it_is_the_whole_also_where_one_has_no_rows(world):
+def test_ranks_add_up_to_the_whole_with_and_without_rows(world):
     whole = report_of(logits_and_targets(40))
     for report, nothing in run_ranks(world, _report_over_ranks, group=False, timeout_s=30):
         assert nothing == {}

@@ -1,4 +1,4 @@
-"""The table of predictions: each row once, in order, the same bytes at any world size, and never half a file."""
+"""The table of predictions: each row once, in order, the same bytes at any world size, never a partial file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from harness.config import loader
-from harness.data.images import Batch
+from harness.data.batch import Batch
 from harness.data.loader import Loader
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.training import prediction_writer as predictions
-from harness.training.metrics import MAX_SCORES, classification_table
+from harness.training.classification import Classification
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Rows:
-    """Rows of numbers; rows of ``bad`` cannot be read, and ``fail_at`` is an error."""
+    """Rows of numbers. Rows in ``bad`` are unreadable; row ``fail_at`` raises."""
 
     def __init__(self, num_rows: int, bad: frozenset[int] = frozenset(), fail_at: int | None = None) -> None:
         self.num_rows, self.bad, self.fail_at = num_rows, bad, fail_at
@@ -45,8 +45,10 @@ class Rows:
         )
 
 
-class Guesses:
-    """A task of three classes over ``Rows``."""
+class ThreeClasses(Classification):
+    """A task with three classes over ``Rows``."""
+
+    classes = ("ä,b", "7", "c")
 
     def __init__(self, rows: Rows) -> None:
         self.eval = rows
@@ -54,15 +56,12 @@ class Guesses:
     def prepare(self, inputs):
         return inputs
 
-    def predictions(self, outputs):
-        return classification_table(outputs, ("ä,b", "7", "c"))
-
     def known(self, rows):
         return {"id": [f"row {row}" for row in rows.tolist()], "label": (rows % 3).tolist()}
 
 
 def model() -> torch.nn.Module:
-    """Whose kernels do give other digits in batches of other sizes."""
+    """A model whose kernels round differently in batches of different sizes."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(37, 129), torch.nn.GELU(), torch.nn.Linear(129, 3)).eval()
 
@@ -70,11 +69,11 @@ def model() -> torch.nn.Module:
 def write(folder, name, rows, runtime=None, stop=None):
     runtime = runtime or Runtime()
     config = loader.load(folder / "config.yaml")
-    predictor = predictions.Predictor(config, runtime, Guesses(rows), model())
+    predictor = predictions.Predictor(config, runtime, ThreeClasses(rows), model())
     return predictions.write(predictor, Loader(rows, 0, CPU), stop or Stop(runtime), folder / name)
 
 
-def in_gang(folder, name, rows):
+def on_ranks(folder, name, rows):
     with open_runtime(detect(os.environ), "cpu", 60) as runtime:
         written = write(folder, name, rows, runtime)
         return written.rows, written.bad
@@ -88,12 +87,12 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_the_same_bytes_at_any_world_size(folder, kind, monkeypatch):
-    bad = frozenset([0, 77, *range(640, 704), 9_999])  # a whole block among them
+def test_file_is_the_same_at_any_world_size(folder, kind):
+    bad = frozenset([0, 77, *range(640, 704), 9_999])  # including a whole block
     written = {}
     for world in (1, 2, 3):
         rows = Rows(NUM_ROWS, bad)
-        counts = run_ranks(world, in_gang, folder, f"{world}.{kind}", rows, group=False)
+        counts = run_ranks(world, on_ranks, folder, f"{world}.{kind}", rows, group=False)
         assert counts == [(NUM_ROWS, len(bad))] + [(0, 0)] * (world - 1)
         written[world] = (folder / f"{world}.{kind}").read_bytes()
     assert written[1] == written[2] == written[3]
@@ -105,8 +104,7 @@ def test_the_same_bytes_at_any_world_size(folder, kind, monkeypatch):
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_scores_are_those_of_the_model_and_do_not_depend_on_the_rows_after(folder):
-    """Block by block as the promise says; what comes later in the file changes nothing."""
+def test_scores_do_not_depend_on_later_rows(folder):
     write(folder, "all.parquet", Rows(200))
     write(folder, "some.parquet", Rows(70))
     every, some = (pq.read_table(folder / f"{name}.parquet").to_pandas() for name in ("all", "some"))
@@ -118,7 +116,7 @@ def test_scores_are_those_of_the_model_and_do_not_depend_on_the_rows_after(folde
     assert [("ä,b", "7", "c")[place] for place in scores.argmax(1)] == every["prediction"].astype(str).tolist()
 
 
-def test_numbers_in_a_csv_are_read_back_exactly(folder):
+def test_numbers_in_csv_round_trip_exactly(folder):
     write(folder, "a.csv", Rows(200))
     write(folder, "a.parquet", Rows(200))
     text = pd.read_csv(folder / "a.csv", dtype={"score_c": np.float32})
@@ -126,40 +124,40 @@ def test_numbers_in_a_csv_are_read_back_exactly(folder):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_error_leaves_nothing_and_what_was_there_before(folder, world):
+def test_error_keeps_the_previous_file(folder, world):
     (folder / "out.csv").write_text("before")
     with pytest.raises(RankFailure, match="this row is broken"):
-        run_ranks(world, in_gang, folder, "out.csv", Rows(1000, fail_at=70), group=False)
+        run_ranks(world, on_ranks, folder, "out.csv", Rows(1000, fail_at=70), group=False)
     assert (folder / "out.csv").read_text() == "before"
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_a_stop_leaves_nothing(folder):
+def test_stop_writes_nothing(folder):
     stop = Stop(Runtime())
     stop.request("SIGTERM")
     assert write(folder, "out.csv", Rows(1000), stop=stop) is None
     assert not (folder / "out.csv").exists()
 
 
-def test_rows_that_cannot_be_read_at_all(folder):
+def test_unreadable_rows_only_is_an_error(folder):
     with pytest.raises(DataError, match="none of the first 100 rows"):
         write(folder, "out.csv", Rows(100, frozenset(range(100))))
     assert not (folder / "out.csv").exists()
 
 
-def test_a_model_that_cannot_take_the_rows(folder):
-    predictor = predictions.Predictor(make_config(folder), Runtime(), Guesses(Rows(5)), torch.nn.Linear(36, 3))
+def test_input_shape_that_does_not_fit_the_model(folder):
+    predictor = predictions.Predictor(make_config(folder), Runtime(), ThreeClasses(Rows(5)), torch.nn.Linear(36, 3))
     with pytest.raises(DataError, match=r"cannot take inputs of shape \(37,\)"):
         predictions.write(predictor, Loader(Rows(5), 0, CPU), Stop(Runtime()), folder / "out.csv")
 
 
-def test_a_device_that_is_too_small(folder):
+def test_out_of_memory_suggests_a_batch_size(folder):
     class Greedy(torch.nn.Module):
         def forward(self, inputs):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     config = make_config(folder, batch={"global": 192})
-    predictor = predictions.Predictor(config, Runtime(), Guesses(Rows(5)), Greedy())
+    predictor = predictions.Predictor(config, Runtime(), ThreeClasses(Rows(5)), Greedy())
     with pytest.raises(HarnessError, match=r"batch\.eval_per_rank=16"):
         predictions.write(predictor, Loader(Rows(5), 0, CPU), Stop(Runtime()), folder / "out.csv")
 
@@ -173,14 +171,5 @@ def test_a_device_that_is_too_small(folder):
         ({"global": 8, "eval_per_rank": 500}, 500),
     ],
 )
-def test_block_sizes_follow_from_the_configuration_alone(folder, batch, rows):
+def test_block_size_depends_on_the_configuration_only(folder, batch, rows):
     assert predictions.block_rows(make_config(folder, batch=batch)) == rows
-
-
-def test_of_very_many_classes_the_best_five():
-    logits = torch.eye(MAX_SCORES + 1)[[3, 100]] * 9
-    table = classification_table(logits, [f"c{index}" for index in range(MAX_SCORES + 1)])
-    more = [f"{kind}_{n}" for n in (2, 3, 4, 5) for kind in ("prediction", "score")]
-    assert list(table) == ["prediction", "score", *more]
-    assert table["prediction"] == ["c3", "c100"]
-    assert (table["score"] > table["score_2"]).all()

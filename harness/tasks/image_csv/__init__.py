@@ -1,1 +1,1 @@
-"""Task image_csv: config.py is its section of the YAML, task.py its data, model and metrics (imports torch)."""
+"""Task image_csv: config.py is its section of the YAML; task.py has its data, model and metrics, and imports torch."""

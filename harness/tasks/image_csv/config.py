@@ -1,4 +1,4 @@
-"""Image classification from an annotation CSV: a column of image paths and a column of labels."""
+"""Image classification from an annotation CSV: one column of image paths and one of labels."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _CHANNELS = {"rgb": 3, "gray": 1}
 
 
 class Augment(Section):
-    """Random changes of training images; each is drawn anew for every row and epoch."""
+    """Random changes of training images, drawn for each row and epoch."""
 
     crop_padding: Annotated[int, Field(ge=0)] = 0
-    """Pad by this many pixels and crop back at random: a shift."""
+    """Pad by this many pixels on each side and crop back at random: a random shift."""
     random_resized_crop: bool = False
     """Crop a random part (8 to 100 % of the area) and scale it to task.image_size, which must be set."""
     horizontal_flip: Fraction = 0.0
-    """Probability of mirroring."""
+    """Probability of a horizontal flip."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
     """Largest rotation, in degrees."""
 
 
 class Task(TaskSection):
-    """A CSV (or Parquet file) with an image path and a label a row."""
+    """A CSV (or Parquet file) with one image path and one label per row."""
 
     name: Literal["image_csv"]
     train_csv: str
@@ -38,23 +38,23 @@ class Task(TaskSection):
     eval_csv: str
     """Annotations to evaluate on; every label must occur in train_csv."""
     root: str = ""
-    """Folder that image paths are relative to; empty: the working folder."""
+    """Folder that image paths are relative to; empty: the working directory."""
     path_column: str = "path"
     label_column: str = "label"
     image_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = Field(
         default=None, strict=False
     )
-    """[height, width] to scale images to; null: all have the same size already."""
+    """[height, width] to scale images to; null: all images have the same size already."""
     color: Literal["rgb", "gray"] = "rgb"
     mean: tuple[float, ...] | None = Field(default=None, strict=False)
-    """A value a channel, on the scale 0 to 1, taken off each pixel; null: 0.5."""
+    """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5."""
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
-    """A value a channel that pixels are divided by after that; null: 0.5."""
+    """One value per channel that pixels are then divided by; null: 0.5."""
     augment: Augment = Augment()
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target spread evenly over all classes, in training."""
     on_bad_image: Literal["error", "skip"] = "error"
-    """A missing or corrupt image ends the run, or is counted and replaced by the next readable row."""
+    """A missing or corrupt image ends the run (error), or is counted and replaced by the next readable row (skip)."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
         "top1": "max",
@@ -65,7 +65,7 @@ class Task(TaskSection):
 
     @field_validator("mean", "std")
     @classmethod
-    def _one_value_a_channel(cls, values: tuple[float, ...] | None, info: ValidationInfo) -> tuple[float, ...] | None:
+    def _one_value_per_channel(cls, values: tuple[float, ...] | None, info: ValidationInfo) -> tuple[float, ...] | None:
         channels = _CHANNELS.get(info.data.get("color", ""))
         if values is not None and channels is not None and len(values) != channels:
             raise ValueError(f"{len(values)} values, but task.color={info.data['color']} has {channels} channel(s)")
@@ -83,13 +83,13 @@ class Task(TaskSection):
         return _CHANNELS[self.color]
 
     def open(self, seed: int, cache_dir: Path | None) -> ImageCsv:
-        """The annotation tables, opened (and converted, where this is the first time). Raises DataError."""
+        """Open the annotation tables, converting them first if necessary. Raises DataError."""
         from harness.tasks.image_csv import task
 
-        return task.annotated(self, seed, cache_dir)
+        return task.open_tables(self, seed, cache_dir)
 
     def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
-        """The table ``source`` to guess the classes of; labels are taken as they are written, if there are any."""
+        """Open the table ``source`` for prediction. Its labels are optional and are not interpreted."""
         from harness.tasks.image_csv import task
 
-        return task.to_guess(self, learned, source, cache_dir)
+        return task.open_new_table(self, learned, source, cache_dir)

@@ -1,9 +1,9 @@
-"""The tables of ``image_csv``, opened: images, model, loss and metrics."""
+"""Data, model, loss and metrics of the task ``image_csv``."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,49 +16,47 @@ from torch.nn import functional
 from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
-from harness.config.schema import ModelSection
 from harness.data.images import ImageTable
 from harness.data.table.table import Table, open_table
 from harness.errors import DataError
-from harness.training import models
-from harness.training.classification import Classification
+from harness.training.task import Classification, ModelSection, models
 
 if TYPE_CHECKING:
     from harness.tasks.image_csv.config import Augment, Task
 
+_CHUNK_ROWS = 1 << 20  # labels in memory at once
 
-def annotated(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
-    """``task.train_csv`` and ``task.eval_csv``. Raises DataError."""
-    tables = {
-        split: open_table(source, text=(task.path_column,), label=task.label_column, cache_dir=cache_dir)
-        for split, source in (("train", task.train_csv), ("eval", task.eval_csv))
-    }
-    classes = tables["train"].vocabulary
-    codes = {label: index for index, label in enumerate(classes)}
-    unknown = [label for label in tables["eval"].vocabulary if label not in codes]
-    if unknown:
-        raise _unknown_label(tables["eval"], task.train_csv, unknown, classes)
 
+def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
+    """Open ``task.train_csv`` and ``task.eval_csv``. Raises DataError."""
     train, eval_ = (
-        _images(task, table, [codes[label] for label in table.vocabulary], seed) for table in tables.values()
+        open_table(source, text=(task.path_column,), label=task.label_column, cache_dir=cache_dir)
+        for source in (task.train_csv, task.eval_csv)
     )
-    return ImageCsv(task, train, eval_, classes)
+    class_of = {label: index for index, label in enumerate(train.vocabulary)}
+    unknown = [label for label in eval_.vocabulary if label not in class_of]
+    if unknown:
+        raise _unknown_labels(eval_, task.train_csv, unknown, train.vocabulary)
+    train_images, eval_images = (
+        _images(task, table, [class_of[label] for label in table.vocabulary], seed) for table in (train, eval_)
+    )
+    return ImageCsv(task, train_images, eval_images, train.vocabulary)
 
 
-def to_guess(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
-    """The table ``source``, whose labels are not looked at."""
+def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
+    """Open the table ``source`` for prediction with the classes and image size in ``learned``."""
     table = open_table(source, text=(task.path_column,), cache_dir=cache_dir)
     images = _images(task, table, [], seed=0)
     return ImageCsv(task, images, images, tuple(learned["classes"]), tuple(learned["image_size"]))
 
 
-def _images(task: Task, table: Table, codes: Sequence[int], seed: int) -> ImageTable:
-    """The images of ``table``, of whose label codes ``codes`` are the class indices."""
+def _images(task: Task, table: Table, classes: Sequence[int], seed: int) -> ImageTable:
+    """The images of ``table``; ``classes[code]`` is the class index of a label code of the table."""
     return ImageTable(
         table=table,
         root=Path(task.root),
         path_column=task.path_column,
-        targets=np.asarray(codes, dtype=np.int64),
+        targets=np.asarray(classes, dtype=np.int64),
         seed=seed,
         mode=ImageReadMode.RGB if task.color == "rgb" else ImageReadMode.GRAY,
         augment=_pipeline(task.augment, task.image_size),
@@ -69,16 +67,13 @@ def _images(task: Task, table: Table, codes: Sequence[int], seed: int) -> ImageT
 
 @dataclass(frozen=True)
 class ImageCsv(Classification):
-    """The opened task: data, model, loss and metrics. ``classes[index]`` is the label of a class index.
-
-    ``known_size`` is the (height, width) of images where it was learned from other data than these.
-    """
+    """The opened task. ``learned_size``: (height, width) of the training images, for a task opened on new data."""
 
     options: Task
     train: ImageTable
     eval: ImageTable
     classes: tuple[str | int, ...]
-    known_size: tuple[int, ...] | None = None
+    learned_size: tuple[int, ...] | None = None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -86,27 +81,23 @@ class ImageCsv(Classification):
 
     @property
     def notes(self) -> list[str]:
-        """What is odd about the annotations, though it can be used."""
         return [*self.train.table.notes, *self.eval.table.notes]
 
     @property
     def fingerprint(self) -> str:
-        """The same on two nodes if and only if they read the same annotations."""
         return f"{self.train.table.digest} {self.eval.table.digest}"
 
     def label_counts(self, start: int, stop: int) -> np.ndarray:
-        """Training rows of each class among rows [start, stop)."""
         counts = np.zeros(len(self.classes), dtype=np.int64)
-        for edge in range(start, stop, 1 << 20):
-            codes = self.train.table.labels(np.arange(edge, min(edge + (1 << 20), stop)))
+        for _, codes in _label_chunks(self.train.table, start, stop):
             counts += np.bincount(self.train.targets[codes], minlength=len(self.classes))
         return counts
 
     @cached_property
     def image_size(self) -> tuple[int, ...]:
-        """(height, width) as the model sees it: as set, else that of the first training image that can be read."""
-        known = self.options.image_size or self.known_size
-        return known or tuple(self.train.batch(np.arange(1), epoch=0).inputs.shape[-2:])
+        """(height, width) as the model sees it: as configured, else that of the first readable training image."""
+        size = self.options.image_size or self.learned_size
+        return size or tuple(self.train.batch(np.arange(1), epoch=0).inputs.shape[-2:])
 
     @property
     def learned(self) -> dict[str, Any]:
@@ -118,7 +109,7 @@ class ImageCsv(Classification):
         return models.build(section.name, section.args, known, example)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 (batch, channels, height, width) -> float32, normalised, on the same device."""
+        """uint8 (batch, channels, height, width) -> normalized float32, on the same device."""
         mean, std = (
             _per_channel(v, self.options.channels, inputs.device) for v in (self.options.mean, self.options.std)
         )
@@ -129,18 +120,16 @@ class ImageCsv(Classification):
         return functional.cross_entropy(outputs, targets, label_smoothing=self.options.label_smoothing)
 
     def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
-        """Path and label of rows to evaluate."""
         table, label = self.eval.table, self.options.label_column
-        found: dict[str, list[Any]] = {"id": table.strings(self.options.path_column, rows)}
+        columns: dict[str, list[Any]] = {"id": table.strings(self.options.path_column, rows)}
         if table.label is not None:
-            found["label"] = [table.vocabulary[code] for code in table.labels(rows).tolist()]
+            columns["label"] = [table.vocabulary[code] for code in table.labels(rows).tolist()]
         elif label in table.columns:
-            found["label"] = table.strings(label, rows)
-        return found
+            columns["label"] = table.strings(label, rows)
+        return columns
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What a user of an exported model must know."""
         mean, std = (list(v or [0.5] * self.options.channels) for v in (self.options.mean, self.options.std))
         return {
             "input": "images",
@@ -150,16 +139,22 @@ class ImageCsv(Classification):
                 "color": self.options.color,
                 "size": list(self.image_size),
                 "resize": "bilinear with antialiasing" if self.options.image_size else "none: images have this size",
-                "scale": "pixels from 0 to 255 are divided by 255, then mean is subtracted, then divided by std",
+                "scale": "divide pixels (0 to 255) by 255, subtract mean, divide by std",
                 "mean": mean,
                 "std": std,
             },
         }
 
 
-@lru_cache  # made once: a new tensor on a GPU is a copy that the host waits for
+@lru_cache  # creating a tensor on a GPU makes the host wait for the copy
 def _per_channel(values: tuple[float, ...] | None, channels: int, device: torch.device) -> Tensor:
     return torch.tensor(values or [0.5] * channels, device=device).view(-1, 1, 1)
+
+
+def _label_chunks(table: Table, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, label codes) of consecutive chunks of rows [start, stop)."""
+    for edge in range(start, stop, _CHUNK_ROWS):
+        yield edge, table.labels(np.arange(edge, min(edge + _CHUNK_ROWS, stop)))
 
 
 def _pipeline(augment: Augment | None, size: tuple[int, int] | None) -> v2.Transform:
@@ -191,12 +186,13 @@ class _Shift(v2.Transform):
         return padded[..., top : top + image.shape[-2], left : left + image.shape[-1]]
 
 
-def _unknown_label(table: Table, train_csv: str, unknown: list[Any], classes: tuple[Any, ...]) -> DataError:
+def _unknown_labels(table: Table, train_csv: str, unknown: list[Any], classes: Sequence[Any]) -> DataError:
     near = difflib.get_close_matches(str(unknown[0]), [str(label) for label in classes], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "evaluate on labels that are trained, or correct the CSV"
+    hint = f"did you mean {near[0]!r}?" if near else "evaluate only labels that occur in training, or correct the CSV"
     labels = ", ".join(repr(label) for label in unknown[:5])
     code = table.vocabulary.index(unknown[0])
-    row = next(row for row in range(len(table)) if table.labels(np.asarray([row]))[0] == code)
+    chunks = _label_chunks(table, 0, len(table))
+    row = next(start + int(np.argmax(codes == code)) for start, codes in chunks if code in codes)
     return DataError(
         f"{len(unknown)} label(s) that {train_csv} does not have: {labels}", where=table.where(row), hint=hint
     )

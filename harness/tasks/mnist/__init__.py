@@ -1,1 +1,1 @@
-"""Task mnist: config.py is its section of the YAML, task.py its data, model and metrics (imports torch)."""
+"""Task mnist: config.py is its section of the YAML; task.py has its data, model and metrics, and imports torch."""

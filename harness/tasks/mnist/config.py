@@ -1,4 +1,4 @@
-"""Handwritten digits: MNIST, in the files that torchvision keeps it in (``harness data mnist DIR`` brings them)."""
+"""Handwritten digits: MNIST, in the files that torchvision uses (``harness data mnist DIR`` downloads them)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Task(TaskSection):
 
     name: Literal["mnist"]
     root: str = "data/mnist"
-    """The folder that `harness data` was given: the images are in root/MNIST/raw, where torchvision looks too."""
+    """The folder given to `harness data`. The images are in root/MNIST/raw, where torchvision looks too."""
     train_rows: Positive | None = None
-    """Train on the first so many images only; null: all."""
+    """Train on the first N images only; null: all."""
     eval_rows: Positive | None = None
-    """Evaluate on the first so many images only; null: all."""
+    """Evaluate on the first N images only; null: all."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
         "top1": "max",
@@ -30,12 +30,12 @@ class Task(TaskSection):
         "mean_class_accuracy": "max",
     }
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "MNIST"
-    """torchvision's name of the data set, and of the folder that it keeps it in."""
-    mean: ClassVar[float] = 0.1307  # of all training pixels, on the scale 0 to 1
+    """torchvision's name for the data set and its folder."""
+    mean: ClassVar[float] = 0.1307  # over all training pixels, scaled to [0, 1]
     std: ClassVar[float] = 0.3081
 
     def open(self, seed: int, cache_dir: Path | None) -> Images:
-        """The images, mapped from their files. Raises DataError."""
+        """Map the image files. Raises DataError."""
         from harness.tasks.mnist import task
 
-        return task.mapped(self)
+        return task.open_images(self)

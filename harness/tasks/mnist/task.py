@@ -1,10 +1,9 @@
-"""The files of ``mnist`` and ``fashion_mnist``, opened: images, model, loss and metrics."""
+"""Data, model, loss and metrics of the tasks ``mnist`` and ``fashion_mnist``."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,41 +13,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision import datasets
 
-from harness.config.schema import ModelSection
-from harness.data.arrays import Arrays, map_idx
-from harness.training import models
-from harness.training.classification import Classification
+from harness.data.arrays import map_idx
+from harness.training.task import Arrays, Classification, ModelSection, models
 
 if TYPE_CHECKING:
     from harness.tasks.mnist.config import Task
 
 
-def mapped(task: Task) -> Images:
-    """The images in ``task.root``. Raises DataError."""
-    return Images(task, _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows))
+def open_images(task: Task) -> Images:
+    """Map the images in ``task.root``. Raises DataError."""
+    names = getattr(datasets, task.kind).classes  # MNIST's are "0 - zero"
+    classes = tuple(name.split(" - ")[0] for name in names)
+    return Images(task, _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows), classes)
 
 
 def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
     raw = Path(task.root) / task.kind / "raw"
-    how = f"type: harness data {task.name} {task.root}"
-    images = map_idx(raw / f"{split}-images-idx3-ubyte", 3, how)[:num_rows, None]
-    labels = map_idx(raw / f"{split}-labels-idx1-ubyte", 1, how)[:num_rows]
+    hint = f"type: harness data {task.name} {task.root}"
+    images = map_idx(raw / f"{split}-images-idx3-ubyte", 3, hint)[:num_rows, None]
+    labels = map_idx(raw / f"{split}-labels-idx1-ubyte", 1, hint)[:num_rows]
     return Arrays(images, labels.astype(np.int64))
 
 
 @dataclass(frozen=True)
 class Images(Classification):
-    """The opened task: data, model, loss and metrics. Images are uint8 (rows, 1, height, width)."""
+    """The opened task. Images are uint8 (rows, 1, height, width)."""
 
     options: Task
     train: Arrays
     eval: Arrays
-
-    @cached_property
-    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """``classes[index]`` is the name of a class index."""
-        known = getattr(datasets, self.options.kind).classes
-        return tuple(name.split(" - ")[0] for name in known)  # MNIST's are "0 - zero"
+    classes: tuple[str, ...]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -60,7 +54,6 @@ class Images(Classification):
 
     @property
     def fingerprint(self) -> str:
-        """The same on two nodes if and only if they read the same images and labels."""
         digest = hashlib.sha256()
         for rows in (self.train, self.eval):
             for array in (rows.inputs, rows.targets):
@@ -68,7 +61,6 @@ class Images(Classification):
         return digest.hexdigest()
 
     def label_counts(self, start: int, stop: int) -> np.ndarray:
-        """Training rows of each class among rows [start, stop)."""
         return np.bincount(self.train.targets[start:stop], minlength=len(self.classes))
 
     def model(self, section: ModelSection) -> nn.Module:
@@ -76,7 +68,7 @@ class Images(Classification):
         return models.build(section.name, section.args, known, torch.zeros(2, *self.train.inputs.shape[1:]))
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 (batch, 1, height, width) -> float32, normalised, on the same device."""
+        """uint8 (batch, 1, height, width) -> normalized float32, on the same device."""
         return inputs.float().div_(255).sub_(self.options.mean).div_(self.options.std)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -84,12 +76,10 @@ class Images(Classification):
         return functional.cross_entropy(outputs, targets)
 
     def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
-        """Number and label of rows to evaluate."""
         return {"id": rows.tolist(), "label": [self.classes[code] for code in self.eval.targets[rows].tolist()]}
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What a user of an exported model must know."""
         return {
             "input": "images",
             "output": "logits",
@@ -97,7 +87,7 @@ class Images(Classification):
             "preprocessing": {
                 "color": "gray",
                 "size": list(self.train.inputs.shape[2:]),
-                "scale": "pixels from 0 to 255 are divided by 255, then mean is subtracted, then divided by std",
+                "scale": "divide pixels (0 to 255) by 255, subtract mean, divide by std",
                 "mean": [self.options.mean],
                 "std": [self.options.std],
             },

@@ -1,1 +1,1 @@
-"""Task pet_names: config.py is its section of the YAML, task.py its data, model and metrics (imports torch)."""
+"""Task pet_names: config.py is its section of the YAML; task.py has its data, model and metrics, and imports torch."""

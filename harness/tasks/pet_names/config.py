@@ -1,18 +1,18 @@
-"""Names, one character after the other: a language model over the names of pets.
+"""A character-level language model of pet names.
 
-Names are cleaned as ``harness.data.names.clean`` says, and split by name: one different name in ten is held out, so
-that no name is both trained and evaluated, and evaluation counts each held-out name once. A model reads rows of one of
-two kinds, and both are judged by the same number, ``char_loss``: the mean over each character of each held-out name,
-and over the stop behind it, of -log(probability), in nats, blanks left out.
+Names are cleaned by ``harness.data.names.clean`` and split by name: one distinct name in ten is for validation, so no
+name is in both sets, and evaluation counts each validation name once. A model reads rows of one of two kinds. Both are
+compared by ``char_loss``: the mean of -log(probability) in nats over the characters and the stop of each validation
+name, without padding.
 
-    windows   a row for each next character: the ``window`` characters before it. The loss in training is over all
-              positions of the window, blanks included.
-    names     a row for each name, so that each character is predicted once, from all those before it. The loss in
-              training is over characters alone.
+    windows   one row per next character, with the ``window`` characters before it. The training loss is over all
+              positions of the window, padding included.
+    names     one row per name, so each character is predicted once, from all characters before it. The training loss
+              is over characters only.
 
-``window_loss`` is the mean over all positions of all windows, blanks included, for either kind. It is lower, since
-blanks are easy, and characters count as often as windows have them. A model of whole names predicts no blanks: they
-are counted at no cost, and its other characters have all their context.
+``window_loss`` is the mean over all positions of all windows, padding included, for either kind. It is lower, because
+padding is easy to predict, and it counts a character once per window that contains it. A model of whole names does not
+predict padding, which then counts as a loss of zero, and sees the whole context of every character.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class Task(TaskSection):
-    """A text file with a name a line."""
+    """A text file with one name per line."""
 
     name: Literal["pet_names"]
     names: str = "data/pet_names/names.txt"
     """The file of names; `harness data pet_names data/pet_names` writes this one."""
     rows: Literal["windows", "names"] = "windows"
-    """What a row is: a window before each next character, or a whole name."""
+    """One row per character, with the window before it (windows), or one row per name (names)."""
     window: Positive = 8
-    """Characters of a window; window_loss counts windows of this length for rows of either kind."""
+    """Length of a window in characters. window_loss uses it with rows=names, too."""
     repeats: bool = False
-    """Train on a name as often as the file has it, instead of once; held-out names always count once."""
+    """Train on a name as often as it is in the file instead of once. Validation names always count once."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
         "char_loss": "min",
@@ -47,7 +47,7 @@ class Task(TaskSection):
     }
 
     def open(self, seed: int, cache_dir: Path | None) -> PetNames:
-        """The names as rows of codes. Raises DataError."""
+        """Read and split the names. Raises DataError."""
         from harness.tasks.pet_names import task
 
-        return task.split_by_name(self)
+        return task.read_names(self)

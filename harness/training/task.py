@@ -1,0 +1,146 @@
+"""The interface of a task, and what the module of a task imports; docs/add_a_task.md builds one step by step.
+
+A task is a module with a class ``Task``: a ``TaskSection`` whose fields are the ``task:`` section of the YAML, with
+
+    metrics                    {name of an evaluation metric: "max" or "min"}, the one that picks the best model first
+    open(seed, cache_dir)      the OpenedTask: data, model, loss and metrics
+
+The protocols whose names begin with Supports are optional. A task knows nothing of ranks, amp or checkpoints.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor, nn
+
+from harness.config.schema import ModelSection, TaskSection
+from harness.data.arrays import Arrays
+from harness.data.batch import Batch, Dataset
+from harness.data.seeds import row_seed, seeded_torch
+from harness.errors import ConfigError
+from harness.training import models
+from harness.training.classification import Classification
+from harness.training.metrics import Pairs, Report, Sums
+
+__all__ = [
+    "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
+    "SupportsNewData", "SupportsPredictions", "SupportsSignature", "TaskSection", "models", "row_seed", "seeded_torch",
+]  # fmt: skip
+
+Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
+
+
+class OpenedTask(Protocol):
+    """A task with its data opened, as ``Task.open`` returns it."""
+
+    @property
+    def train(self) -> Dataset:
+        """All training rows; the harness decides which rank reads which."""
+        ...
+
+    @property
+    def eval(self) -> Dataset:
+        """All evaluation rows."""
+        ...
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Facts to print before training: number of rows, classes, ..."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about data that is usable but odd; printed as warnings."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the data: equal on two nodes if and only if they read the same data."""
+        ...
+
+    def label_counts(self, start: int, stop: int) -> np.ndarray | None:
+        """How often each class occurs in training rows [start, stop); None if the task has no classes."""
+        ...
+
+    def model(self, section: ModelSection) -> nn.Module:
+        """Build the model on the CPU in float32, not wrapped; usually with ``models.build``."""
+        ...
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Turn the inputs of a batch, already on the device, into what the model takes."""
+        ...
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the rows of the batch."""
+        ...
+
+    def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
+        """{name: (sum, count)} over the batch; the harness adds them up over batches and ranks."""
+        ...
+
+    def report(self, sums: Sums) -> Report:
+        """{name: value} of the added-up pairs; includes every metric that ``Task.metrics`` names."""
+        ...
+
+
+@runtime_checkable
+class SupportsPredictions(Protocol):
+    """An opened task whose evaluation rows get a table of predictions, ``predictions.csv``."""
+
+    def predictions(self, outputs: Tensor) -> Columns:
+        """Columns that the model adds: ``prediction`` and scores."""
+        ...
+
+    def known(self, rows: np.ndarray) -> Columns:
+        """Columns known without the model for these rows of ``eval``: ``id`` and, if there is one, ``label``."""
+        ...
+
+
+class PredictingTask(OpenedTask, SupportsPredictions, Protocol):
+    """An opened task with a table of predictions."""
+
+
+@runtime_checkable
+class SupportsLearned(Protocol):
+    """An opened task that keeps facts from its training data, such as the classes, in the run folder."""
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """Facts that ``Task.open_new`` needs, as JSON."""
+        ...
+
+
+@runtime_checkable
+class SupportsNewData(Protocol):
+    """A ``Task`` for ``harness predict``, which predicts the rows of a new file without the training data."""
+
+    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> PredictingTask:
+        """Open the file ``source`` as ``eval``; ``learned`` is what the trained task kept."""
+        ...
+
+
+@runtime_checkable
+class SupportsSignature(Protocol):
+    """An opened task that describes its model's input and output for ``harness export``."""
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """{"input": name, "output": name, "classes": [...], "preprocessing": {...}}, all optional."""
+        ...
+
+
+def require_members(opened: object, name: str) -> None:
+    """Raise ConfigError if ``opened``, from the task ``name``, lacks a member of OpenedTask."""
+    members = [member for member in vars(OpenedTask) if not member.startswith("_")]
+    missing = [member for member in members if inspect.getattr_static(opened, member, None) is None]
+    if missing:
+        raise ConfigError(
+            f"Task.open of {name} returns a {type(opened).__name__} without {', '.join(missing)}",
+            where="task.name",
+            hint="add them: harness.training.task.OpenedTask documents each, docs/add_a_task.md shows an example",
+        )
