@@ -1,4 +1,4 @@
-"""The structure of ``harness``, from its syntax trees: which package imports which, and what is done in one place."""
+"""The structure that docs/architecture.md describes, checked on the syntax trees of the code."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from docs import architecture
 from harness.runs import layout
 from tests.conftest import ROOT
 
-# What each package may import of the others; docs/architecture.md shows the same table. ``errors`` and ``version`` are
-# free to all but harness.apex, which imports nothing of the project.
-MAY_IMPORT = {
-    "apex": "",
-    "config": "",
-    "distributed": "",
-    "runs": "config distributed",
-    "data": "runs",
-    "trackers": "config runs",
-    "training": "apex config distributed runs data trackers",
-    "tasks": "config data training",
-    "inference": "config distributed runs data training tasks",
-    "engines": "config distributed runs",
-    "report": "config runs",
-    "compare": "config runs trackers report",
-    "doctor": "config distributed training",
-    "benchmark": "config distributed runs data training",
-    "sweep": "config distributed runs training report doctor",
-    "cli": "config training",
-    "__main__": "cli",
-}
+PAGE = architecture.PAGE.read_text()
+# What each package may import of the others. All but harness.apex may also import FREE.
+MAY_IMPORT = {name: row.may_import for name, row in architecture.packages(PAGE).items()} | {"__main__": ("cli",)}
+FREE = {"errors", "version", ""}
 
-LAUNCH_VARIABLE = re.compile(
-    r"^(RANK|LOCAL_RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_\w+)$"
-)
+# Cycles through imports under TYPE_CHECKING, which never run. Both halves of a task know each other's classes.
+TYPE_CYCLES = [
+    {"training.task", "config.schema"},
+    {"apex.amp.scaler", "apex.amp.state"},
+    *({f"tasks.{name}.config", f"tasks.{name}.task"} for name in ("image_csv", "mnist", "pet_names")),
+]
+# Class names with more than one meaning.
+SHARED_CLASS_NAMES = {
+    "Task": "the section of each task, found by this name",
+    "Tracker": "the class of each tracker, found by this name",
+    "MLP": "Apex has one, and a model of ours",
+    "LossScaler": "Apex has one in amp and one in fp16_utils",
+}
+RENAMING = {  # being renamed
+    "Batch", "Checkpoints", "Finding", "Meeting", "Parting", "Progress", "Request", "Run", "Study", "Sweep", "Table",
+    "Trial",
+}  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
-    """{"data.loader": path, ...}; packages under the name of their folder."""
+    """{"data.loader": path, ...}; a package has the name of its folder."""
     found = {}
     for path in sorted((ROOT / "harness").rglob("*.py")):
         parts = path.relative_to(ROOT / "harness").with_suffix("").parts
@@ -55,7 +54,10 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 
 def imported(name: str, for_types: bool = True) -> Iterator[str]:
-    """The harness modules that ``name`` imports anywhere in its text, late or by a string; or only for types."""
+    """The harness modules that ``name`` imports anywhere, also late or by a string.
+
+    Without ``for_types``, imports under TYPE_CHECKING are left out.
+    """
 
     def known(dotted: str) -> str:
         while dotted not in MODULES:
@@ -85,33 +87,48 @@ def package(name: str) -> str:
     return name.partition(".")[0]
 
 
+def calls(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name, what it is called on) of every call in ``node``."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            yield call.func.attr, ast.unparse(call.func.value)
+        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            yield call.func.id, ""
+
+
+# Imports
+
+
 def test_packages_import_what_the_table_allows():
-    free = {"errors", "version", ""}
-    assert {package(name) for name in MODULES} - free == set(MAY_IMPORT)
+    assert {package(name) for name in MODULES} - FREE == set(MAY_IMPORT)
     wrong = [
         f"{name} imports {other}"
         for name in MODULES
         for other in imported(name, for_types=False)
-        if package(name) not in (free | {package(other)}) and package(other) not in MAY_IMPORT[package(name)].split()
-        if package(other) not in free or package(name) == "apex"
+        if package(name) not in (FREE | {package(other)}) and package(other) not in MAY_IMPORT[package(name)]
+        if package(other) not in FREE or package(name) == "apex"
     ]
-    assert not wrong
+    assert not wrong, "see the table of packages in docs/architecture.md"
 
 
-def test_the_table_has_no_circle():
+def test_table_lists_packages_after_their_imports():
     for name in (order := list(MAY_IMPORT)):
-        assert all(order.index(other) < order.index(name) for other in MAY_IMPORT[name].split()), name
+        assert all(order.index(other) < order.index(name) for other in MAY_IMPORT[name]), name
 
 
-def test_no_circles_anywhere():
-    below = {name: {other for other in imported(name, for_types=False) if other != name} for name in MODULES}
+@pytest.mark.parametrize("for_types", [False, True])
+def test_no_import_cycles(for_types):
+    below = {name: {other for other in imported(name, for_types) if other != name} for name in MODULES}
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, " -> ".join((*above[above.index(name) :], name))
+        cycle = above[above.index(name) :] if name in above else ()
+        if cycle and for_types and set(cycle) in TYPE_CYCLES:
+            return
+        assert not cycle, " -> ".join((*cycle, name))
         if name not in done:
             for other in below.get(name, ()):
-                # `from harness.apex import amp` inside harness.apex.x names the package, which holds re-exports.
+                # Inside harness.apex, `from harness.apex import amp` names the package, which holds re-exports.
                 if MODULES[other].name != "__init__.py":
                     visit(other, (*above, name))
             done.add(name)
@@ -120,9 +137,8 @@ def test_no_circles_anywhere():
         visit(name, ())
 
 
-def test_a_launcher_needs_no_torch():
-    """It starts in a fraction of a second, on a login node too. (Once it starts, local keeps the ranks' store, which is
-    torch's; dask knows checkpoints, to bring them home.)"""
+def test_launchers_start_without_torch():
+    """A launcher starts in a fraction of a second, also on a login node."""
     program = (
         "import sys; from harness import cli\n"
         "for engine in ('local', 'torchrun', 'slurm', 'kubernetes', 'flyte'):\n"
@@ -134,48 +150,103 @@ def test_a_launcher_needs_no_torch():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_packages_hold_no_imports():
+def test_only_tests_import_from_tests():
+    paths = [path for folder in ("harness", "launch") for path in (ROOT / folder).rglob("*.py")]
+    for path in [*paths, ROOT / "driver.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == "tests" for name in names), path
+
+
+# Names, docstrings and places
+
+
+def test_init_files_hold_only_a_docstring():
     for name, path in MODULES.items():
         if path.name == "__init__.py" and package(name) != "apex":
-            kinds = {type(node) for node in TREES[name].body}
-            assert kinds <= {ast.Expr}, f"{name}/__init__.py holds more than its docstring"
-            assert ast.get_docstring(TREES[name]) or not TREES[name].body
+            assert {type(node) for node in TREES[name].body} == {ast.Expr}, f"{name}/__init__.py"
 
 
-def test_every_module_says_what_lives_in_it():
+def test_every_module_has_a_docstring():
     assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
 
 
-def test_names_and_sizes():
+def test_module_names_and_sizes():
     for name, path in MODULES.items():
         assert not {"utils", "util", "helpers", "common", "misc"} & set(name.split(".")), name
-        assert len(path.read_text().splitlines()) <= 400, f"{name} is too long: give a part of it a room of its own"
+        assert len(path.read_text().splitlines()) <= 400, f"{name} is too long: split it by subject"
+
+
+def test_class_names_have_one_meaning():
+    places = defaultdict(set)
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(name)
+    twice = {name for name, found in places.items() if len(found) > 1} - RENAMING
+    assert twice == set(SHARED_CLASS_NAMES)
+
+
+# tests/apex follows the points of the Apex contract (tests/apex/contract.py).
+OTHER_TESTS = {
+    "engines/test_nodes_elastic.py": "torchrun on several machines",
+    "engines/test_page.py": "docs/engines.md",
+    "benchmark/test_page.py": "docs/strategies.md",
+    "report/test_browser.py": "the page in a browser",
+    "test_architecture.py": "docs/architecture.md",
+    "test_ranks.py": "tests/ranks.py",
+}
+
+
+def test_every_test_file_mirrors_a_module():
+    """tests/PACKAGE/test_MODULE.py, with an optional _suffix; test_docs.py is for the package's page in docs/."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        place = path.relative_to(ROOT / "tests")
+        if place.parts[0] in ("end_to_end", "golden", "apex") or place.as_posix() in OTHER_TESTS:
+            continue
+        folder = ROOT / "harness" / place.parent
+        assert folder.is_dir(), f"tests/{place} mirrors no package"
+        known = {file.stem for file in folder.rglob("*.py")} | {file.name for file in folder.rglob("*/")}
+        stem = path.stem.removeprefix("test_")
+        fits = any(stem == name or stem.startswith(f"{name}_") for name in known | {folder.name, "docs"})
+        assert fits, f"tests/{place} names no module of harness/{place.parent}"
+
+
+def test_picture_and_paths_of_the_page_are_current():
+    assert architecture.PICTURE.read_text() == architecture.draw(PAGE), "type: python -m docs.architecture"
+    for path in re.findall(r"`((?:harness|tests)/[\w/.]+)`", PAGE):
+        if not re.search("[A-Z]{4}", path):  # NAME, PACKAGE, MODULE
+            assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\(([\w.]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
 
 
 # Done in one place
 
+LAUNCH_VARIABLE = re.compile(
+    r"^(RANK|LOCAL_RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_\w+)$"
+)
 
-def test_the_launch_environment_is_read_in_one_place():
+
+def test_launch_environment_is_read_in_one_place():
     reads = {
         (name, node.value)
         for name, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and LAUNCH_VARIABLE.match(node.value)
     }
-    # Before the environment is understood, somebody must say that it is not: the first rank, as far as can be seen.
-    # And harness.apex, which knows nothing of the rest, tells a script its local rank in the script's own spelling.
+    # An invalid environment must be reported by one rank, before it is understood. harness.apex imports nothing of the
+    # project and passes a script its local rank. The error file belongs to torch's launcher, not to a rank.
     allowed = {("training.main", "RANK"), ("training.main", "LOCAL_RANK")}
     allowed |= {("apex.local_rank", "LOCAL_RANK"), ("apex.local_rank", "LOCAL_WORLD_SIZE")}
-    allowed |= {("engines.torchrun.engine", "TORCHELASTIC_ERROR_FILE")}  # of torch's launcher, not of a rank
+    allowed |= {("engines.torchrun.engine", "TORCHELASTIC_ERROR_FILE")}
     assert {(name, variable) for name, variable in reads if name != "distributed.launch_env"} <= allowed
-    assert {variable for name, variable in reads if name == "distributed.launch_env"} >= {
-        "RANK",
-        "WORLD_SIZE",
-        "SLURM_PROCID",
-    }
+    found = {variable for name, variable in reads if name == "distributed.launch_env"}
+    assert found >= {"RANK", "WORLD_SIZE", "SLURM_PROCID"}
 
 
-def test_who_touches_the_environment():
+def test_few_modules_touch_the_environment():
     touching = {
         name
         for name, tree in TREES.items()
@@ -184,39 +255,25 @@ def test_who_touches_the_environment():
         if getattr(node.value, "id", "") == "os"
     }
     assert touching <= {
-        "cli",  # passes it to train
-        "doctor.command",  # passes it to doctor
-        "inference.predict_command",  # passes it to predict
-        "sweep.main",  # hands it to trials
-        "distributed.runtime",  # GLOO_SOCKET_IFNAME
-        "apex.local_rank",  # what a launcher tells the script that harness.apex runs
-        "training.rng",  # CUBLAS_WORKSPACE_CONFIG
-        "runs.files",  # where the user's cache is
-        "distributed.devices",  # slices of a GPU have no other name
-        "engines.local",  # which the ranks inherit
-        "engines.torchrun.engine",  # which torch's launcher and its ranks inherit
-        "engines.dask.worker",  # likewise, from a Dask worker
-        "engines.flyte.engine",  # which the runner and its ranks inherit
-        "engines.flyte.task",  # which the ranks inherit
-        "engines.slurm.engine",  # to leave out what an outer job put there
-        "trackers.wandb",  # the tool's own settings
-        "trackers.mlflow",  # the tool's own settings
-    }
-
-
-def function(module: str, name: str) -> ast.FunctionDef:
-    return next(node for node in TREES[module].body if isinstance(node, ast.FunctionDef) and node.name == name)
+        # pass it on to what they start or call
+        "cli", "doctor.command", "inference.predict_command", "sweep.main", "engines.local", "engines.torchrun.engine",
+        "engines.dask.worker", "engines.flyte.engine", "engines.flyte.task", "engines.slurm.engine",
+        # variables of other software
+        "distributed.runtime", "distributed.devices", "training.rng", "apex.local_rank", "trackers.wandb",
+        "trackers.mlflow",
+        "runs.files",  # the user's cache folder
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["step", "count"])
 def test_a_step_does_not_wait_for_the_device(name):
-    calls = [node for node in ast.walk(function("training.loop", name)) if isinstance(node, ast.Call)]
-    waiting = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls} & {
-        "item", "cpu", "tolist", "numpy", "synchronize", "float", "print", "sum", "gather", "barrier",
-    }  # fmt: skip
-    assert not waiting
-    # The one place where it may, which the YAML's documentation says: the verdict of train.on_nan=skip.
-    assert sum(getattr(call.func, "attr", "") == "isfinite" for call in calls) == (1 if name == "step" else 0)
+    tree = TREES["training.loop"]
+    body = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    called = [function for function, _ in calls(body)]
+    waiting = {"item", "cpu", "tolist", "numpy", "synchronize", "float", "print", "sum", "gather", "barrier"}
+    assert not waiting & set(called)
+    # The documented exception: train.on_nan=skip needs its decision on the host.
+    assert called.count("isfinite") == (1 if name == "step" else 0)
 
 
 # File names of a run folder. Those with a dot are recognised anywhere, the plain words only as a part of a path.
@@ -296,73 +353,42 @@ def test_urls_are_recognised_in_one_module():
     assert asking == {"runs.files"}
 
 
-# Where a rank may ask whether it is the first. All others call, and these decide.
-ASKS_WHETHER_FIRST = {
-    "training.build.restore": "looks for a checkpoint, which all then go on from",
-    "benchmark.case.__init__": "keeps the store that all meet in",
-    "engines.flyte.task.train_rank": "returns the files of the run folder",
-    "training.console.to_terminal": "other ranks speak of errors alone",
-    "engines.dask.cluster_run._submit": "keeps the record, which is told live",
-    "training.console.start": "one progress bar",
-    "training.console.show": "one progress bar",
-    "training.run.save": "writes what all have gathered",
-    "training.run._restore_ranks": "takes over what sums over ranks had gathered",
-    "training.run.keep_best": "writes",
-    "training.run._whole": "keeps what all have put together",
-    "training.run.report": "writes",
-    "training.prediction_writer.write": "writes what all have gathered",
-    "training.prediction_writer.best_weights": "reads",
-    "distributed.runtime.gather_to_first": "receives",
-    "distributed.stop._next_pause": "its clock counts",
-    "trackers.metrics_log.open_log": "writes",
-    "training.main.main": "tells what is wrong before the ranks meet",
-    "training.main.prepare_folder": "writes",
-    "training.main.deliver": "has written",
-    "training.main.announce": "writes",
-}
+# Collectives
+
+RUNTIME = {"sum", "union", "gather", "gather_to_first", "from_first", "barrier", "max_async", "together", "all_equal"}
+RANK_TEST = re.compile(r"\b_?(local_)?rank (==|!=|>|<) |[=<>] \w*\.?_?rank\b")
 
 
-def test_who_asks_whether_it_is_the_first():
-    asking = set()
+def collective_functions() -> set[str]:
+    """Names that only belong to functions whose docstring says "Collective"."""
+    found = defaultdict(set)
+    for node in (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        found[node.name].add(bool(re.search(r"\bCollective\b", ast.get_docstring(node) or "")))
+    return {name for name, collective in found.items() if collective == {True}}
 
-    def is_rank(node: ast.AST) -> bool:
-        return getattr(node, "attr", getattr(node, "id", "")) in ("rank", "_rank", "local_rank")
 
-    for name, tree in TREES.items():
-        if package(name) == "apex" or name.startswith("data.table."):
-            continue
-        for outer in ast.walk(tree):
-            if not isinstance(outer, ast.FunctionDef):
+def of_one_rank(tree: ast.AST) -> Iterator[ast.AST]:
+    """Statements that only some ranks reach: branches of a test of the rank, and what follows one that returns."""
+    for node in ast.walk(tree):
+        for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if not isinstance(body, list):
                 continue
-            for node in ast.walk(outer):
-                if isinstance(node, ast.Compare) and any(is_rank(side) for side in (node.left, *node.comparators)):
-                    others = [side for side in (node.left, *node.comparators) if isinstance(side, ast.Constant)]
-                    if any(other.value == 0 and type(other.value) is int for other in others):
-                        asking.add(f"{name}.{outer.name}")
-    assert asking == set(ASKS_WHETHER_FIRST)
+            for place, statement in enumerate(body):
+                if isinstance(statement, ast.If) and RANK_TEST.search(ast.unparse(statement.test)):
+                    yield from (*statement.body, *statement.orelse)
+                    if isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break):
+                        yield from body[place + 1 :]
 
 
 def test_no_collective_is_left_to_one_rank():
-    """Nothing that all ranks must reach stands under ``if rank == 0``."""
-    collectives = {
-        "sum",
-        "union",
-        "gather",
-        "gather_to_first",
-        "from_first",
-        "barrier",
-        "max_async",
-        "together",
-        "all_equal",
-    }
+    names, checked = collective_functions(), 0
     for name, tree in TREES.items():
-        if package(name) == "apex" or name.startswith("data.table.") or name == "distributed.runtime":
+        if package(name) == "apex" or name == "distributed.runtime":
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and re.search(r"\brank [=!]=", ast.unparse(node.test)):
-                for call in (c for part in (node.body, node.orelse) for n in part for c in ast.walk(n)):
-                    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-                        owner = ast.unparse(call.func.value)
-                        assert not (call.func.attr in collectives and owner.endswith("distributed.runtime")), (
-                            f"{name}:{call.lineno}"
-                        )
+        for statement in of_one_rank(tree):
+            checked += 1
+            for function, owner in calls(statement):
+                on_runtime = function in RUNTIME and owner.split(".")[-1].lstrip("_") == "runtime"
+                assert not on_runtime, f"{name}:{statement.lineno}: {function}"
+                assert function not in names, f"{name}:{statement.lineno}: {function}"
+    assert min(checked, len(names)) > 8  # the patterns above still find something

@@ -130,7 +130,7 @@ class Runner:
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         reader = Reader(output / name, self._plan.metric)
         reader.read()
-        self._tell(trial, f"{'goes on' if reader.progress.step else 'starts'}: {' '.join(typed(trial.settings))}")
+        self._tell(trial, f"{'resumes' if reader.progress.step else 'starts'}: {' '.join(typed(trial.settings))}")
         started = Process(command, output / name, {**self._environ, **gpus}, [self._lock])
         known = set(self._study.reported(trial.number))
         self._running[trial.number] = Running(trial, config, started, reader, grant, known)

@@ -82,6 +82,11 @@ def states(folder: Path) -> list[str]:
     return [trial["state"] for trial in table(folder)]
 
 
+def trial_folder(folder: Path, number: int) -> Path:
+    """The run folder of a trial."""
+    return folder / "tried" / "trials" / f"{number:04d}"
+
+
 def starts(folder: Path, number: int) -> int:
-    """How often a trial was started."""
-    return len((folder / "tried" / "trials" / f"{number:04d}" / "starts.txt").read_text())
+    """The number of times a trial was started."""
+    return len((trial_folder(folder, number) / "starts.txt").read_text())

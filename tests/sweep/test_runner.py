@@ -88,7 +88,7 @@ def test_a_trial_that_is_killed_goes_on_from_its_checkpoint(folder):
     assert states(folder) == ["finished"] * 3
     assert starts(folder, 1) == 2
     assert "trial 0001 killed by SIGKILL; it will be started again" in told(folder)
-    assert "trial 0001 goes on" in told(folder)
+    assert "trial 0001 resumes" in told(folder)
 
 
 def test_a_trial_that_is_killed_each_time_waits_for_the_next_sweep(folder):
