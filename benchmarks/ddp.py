@@ -34,7 +34,7 @@ def _mlp(width: int, depth: int) -> nn.Module:
 
 
 def _cnn() -> nn.Module:
-    from harness.training.models import SmallCNN
+    from harness.training.models.small_cnn import Model as SmallCNN
 
     return SmallCNN(10, batch_norm=True)
 

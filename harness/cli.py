@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.config import arguments as shared
+from harness.config import plugins
 from harness.errors import EXIT_INTERRUPTED, HarnessError
 
 
@@ -70,7 +71,10 @@ def _commands(words: Sequence[str]) -> dict[str, Any]:
     """{verb: command module}: those of the project, and the one of the user's own that ``words`` starts with."""
     files = Path(__file__).parent.glob("*/*command.py")
     modules = [importlib.import_module(f"harness.{file.parent.name}.{file.stem}") for file in files]
-    return {module.VERB: module for module in modules}
+    found: dict[str, Any] = {module.VERB: module for module in modules}
+    if words and "." in words[0] and not words[0].startswith("-"):
+        found[words[0]] = plugins.import_own("verb", words[0], "harness")
+    return found
 
 
 def drive(argv: Sequence[str]) -> int:

@@ -1,28 +1,94 @@
-"""Parts that a YAML file names: modules of the package's own folders (tasks, engines), found by listing the folder.
+"""Look up the parts that a YAML file names: tasks, models, optimizers, trackers and engines. Verbs follow this rule.
 
-A part is one file, ``harness/tasks/NAME.py``, or a folder with an entry module, ``harness/tasks/NAME/config.py``.
+A name without a dot is built in. To build in another part, add one file (or folder); no list needs an edit:
+
+    part       file, or module of a folder                        what it holds
+    task       harness/tasks/NAME.py or NAME/config.py            class Task (harness.config.schema.TaskSection)
+    model      harness/training/models/NAME.py                    class Model (torch.nn.Module)
+    optimizer  a class of torch.optim or harness.apex.optimizers
+    tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
+    engine     harness/engines/NAME.py or NAME/engine.py          render and start (harness.engines.base)
+    verb       harness/PACKAGE/command.py or VERB_command.py      VERB, HELP, add_arguments, run (harness.cli)
+
+A name with a dot is a part of the user's own, importable from the working folder: ``package.module``, which holds the
+same as a built-in file, or ``package.module.Class``. tests/test_extend.py adds one of each.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
+from typing import Any, NamedTuple
+
+from harness.errors import ConfigError, first_line
 
 _HARNESS = Path(__file__).parents[1]
-_ENTRIES = {"tasks": "config", "engines": "engine"}  # the module of a folder that holds the part
-_SHARED = {"engines": {"base", "command", "launch"}}  # modules beside the parts that are none
+
+
+class Kind(NamedTuple):
+    """Where the built-in parts of one kind are."""
+
+    folder: str
+    holds: str = ""  # the name to take from a module; empty: the module is the part
+    entry: str = ""  # the module to import where the part is a folder
+    shared: frozenset[str] = frozenset()  # modules of the folder that are not parts
+
+
+KINDS = {
+    "task": Kind("tasks", "Task", "config"),
+    "model": Kind("training/models", "Model"),
+    "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log"})),
+    "engine": Kind("engines", "", "engine", frozenset({"base", "command", "launch"})),
+}
 
 
 def names(kind: str) -> list[str]:
-    """The parts in ``harness/KIND``, sorted; nothing is imported."""
-    folder = _HARNESS / kind
-    files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
-    folders = {path.parent.name for path in folder.glob(f"*/{_ENTRIES[kind]}.py")}
-    return sorted((files | folders) - _SHARED.get(kind, set()))
+    """The built-in parts of ``kind``, sorted. Lists a folder; imports nothing."""
+    folder, _, entry, shared = KINDS[kind]
+    files = {path.stem for path in (_HARNESS / folder).glob("*.py") if not path.stem.startswith("_")}
+    folders = {path.parent.name for path in (_HARNESS / folder).glob(f"*/{entry}.py")} if entry else set()
+    return sorted((files | folders) - shared)
 
 
-def load(kind: str, name: str) -> ModuleType:
-    """The module of the part ``name`` of ``harness/KIND``."""
-    is_folder = (_HARNESS / kind / name).is_dir()
-    return importlib.import_module(f"harness.{kind}.{name}.{_ENTRIES[kind]}" if is_folder else f"harness.{kind}.{name}")
+def find(kind: str, name: str, where: str) -> Any:
+    """The part ``name`` of ``kind``, imported: a class or a module.
+
+    Raises ConfigError at ``where``, the key that names the part, if there is none or its import fails.
+    """
+    folder, holds, entry, _ = KINDS[kind]
+    if "." in name:
+        return import_own(kind, name, where, holds)
+    if name not in names(kind):
+        raise unknown(kind, name, names(kind), where)
+    package = ".".join(["harness", *folder.split("/"), name])
+    module = importlib.import_module(f"{package}.{entry}" if (_HARNESS / folder / name).is_dir() else package)
+    return getattr(module, holds) if holds else module
+
+
+def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
+    """The user's own part: ``package.module.Class``, or ``holds`` of ``package.module`` (the module if empty)."""
+    try:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            package, _, attribute = name.rpartition(".")
+            return getattr(importlib.import_module(package), attribute)
+        return getattr(module, holds) if holds else module
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(
+            f"the {kind} {name!r} cannot be imported ({type(error).__name__}: {first_line(error)})",
+            where=where,
+            hint="write package.module or package.module.Class, importable from the working folder",
+        ) from error
+
+
+def unknown(kind: str, name: str, known: Iterable[str], where: str) -> ConfigError:
+    """The error for a name that is not built in, with the nearest spelling."""
+    known = list(known)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}; or package.module of your own"
+    return ConfigError(f"there is no {kind} {name!r}", where=where, hint=hint)

@@ -1,8 +1,8 @@
-"""The configuration: what a YAML may say. Frozen models with ranges and units, one class a section.
+"""The sections of a configuration file, with ranges, units and defaults: one frozen class per section.
 
-Reading files, merging, overrides and error messages live in ``harness.config.loader``, what cannot stand together in
-``harness.config.constraints``; nothing here touches a disk, a device or the environment. Options of a task live
-in that task's file, under ``harness/tasks``.
+The texts under the fields are the descriptions in the JSON Schema. Files are read in ``harness.config.loader``;
+contradictions between settings are in ``harness.config.constraints``; the options of a task are in that task's file,
+under ``harness/tasks``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from harness.config.base import Arguments, Positive, Section
+from harness.config.base import Arguments, NameOf, Positive, Section
 from harness.config.launch import LaunchSection
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class TaskSection(Section):
-    """Base of the options of every task. ``metrics``: the metrics of its evaluation, and which way each is better."""
+    """Base class of every task's options. ``metrics`` are those of its evaluation, with the better direction."""
 
     name: str
-    """File name of the task under harness/tasks, or package.module of a file of your own."""
+    """A built-in task (image_csv, mnist, ...), or package.module of your own."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {"loss": "min"}
 
@@ -34,59 +34,62 @@ class TaskSection(Section):
 
 class DataSection(Section):
     shard: Literal["contiguous", "strided", "global"] = "contiguous"
-    """How rows are dealt to ranks: `contiguous` blocks of the file shuffled inside (a rank reads only its own rows),
-    `strided` (every world-th row), or `global` (one permutation an epoch: the same global batches at any world size).
+    """How rows are assigned to ranks. `contiguous`: one block of the file per rank, shuffled inside, so that a rank
+    reads only its own rows. `strided`: every world-size-th row. `global`: one permutation per epoch, which gives the
+    same global batches at any world size.
     """
     num_workers: Annotated[int, Field(ge=0)] = 2
-    """Loader processes a rank; 0 decodes in the training process."""
+    """Loader processes per rank; 0 loads in the training process."""
     tail: Literal["use", "drop"] = "use"
-    """The rows left over when the epoch is not a whole number of global batches: a smaller last step, or unused."""
+    """The rows left over when an epoch is not a whole number of global batches: train on them in a smaller last step,
+    or drop them.
+    """
     cache_dir: str | None = None
-    """Where converted annotation tables are kept; null: the user's cache folder. Give a node-local disk."""
+    """Folder for converted annotation tables, best on a disk of the node; null: the user's cache folder."""
 
 
 class ModelSection(Section):
     name: str = "small_cnn"
-    """One of ours (small_cnn, mlp, linear), a torchvision model (resnet18, ...), or package.module.Class."""
+    """A built-in model (small_cnn, mlp, linear, ...), a torchvision model (resnet18, ...), or package.module.Class."""
     args: Arguments = {}
-    """Keyword arguments of that model; null: none."""
+    """Keyword arguments of the model; null: none."""
     channels_last: bool = False
-    """Keep images and convolution weights in the channels-last memory format (faster on tensor cores)."""
+    """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
     compile: bool = False
     """Compile the model with torch.compile."""
 
 
 class BatchSection(Section):
     global_: Positive | None = Field(default=None, alias="global")
-    """Rows of one optimizer step over all ranks."""
+    """Examples per optimizer step over all ranks. Set either this or per_rank."""
     per_rank: Positive | None = None
-    """Rows that one rank contributes to an optimizer step (the global batch then grows with the number of ranks)."""
+    """Examples per optimizer step on each rank; the global batch then grows with the number of ranks."""
     accumulate: Positive = 1
-    """Micro-batches a rank splits its rows of a step into; saves memory, never changes the batch size."""
+    """Micro-batches per step on each rank. More of them need less memory; the batch size stays the same."""
     eval_per_rank: Positive | None = None
-    """Rows a rank evaluates at once; null: as many as a training micro-batch."""
+    """Examples per evaluation batch on each rank; null: as many as in a training micro-batch."""
 
     def misfit(self, world_size: int) -> tuple[str, str] | None:
-        """Why these rows cannot be dealt to ``world_size`` ranks, and what to do about it; None if they can."""
+        """(reason, hint) if the global batch cannot be divided among ``world_size`` ranks, else None."""
         unit = world_size * self.accumulate
         if self.global_ is None or self.global_ % unit == 0:
             return None
         down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
         return (
-            f"{self.global_} rows cannot be dealt to {world_size} ranks in {self.accumulate} micro-batches each",
-            f"the nearest that can: {f'{down} or {up}' if down else up}",
+            f"{self.global_} examples cannot be divided among {world_size} ranks with {self.accumulate} micro-batches",
+            f"the nearest possible: {f'{down} or {up}' if down else up}",
         )
 
 
 class LarcSection(Section):
-    """Layer-wise adaptive rates: no parameter moves further than its own size allows (You et al. 2017)."""
+    """Layer-wise adaptive rate clipping: limits the step of a parameter by the parameter's norm (You et al. 2017)."""
 
     trust_coefficient: Annotated[float, Field(gt=0)] = 0.02
-    """Largest step of a parameter, as a share of its norm."""
+    """Largest step of a parameter, as a fraction of its norm."""
     clip: bool = True
-    """Only lower the rate (LARC); false: set it (LARS)."""
+    """true: only lower the learning rate (LARC); false: set it (LARS)."""
     eps: Annotated[float, Field(ge=0)] = 1e-8
-    """Added to the norm that a rate is divided by."""
+    """Added to the denominator of the rate."""
 
 
 class OptimizerSection(Section):
@@ -97,108 +100,127 @@ class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 0.1
     """Peak learning rate, before lr_scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """For sgd and rmsprop; null: the optimizer's own default."""
+    """Momentum of sgd and rmsprop; null: the optimizer's default."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """null: the optimizer's own default."""
+    """Weight decay; null: the optimizer's default."""
     args: Arguments = {}
-    """Further keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
+    """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply lr by global batch / lr_base_batch, or by its square root."""
+    """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None
     """The global batch that lr was tuned for."""
     larc: LarcSection | None = None
-    """Layer-wise adaptive rates around the optimizer, for large batches: {} for Apex's defaults; null: none."""
+    """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""
 
 
 class ScheduleSection(Section):
     name: Literal["constant", "cosine", "step", "polynomial"] = "constant"
-    """Shape after the warm-up; it counts applied updates, so a step skipped by the loss scaler does not advance it."""
+    """Shape of the learning rate after the warm-up. It counts applied updates: a step that the loss scaler skips does
+    not advance it.
+    """
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
-    """Epochs of linear warm-up from (almost) zero; fractions allowed."""
+    """Epochs of linear warm-up from almost zero; may be a fraction."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where cosine and polynomial end, in the same unit as optimizer.lr (scaled like it)."""
+    """Final learning rate of cosine and polynomial, scaled as optimizer.lr is."""
     milestones: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), strict=False)
-    """Epochs at which `step` multiplies the rate by gamma."""
+    """Epochs at which `step` multiplies the learning rate by gamma."""
     gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Factor of `step`."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`; 1 is a straight line."""
 
 
 class PrecisionSection(Section):
     opt_level: Literal["O0", "O1", "O2", "O3", "O4", "O5"] = "O1"
-    """O0 float32; O1 casts by operation; O2 half weights with float32 masters; O3 all half; O4, O5: O1, O2 in bfloat16.
+    """O0: float32. O1: operations cast to float16. O2: float16 weights with float32 masters. O3: all float16. O4 and
+    O5: as O1 and O2, in bfloat16.
     """
     backend: Literal["auto", "apex", "harness"] = "auto"
-    """NVIDIA's or ROCm's Apex where it is installed and still has amp, or harness.apex."""
+    """auto: NVIDIA's or ROCm's Apex on CUDA if an Apex with amp is installed, else harness.apex."""
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
-    """null: the level's default."""
+    """`dynamic`, or a constant; null: the default of the level."""
     min_loss_scale: Annotated[float, Field(gt=0)] | None = None
+    """Lower limit of a dynamic loss scale; null: none."""
     max_loss_scale: Annotated[float, Field(gt=0)] = 2.0**24
+    """Upper limit of a dynamic loss scale."""
     keep_batchnorm_fp32: bool | None = None
+    """Keep batch norms in float32; null: the default of the level."""
     master_weights: bool | None = None
+    """Update float32 copies of half-precision weights; null: the default of the level."""
     cast_model_type: Literal["float32", "float16", "bfloat16"] | None = None
+    """Type of the weights; null: the default of the level."""
     cast_model_outputs: Literal["float32", "float16", "bfloat16"] | None = None
+    """Type that the model's outputs are cast to; null: the default of the level."""
 
 
 class ParallelSection(Section):
     strategy: Literal["ddp", "dp", "fsdp", "none"] = "ddp"
-    """ddp: one replica a rank, gradients averaged; fsdp: weights, gradients and optimizer state sharded over the ranks;
-    dp: one process drives all its CUDA devices (DataParallel); none: one process, one device.
+    """ddp: a replica per rank, gradients averaged. fsdp: weights, gradients and optimizer state sharded over the ranks.
+    dp: one process drives all its CUDA devices (DataParallel). none: one process, one device.
     """
     delay_allreduce: bool = True
-    """For ddp: reduce all gradients at the end of the backward pass (the recipe), or overlap reduction with it."""
+    """For ddp. true: reduce all gradients after the backward pass, as the Apex recipe does; false: overlap the
+    reduction with the backward pass.
+    """
     sync_batchnorm: bool = False
-    """Batch norm over the rows of all ranks, so that it sees the global batch at any world size (ddp, fsdp)."""
+    """For ddp and fsdp: compute batch norm statistics over the examples of all ranks."""
 
 
 class TrainSection(Section):
     epochs: Positive = 10
+    """Epochs to train."""
     max_steps: Positive | None = None
-    """Stop after this many optimizer steps, with a checkpoint and a last evaluation; null: after `epochs`."""
+    """Stop after this many optimizer steps, with a checkpoint and a final evaluation; null: after `epochs`."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Largest 2-norm of all gradients, measured on the master parameters after unscaling."""
+    """Largest 2-norm of all gradients together, computed on the unscaled gradients of the master weights; null: no
+    clipping.
+    """
     log_every: Positive = 10
-    """Optimizer steps between two lines of metrics.jsonl; the loss of a line is the mean over all rows since the last.
+    """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all examples since the last line.
     """
     deterministic: bool = True
-    """Refuse algorithms whose result changes from run to run; needed for bitwise resume on a GPU."""
+    """Use only deterministic algorithms, which bitwise resume on a GPU needs."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Also keep an exponential moving average of the weights, and evaluate and export that one."""
+    """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
     patience: Positive | None = None
-    """Stop after this many evaluations without a better checkpoint.best_metric."""
+    """Stop after this many evaluations without a better checkpoint.best_metric; null: never."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """A loss that is not finite: stop with a report (free), or skip that step on all ranks (one host sync a step)."""
+    """If the loss is not finite: stop with a report (costs nothing), or skip the step on all ranks (the host waits for
+    the device once per step).
+    """
     evaluate_every: Positive = 1
-    """Epochs between two evaluations; the last epoch is always evaluated."""
+    """Epochs between evaluations; the last epoch is always evaluated."""
 
 
 class CheckpointSection(Section):
     every_steps: Positive | None = None
-    """Optimizer steps between checkpoints, beside the one at the end of each epoch; null: only those."""
+    """Optimizer steps between checkpoints within an epoch; null: only at the end of each epoch."""
     keep: Positive = 3
-    """How many of the newest to keep; the best is kept besides."""
+    """How many of the newest checkpoints to keep; the best one is kept as well."""
     resume: str = "auto"
-    """auto: go on with the run in the run folder; never: start anew (the old folder is kept aside); or the path of a
-    checkpoint folder.
+    """auto: resume the run in the run folder, if there is one. never: start a new run and move the old folder aside.
+    Or the path of a checkpoint folder to start from.
     """
     best_metric: str | None = None
-    """Which evaluation metric decides `best`; null: the task's first."""
+    """The evaluation metric that decides which checkpoint is the best; null: the task's first."""
 
 
 class RuntimeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; auto: CUDA if available."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long a rank waits in a collective for the others before it fails, in seconds."""
+    """How long a rank waits for the others in a collective before it fails, in seconds."""
 
 
 class Config(Section):
     """One experiment. ``task`` is replaced by the section of the task that is named."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """The run folder is OUTPUT/NAME."""
+    """Name of the experiment; the run folder is OUTPUT/NAME."""
     output: str = "runs"
-    """A folder, or a URL such as s3://bucket/runs where machines have no disk in common (docs/engines.md)."""
+    """Folder for run folders, or a URL such as s3://bucket/runs if the machines share no disk (docs/engines.md)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of everything that is random."""
     task: TaskSection
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
@@ -209,8 +231,10 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(default=(), strict=False)
-    """Tools that mirror the record, metrics.jsonl, which is always written."""
+    trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
+    """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or package.module of your
+    own.
+    """
     runtime: RuntimeSection = RuntimeSection()
     launch: LaunchSection = LaunchSection()
 
@@ -220,11 +244,11 @@ class Config(Section):
 
     @property
     def needs_our_amp(self) -> bool:
-        """Whether something is asked for that harness.apex alone does, so that ``backend: auto`` means it."""
+        """Whether a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
         return self.parallel.strategy == "fsdp" or self.parallel.sync_batchnorm or self.optimizer.larc is not None
 
 
-# What may change between the two halves of a resumed run without making it another experiment.
+# Keys, and whole sections, that may change when a run is resumed without making it another experiment.
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
      "data.num_workers", "data.cache_dir", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.resume", "runtime",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from harness.config import loader
+from harness.config.base import Section
 from harness.config.launch import LaunchSection
 from harness.config.schema import Config
 from harness.distributed.monitor import Started
@@ -30,6 +31,8 @@ class Job:
     """The YAML, as typed."""
     overrides: tuple[str, ...] = ()
     """``key=value`` words, as typed; what options such as --nproc say is among them."""
+    options: Section | None = None
+    """``launch.options`` as the engine's own ``Options``, if it has such a class."""
 
     @property
     def settings(self) -> LaunchSection:

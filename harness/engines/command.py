@@ -15,7 +15,7 @@ HELP = "train on an engine, such as local, torchrun, slurm or dask"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_config(parser)
     parser.add_argument(
-        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engines'))} (default: launch.engine of the file)"
+        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine of the file)"
     )
     parser.add_argument(
         "--nnodes", metavar="N|MIN:MAX", help="machines; with MIN:MAX they may join and leave (torchrun)"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
-from harness.config import plugins
+from harness.config import loader, plugins
+from harness.config.base import Section
 from harness.distributed.monitor import attend
 from harness.engines.base import Engine, Job, plan
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
 from harness.runs.outcome import Aftermath
 
 
@@ -18,6 +20,7 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
     followed."""
     job = plan(path, overrides)
     engine = engine_of(job)
+    job = replace(job, options=options_of(engine, job))
     if dry_run:
         print(engine.render(job), end="")
         return 0
@@ -31,8 +34,27 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
 
 
 def engine_of(job: Job) -> Engine:
-    engine: Engine = plugins.load("engines", job.settings.engine)  # type: ignore[assignment]
+    """The engine of ``job``, imported. Raises ConfigError."""
+    name = job.settings.engine
+    engine: Engine = plugins.find("engine", name, "launch.engine")
+    if missing := [part for part in ("render", "start") if not callable(getattr(engine, part, None))]:
+        hint = "harness.engines.base.Engine shows what an engine has"
+        raise ConfigError(f"{name} has no function {missing[0]}", where="launch.engine", hint=hint)
     return engine
+
+
+def options_of(engine: Engine, job: Job) -> Section | None:
+    """``launch.options`` as the engine's own section ``Options``, if it has one. Raises ConfigError."""
+    section: type[Section] | None = getattr(engine, "Options", None)
+    if section is not None:
+        return loader.section(section, job.settings.options, "launch.options")
+    if job.settings.options:
+        raise ConfigError(
+            f"the engine {job.settings.engine} has no options",
+            where="launch.options",
+            hint="remove launch.options; the built-in engines have sections such as launch.slurm",
+        )
+    return None
 
 
 def _hand_over(job: Job, engine: Engine) -> str:

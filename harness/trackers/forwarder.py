@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import queue
@@ -10,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from harness.config import plugins
 from harness.errors import first_line
 from harness.trackers.base import Entry, RunInfo, Sample, Tracker
 
@@ -30,7 +30,7 @@ class Forwarder:
         self._tracker: Tracker | None = None
         self._thread = threading.Thread(target=self._run, name=f"harness-{name}", daemon=True)
         try:
-            self._tracker = importlib.import_module(f"harness.trackers.{name}").Tracker()
+            self._tracker = plugins.find("tracker", name, "trackers")()
         except Exception as error:
             self._fail(error)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.config import plugins
 from harness.config.schema import Config, flatten
 from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout
@@ -30,8 +31,12 @@ ARTIFACTS = (layout.CONFIG, layout.SUMMARY, layout.CONFUSION, layout.PREDICTIONS
 
 
 def require(names: Sequence[str]) -> None:
-    """Raise ConfigError for the first tracker whose package is not installed."""
+    """Raise ConfigError for the first tracker whose package is not installed, or that is the user's own and cannot be
+    imported."""
     for name in names:
+        if "." in name:
+            plugins.find("tracker", name, "trackers")
+            continue
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"{name} is not installed",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import math
 from collections.abc import Iterable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.config import plugins
 from harness.config.schema import OptimizerSection, ScheduleSection
 from harness.errors import ConfigError
 from harness.training.fsdp import local, part_like
@@ -32,58 +31,52 @@ def scaled_lr(section: OptimizerSection, global_batch: int) -> float:
 
 
 def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """The optimizer of ``section`` over ``params``, in one group."""
+    """The optimizer of ``section`` over ``params``, in one group. Raises ConfigError."""
     make = _find(section.name)
     accepted = inspect.signature(make).parameters
     given: dict[str, Any] = {"lr": lr, **section.args}
     for key in ("momentum", "weight_decay"):
-        value = getattr(section, key)
-        if value is not None:
+        if (value := getattr(section, key)) is not None:
             given[key] = value
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    wrong = [] if takes_all else [key for key in given if key not in accepted]
-    if wrong:
+    if wrong := [] if takes_all else [key for key in given if key not in accepted]:
         takes = ", ".join(key for key in accepted if key != "params")
-        raise ConfigError(f"{section.name} takes no {', '.join(wrong)}", where="optimizer", hint=f"it takes: {takes}")
+        hint = f"its arguments are: {takes}"
+        raise ConfigError(f"{section.name} has no argument {', '.join(wrong)}", where="optimizer", hint=hint)
     try:
         optimizer: torch.optim.Optimizer = make(params, **given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{section.name} cannot be made: {error}", where="optimizer") from None
+        raise ConfigError(f"cannot build {section.name}: {error}", where="optimizer") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{section.name} is not a torch.optim.Optimizer", where="optimizer.name")
     return optimizer
 
 
-# Apex's, by short names; imported where they are asked for, like any class that is named by its path.
-FUSED = {
-    f"fused_{name.lower()}": f"harness.apex.optimizers.Fused{name}"
-    for name in ("Adam", "LAMB", "SGD", "NovoGrad", "Adagrad")
-}
-
-
 def _find(name: str) -> Any:
-    known: dict[str, Any] = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if inspect.isclass(value)
-        and issubclass(value, torch.optim.Optimizer)
-        # LBFGS wants to run the model itself, which no amp and no loop of this kind can let it.
-        and value not in (torch.optim.Optimizer, torch.optim.LBFGS)
-    }
-    if name in known:
-        return known[name]
-    module, _, attribute = FUSED.get(name, name).rpartition(".")
-    try:
-        if module:
-            found = getattr(importlib.import_module(module), attribute)
+    if "." in name:
+        found = plugins.import_own("optimizer", name, "optimizer.name")
+        try:
             inspect.signature(found)
-            return found
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer {name!r} cannot be imported: {error}", where="optimizer.name") from None
-    names = sorted(known) + sorted(FUSED)
-    near = difflib.get_close_matches(name.lower(), names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(names)
-    raise ConfigError(f"there is no optimizer {name!r}", where="optimizer.name", hint=hint)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name} is not a class or function", where="optimizer.name") from None
+        return found
+    if name not in (known := built_in()):
+        raise plugins.unknown("optimizer", name, known, "optimizer.name")
+    return known[name]
+
+
+def built_in() -> dict[str, type[torch.optim.Optimizer]]:
+    """torch's optimizers by their names in lower case, and Apex's as fused_NAME."""
+    from harness.apex import optimizers as apex
+
+    found = {key.lower(): value for key, value in vars(torch.optim).items() if inspect.isclass(value)}
+    found = {key: value for key, value in found.items() if issubclass(value, torch.optim.Optimizer)}
+    for left_out in ("optimizer", "lbfgs"):  # the base class, and one that calls the model itself, which amp cannot do
+        del found[left_out]
+    for key in apex.__all__:
+        if key != "FusedMixedPrecisionLamb":  # it keeps masters and unscales gradients itself, as amp does
+            found[f"fused_{key.removeprefix('Fused').lower()}"] = getattr(apex, key)
+    return found
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError
-from harness.training import models
+from harness.training import model_builder
 from harness.training.classification import Classification
 from harness.training.metrics import Pairs, Report, Sums
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
-    "SupportsNewData", "SupportsPredictions", "SupportsSignature", "TaskSection", "models", "row_seed", "seeded_torch",
+    "SupportsNewData", "SupportsPredictions", "SupportsSignature", "TaskSection", "model_builder", "row_seed", "seeded_torch",
 ]  # fmt: skip
 
 Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
@@ -68,7 +68,7 @@ class OpenedTask(Protocol):
         ...
 
     def model(self, section: ModelSection) -> nn.Module:
-        """Build the model on the CPU in float32, not wrapped; usually with ``models.build``."""
+        """Build the model on the CPU in float32, not wrapped; usually with ``model_builder.build``."""
         ...
 
     def prepare(self, inputs: Tensor) -> Tensor:

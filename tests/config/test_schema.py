@@ -1,4 +1,4 @@
-"""The sections of a configuration, and what makes a resumed run another experiment."""
+"""The sections of a configuration, and which changes make a resumed run another experiment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALID = {
 
 
 def make(**sections) -> Config:
-    return loader._with_task(Task).model_validate({**VALID, **sections})
+    return loader.config_class(Task).model_validate({**VALID, **sections})
 
 
 def test_frozen():
@@ -25,12 +25,12 @@ def test_frozen():
         make().seed = 3
 
 
-def test_null_arguments_are_none():
+def test_null_arguments_are_empty():
     assert make(model={"args": None}).model.args == {}
 
 
 @pytest.mark.parametrize("name", ["a b", "../x", "", ".x", "a/b", "-x"])
-def test_a_name_that_is_no_folder_name(name):
+def test_name_that_cannot_be_a_folder(name):
     with pytest.raises(ValidationError):
         make(name=name)
 
@@ -53,7 +53,7 @@ def test_recipe_difference_names_old_and_new():
     assert recipe_difference({}, {"seed": 1}) == {"seed": (None, 1)}
 
 
-def test_what_is_not_the_recipe():
+def test_changes_that_keep_the_recipe():
     assert (
         changed(
             name="y",
@@ -78,5 +78,5 @@ def test_what_is_not_the_recipe():
         {"task": {**VALID["task"], "augment": {"rotation": 3.0}}},
     ],
 )
-def test_what_is_the_recipe(sections):
+def test_changes_of_the_recipe(sections):
     assert len(changed(**sections)) == 1

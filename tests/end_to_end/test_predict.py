@@ -19,7 +19,7 @@ from harness import cli
 from harness.config import loader
 from harness.errors import HarnessError
 from harness.inference import export
-from harness.training.models import SmallCNN
+from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, run, write_config, write_images
 from tests.end_to_end.processes import driver

@@ -23,7 +23,7 @@ from harness.config import loader as configfile
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.shards import RULES, shard
 from harness.training import build
-from harness.training.models import SmallCNN
+from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import NUM_EVAL, NUM_TRAIN, of_split, record, train, write_config
 from tests.end_to_end.processes import started

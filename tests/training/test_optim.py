@@ -19,7 +19,7 @@ def params() -> list[nn.Parameter]:
 
 
 class Plain(torch.optim.SGD):
-    """An optimizer of one's own that passes its arguments on."""
+    """An optimizer of the user's own that passes its arguments on."""
 
     def __init__(self, params, **kwargs):
         super().__init__(params, **kwargs)
@@ -38,7 +38,7 @@ def test_by_name_with_arguments():
     assert len(optimizer.param_groups) == 1
 
 
-def test_null_is_the_optimizer_s_own_default():
+def test_null_is_the_default_of_the_optimizer():
     assert build(OptimizerSection(name="adamw"), params(), 0.1).param_groups[0]["weight_decay"] == 0.01
     assert build(OptimizerSection(name="adamw", weight_decay=0.0), params(), 0.1).param_groups[0]["weight_decay"] == 0
 
@@ -71,22 +71,22 @@ def test_fused_by_short_name(name):
         ({"name": "fused_adm"}, "did you mean fused_adam?"),
         ({"name": "SGD"}, "there is no optimizer 'SGD'\n  -> did you mean sgd?"),
         ({"name": "adamm"}, "did you mean adam"),
-        ({"name": "zzz"}, "there are adadelta"),
-        ({"name": "lbfgs"}, "there is no optimizer"),  # wants a closure, which the recipe has not
+        ({"name": "zzz"}, "use one of adadelta"),
+        ({"name": "lbfgs"}, "there is no optimizer"),  # needs a closure
         ({"name": "optimizer"}, "there is no optimizer"),
         ({"name": "torch.optim.Nope"}, "cannot be imported"),
         ({"name": "no.such.module"}, "cannot be imported"),
-        ({"name": "os.path"}, "cannot be imported"),
+        ({"name": "os.path"}, "os.path is not a class or function"),
         ({"name": "..x"}, "cannot be imported"),
-        ({"name": "pathlib.Path"}, "takes no lr|not a torch.optim.Optimizer|cannot be made"),
-        ({"name": "adam", "momentum": 0.9}, "adam takes no momentum\n  -> it takes: lr, betas"),
-        ({"args": {"nestrov": True}}, "sgd takes no nestrov"),
-        ({"args": {"nesterov": True}}, "sgd cannot be made: Nesterov momentum requires a momentum"),
-        ({"args": {"params": []}}, "sgd cannot be made"),
-        ({"name": "adam", "args": {"betas": [2, 3]}}, "adam cannot be made: Invalid beta"),
+        ({"name": "pathlib.Path"}, "has no argument lr|is not a torch.optim.Optimizer|cannot build"),
+        ({"name": "adam", "momentum": 0.9}, "adam has no argument momentum\n  -> its arguments are: lr, betas"),
+        ({"args": {"nestrov": True}}, "sgd has no argument nestrov"),
+        ({"args": {"nesterov": True}}, "cannot build sgd: Nesterov momentum requires a momentum"),
+        ({"args": {"params": []}}, "cannot build sgd"),
+        ({"name": "adam", "args": {"betas": [2, 3]}}, "cannot build adam: Invalid beta"),
     ],
 )
-def test_what_cannot_be_built(section, message):
+def test_optimizer_that_cannot_be_built(section, message):
     with pytest.raises(ConfigError) as caught:
         build(OptimizerSection(**section), params(), 0.1)
     assert any(part in str(caught.value) for part in message.split("|"))

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from harness.data.images import ImageTable
 from harness.data.table.table import Table, open_table
 from harness.errors import DataError
-from harness.training.task import Classification, ModelSection, models
+from harness.training.task import Classification, ModelSection, model_builder
 
 if TYPE_CHECKING:
     from harness.tasks.image_csv.config import Augment, Task
@@ -106,7 +106,7 @@ class ImageCsv(Classification):
     def model(self, section: ModelSection) -> nn.Module:
         example = torch.zeros(2, self.options.channels, *self.image_size)
         known = {"num_classes": len(self.classes), "in_channels": self.options.channels}
-        return models.build(section.name, section.args, known, example)
+        return model_builder.build(section.name, section.args, known, example)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """uint8 (batch, channels, height, width) -> normalized float32, on the same device."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torchvision import datasets
 
 from harness.data.arrays import map_idx
-from harness.training.task import Arrays, Classification, ModelSection, models
+from harness.training.task import Arrays, Classification, ModelSection, model_builder
 
 if TYPE_CHECKING:
     from harness.tasks.mnist.config import Task
@@ -65,7 +65,7 @@ class Images(Classification):
 
     def model(self, section: ModelSection) -> nn.Module:
         known = {"num_classes": len(self.classes), "in_channels": 1}
-        return models.build(section.name, section.args, known, torch.zeros(2, *self.train.inputs.shape[1:]))
+        return model_builder.build(section.name, section.args, known, torch.zeros(2, *self.train.inputs.shape[1:]))
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """uint8 (batch, 1, height, width) -> normalized float32, on the same device."""

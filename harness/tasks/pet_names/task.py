@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from harness.data.names import ALPHABET, BLANK_CODE, CodeRows, read, split, whole, windows
 from harness.errors import ConfigError, DataError
-from harness.training.task import Batch, ModelSection, Pairs, Report, Sums, models
+from harness.training.task import Batch, ModelSection, Pairs, Report, Sums, model_builder
 
 if TYPE_CHECKING:
     from harness.tasks.pet_names.config import Task
@@ -46,7 +46,7 @@ def context(task: Task, prefixes: Tensor) -> Tensor:
 def build_model(task: Task, section: ModelSection) -> nn.Module:
     """Build the model, which does not depend on the names. Raises ConfigError."""
     example = torch.full((2, task.window), BLANK_CODE)
-    model = models.build(section.name, section.args, {"num_characters": len(ALPHABET)}, example)
+    model = model_builder.build(section.name, section.args, {"num_characters": len(ALPHABET)}, example)
     with torch.no_grad():
         shape = tuple(model(example).shape)
     if shape != (*example.shape, len(ALPHABET)):

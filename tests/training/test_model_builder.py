@@ -1,4 +1,4 @@
-"""Models by name: ours, torchvision's, one's own; and every way in which a name or an argument can be wrong."""
+"""Models by name: built in, torchvision's and the user's own; and what is wrong with a name or its arguments."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from harness.config import plugins
 from harness.data.seeds import INITIAL_WEIGHTS
 from harness.errors import ConfigError
 from harness.training import rng
-from harness.training.models import OURS, build
+from harness.training.model_builder import build
 
 KNOWN = {"num_classes": 4, "in_channels": 1}
 GRAY, RGB = torch.zeros(2, 1, 8, 8), torch.zeros(2, 3, 32, 32)
@@ -32,7 +33,7 @@ class Dictionary(Own):
 
 
 class Picky(Own):
-    """As torchvision's transformers: asserts what it wants."""
+    """Asserts the size of its input, like torchvision's transformers."""
 
     def __init__(self, num_classes: int, silent: bool = False) -> None:
         super().__init__(num_classes)
@@ -48,11 +49,11 @@ def not_a_module(num_classes: int) -> dict:
     return {}
 
 
-OF_NAMES = ("char_lstm", "char_gru")
+CHARACTER_MODELS = ("char_lstm", "char_gru")
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if name not in OF_NAMES])
-def test_ours(name):
+@pytest.mark.parametrize("name", [name for name in plugins.names("model") if name not in CHARACTER_MODELS])
+def test_image_model(name):
     model = build(name, {}, KNOWN, GRAY)
     assert model.training
     assert model(torch.rand(5, 1, 8, 8)).shape == (5, 4)
@@ -61,9 +62,9 @@ def test_ours(name):
     assert model(torch.rand(1, 1, 8, 8)).shape == (1, 4)
 
 
-@pytest.mark.parametrize("name", OF_NAMES)
-def test_ours_of_names(name):
-    """A position's logits depend on the characters up to it, and on none after it."""
+@pytest.mark.parametrize("name", CHARACTER_MODELS)
+def test_character_model_is_causal(name):
+    """The logits at a position depend on the characters up to it, and on none after it."""
     model = build(name, {"hidden": 8, "num_layers": 2}, {"num_characters": 5}, torch.zeros(2, 3, dtype=torch.int64))
     assert model.training
     codes = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 4]])
@@ -73,7 +74,7 @@ def test_ours_of_names(name):
     assert not torch.allclose(logits[0, 2], logits[1, 2])
 
 
-def test_those_of_the_tutorials_have_its_sizes():
+def test_tutorial_models_have_the_sizes_of_the_tutorials():
     image, codes = torch.zeros(2, 1, 28, 28), torch.zeros(2, 8, dtype=torch.int64)
 
     def shapes(name, example):
@@ -93,13 +94,13 @@ def test_arguments():
     assert model.dropout.p == 0.5
 
 
-def test_torchvision_gets_the_number_of_classes_but_not_of_channels():
+def test_torchvision_model_gets_the_number_of_classes():
     model = build("resnet18", {"zero_init_residual": True}, KNOWN, RGB)
     assert model(RGB).shape == (2, 4)
 
 
-def test_one_s_own():
-    model = build("tests.training.test_models.Own", {"scale": 2.0}, KNOWN, GRAY)
+def test_own_model():
+    model = build("tests.training.test_model_builder.Own", {"scale": 2.0}, KNOWN, GRAY)
     assert isinstance(model, Own)
     assert model.scale == 2.0
     assert model.layer.out_features == 4
@@ -119,30 +120,38 @@ def test_first_weights_depend_on_the_seed_alone():
     [
         ("small_cnm", {}, "model.name: there is no model 'small_cnm'\n  -> did you mean small_cnn?"),
         ("resnet81", {}, "did you mean resnet"),
-        ("zzzzzzzz", {}, "ours are small_cnn, mlp, linear, mnist_net"),
-        ("tests.training.test_models.Nope", {}, "cannot be imported"),
+        (
+            "zzzzzzzz",
+            {},
+            "use one of char_gru, char_lstm, fashion_cnn, linear",
+        ),
+        ("tests.training.test_model_builder.Nope", {}, "cannot be imported"),
         ("no_such_package.Model", {}, "cannot be imported"),
         ("os.path", {}, "cannot be imported"),
         ("..x", {}, "cannot be imported"),
-        ("tests.training.test_models.not_a_module", {}, "makes a dict, not a torch.nn.Module"),
-        ("small_cnn", {"widht": 8}, "model.args: model small_cnn cannot be made: got an unexpected keyword argument"),
+        ("tests.training.test_model_builder.not_a_module", {}, "makes a dict, not a torch.nn.Module"),
+        ("small_cnn", {"widht": 8}, "model.args: cannot build model small_cnn: got an unexpected keyword argument"),
         ("small_cnn", {"widht": 8}, "-> it takes: num_classes, in_channels, width, dropout, batch_norm"),
-        ("small_cnn", {"width": 0.5}, "cannot be made"),
-        ("small_cnn", {"in_channels": 3}, "cannot take a batch of shape (2, 1, 8, 8)"),
+        ("small_cnn", {"width": 0.5}, "cannot build model"),
+        ("small_cnn", {"in_channels": 3}, "cannot process a batch of shape (2, 1, 8, 8)"),
         ("mobilenet_v3_small", {}, "torchvision's models want rgb"),
-        ("resnet18", {"nope": 1}, "cannot be made"),
-        ("tests.training.test_models.Picky", {}, "cannot take a batch of shape (2, 1, 8, 8): wrong image height"),
+        ("resnet18", {"nope": 1}, "cannot build model"),
         (
-            "tests.training.test_models.Picky",
-            {"silent": True},
-            "cannot take a batch of shape (2, 1, 8, 8): AssertionError",
+            "tests.training.test_model_builder.Picky",
+            {},
+            "cannot process a batch of shape (2, 1, 8, 8): wrong image height",
         ),
-        ("torch.nn.Flatten", {}, "yields (2, 64) of 2 images, not 4 logits for each"),
-        ("small_cnn", {"num_classes": 3}, "yields (2, 3) of 2 images"),
-        ("tests.training.test_models.Dictionary", {}, "yields dict of 2 images"),
+        (
+            "tests.training.test_model_builder.Picky",
+            {"silent": True},
+            "cannot process a batch of shape (2, 1, 8, 8): AssertionError",
+        ),
+        ("torch.nn.Flatten", {}, "returns (2, 64) for 2 images, not 4 logits per image"),
+        ("small_cnn", {"num_classes": 3}, "returns (2, 3) for 2 images"),
+        ("tests.training.test_model_builder.Dictionary", {}, "returns dict for 2 images"),
     ],
 )
-def test_what_cannot_be_built(name, args, message):
+def test_model_that_cannot_be_built(name, args, message):
     with pytest.raises(ConfigError) as caught:
         build(name, args, KNOWN, GRAY)
     assert message in str(caught.value)

@@ -1,0 +1,75 @@
+"""Turn pydantic's errors into sentences: the key, the value found, what is allowed, and the nearest spelling."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+Problem = tuple[str, str]  # dotted key, sentence
+
+
+def described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[Problem]:
+    """One problem per key. The errors of the branches of a union are joined into one sentence."""
+    found: dict[str, str] = {}
+    for error in errors.errors(include_url=False):
+        path = _path(error["loc"], raw)
+        key, sentence = ".".join(path), _sentence(error, path, cls)
+        found[key] = f"{found[key]}; or {sentence}" if key in found else sentence
+    return list(found.items())
+
+
+def keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of a model, each section before its keys."""
+    found: list[str] = []
+    for name, field in cls.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        found.append(key)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found += keys(kind, f"{key}.")
+    return found
+
+
+def _sentence(error: Any, path: list[str], cls: type[BaseModel]) -> str:
+    seen, kind, context = error["input"], error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key; {_nearest(path, cls)}"
+    if kind == "missing":
+        return "required, but not set"
+    if "expected" in context and kind == "literal_error":
+        allowed = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
+        near = difflib.get_close_matches(str(seen), allowed, n=1)
+        return f"{seen!r} is not allowed; use {context['expected']}" + (f"; did you mean {near[0]}?" if near else "")
+    if kind == "value_error":  # raised by a validator of ours
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"{error['msg'].replace('Input should', 'it should')} (found: {seen!r})"
+
+
+def _path(loc: Iterable[Any], raw: Any) -> list[str]:
+    """``loc`` as keys of ``raw``, without the parts with which pydantic names a branch of a union."""
+    path: list[str] = []
+    node, last = raw, list(loc)[-1]
+    for part in loc:
+        if isinstance(node, dict) and (part in node or part == last):
+            path.append(str(part))
+            node = node.get(part)
+        elif isinstance(node, list) and isinstance(part, int):
+            path.append(str(part))
+            node = node[part] if part < len(node) else None
+    return path
+
+
+def _nearest(path: list[str], cls: type[BaseModel]) -> str:
+    """The nearest spelling of an unknown key: in its own section first, then anywhere."""
+    known = keys(cls)
+    prefix = "".join(f"{part}." for part in path[:-1])
+    siblings = [key[len(prefix) :] for key in known if key.startswith(prefix) and "." not in key[len(prefix) :]]
+    if near := difflib.get_close_matches(path[-1], siblings, n=1):
+        return f"did you mean {prefix}{near[0]}?"
+    last = {key.rsplit(".", 1)[-1]: key for key in known}
+    if near := difflib.get_close_matches(path[-1], last, n=1, cutoff=0.8):
+        return f"did you mean {last[near[0]]}?"
+    return "known keys: " + ", ".join(siblings)

@@ -1,0 +1,80 @@
+"""Build a model by name: built-in, torchvision's, or the user's own class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.config import plugins
+from harness.errors import ConfigError, first_line
+
+
+def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
+    """The model ``name`` on the CPU in float32, in training mode.
+
+    ``args`` are the keyword arguments of the configuration. ``known`` are the task's (num_classes, in_channels); the
+    model gets those that its signature has. ``example`` is one prepared batch. It initializes lazy layers, and a model
+    that cannot process it raises ConfigError here instead of crashing at the first step.
+    """
+    make, from_torchvision = _find(name)
+    accepted = inspect.signature(make).parameters
+    defaults = {key: value for key, value in known.items() if key in accepted}
+    if from_torchvision:  # its builders take **kwargs, and all of its models want 3 channels
+        defaults = {key: value for key, value in known.items() if key != "in_channels"}
+    given = {**defaults, **args}
+    try:
+        inspect.signature(make).bind(**given)
+        model = make(**given)
+    except (TypeError, ValueError, AssertionError) as error:
+        takes = ", ".join(key for key in accepted if key not in ("args", "kwargs", "self"))
+        raise ConfigError(
+            f"cannot build model {name}: {error}", where="model.args", hint=f"it takes: {takes}"
+        ) from None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} makes a {type(model).__name__}, not a torch.nn.Module", where="model.name")
+    _try(model, name, known, example)
+    return model.train()
+
+
+def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor) -> None:
+    """Raise ConfigError if ``model`` cannot process ``example`` or does not return logits of the right shape."""
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(example)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise ConfigError(
+            f"model {name} cannot process a batch of shape {tuple(example.shape)}: {first_line(error)}",
+            where="model.name",
+            hint="check task.image_size and task.color (torchvision's models want rgb)",
+        ) from None
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if "num_classes" in known and shape != (len(example), known["num_classes"]):
+        raise ConfigError(
+            f"model {name} returns {shape} for {len(example)} images, not {known['num_classes']} logits per image",
+            where="model.name",
+            hint="give your model an argument num_classes, which is passed to it, or set the number in model.args",
+        )
+
+
+def _find(name: str) -> tuple[Callable[..., nn.Module], bool]:
+    """(the class or function that makes the model, whether it is torchvision's)."""
+    if name in plugins.names("model") or "." in name:
+        make = plugins.find("model", name, "model.name")
+        try:
+            inspect.signature(make)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name} is not a class or function", where="model.name") from None
+        return make, False
+    from torchvision.models import get_model_builder, list_models
+
+    if name in list_models():
+        return get_model_builder(name), True
+    error = plugins.unknown("model", name, [*plugins.names("model"), *list_models()], "model.name")
+    if "did you mean" not in error.hint:
+        built_in = ", ".join(plugins.names("model"))
+        error.hint = f"use one of {built_in}, a torchvision model such as resnet18, or package.module.Class"
+    raise error

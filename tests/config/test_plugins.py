@@ -1,0 +1,41 @@
+"""Built-in parts are the files of their folders."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config import plugins
+from harness.errors import ConfigError
+
+BUILT_IN = {
+    "task": ["fashion_mnist", "image_csv", "mnist", "pet_names"],
+    "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn"],
+    "tracker": ["mlflow", "tensorboard", "wandb"],
+    "engine": ["dask", "flyte", "kubernetes", "local", "slurm", "torchrun"],
+}
+
+
+@pytest.mark.parametrize("kind", plugins.KINDS)
+def test_built_in_parts_are_found(kind):
+    assert plugins.names(kind) == BUILT_IN[kind]
+    for name in plugins.names(kind):
+        if name not in ("dask", "flyte", "mlflow", "tensorboard", "wandb"):  # which import optional packages
+            part = plugins.find(kind, name, "here")
+            assert getattr(part, "__name__", "").rpartition(".")[2] in ("Task", "Model", "engine", name)
+
+
+def test_unknown_part_names_the_nearest_or_all():
+    with pytest.raises(ConfigError, match="here: there is no engine 'Slurmm'\n  -> did you mean slurm"):
+        plugins.find("engine", "Slurmm", "here")
+    with pytest.raises(ConfigError, match="use one of mlflow, tensorboard, wandb; or package.module of your own"):
+        plugins.find("tracker", "zzz", "here")
+
+
+@pytest.mark.parametrize("name", ["tests.config.test_plugins", "tests.config.test_plugins.Task"])
+def test_own_part_is_a_module_or_a_class_in_it(name):
+    assert plugins.find("task", name, "here") is Task
+    assert plugins.import_own("verb", "tests.config.test_plugins", "here").Task is Task
+
+
+class Task:
+    """Found by its dotted name."""
