@@ -88,7 +88,7 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
 
 def unknown(kind: str, name: str, known: Iterable[str], where: str) -> ConfigError:
     """The error for a name that is not built in, with the nearest spelling."""
-    known = list(known)
+    known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}; or package.module of your own"
     return ConfigError(f"there is no {kind} {name!r}", where=where, hint=hint)

@@ -69,8 +69,10 @@ def built_in() -> dict[str, type[torch.optim.Optimizer]]:
     """torch's optimizers by their names in lower case, and Apex's as fused_NAME."""
     from harness.apex import optimizers as apex
 
-    found = {key.lower(): value for key, value in vars(torch.optim).items() if inspect.isclass(value)}
-    found = {key: value for key, value in found.items() if issubclass(value, torch.optim.Optimizer)}
+    classes = {key.lower(): value for key, value in vars(torch.optim).items() if inspect.isclass(value)}
+    found: dict[str, type[torch.optim.Optimizer]] = {
+        key: value for key, value in classes.items() if issubclass(value, torch.optim.Optimizer)
+    }
     for left_out in ("optimizer", "lbfgs"):  # the base class, and one that calls the model itself, which amp cannot do
         del found[left_out]
     for key in apex.__all__:

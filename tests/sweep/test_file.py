@@ -50,14 +50,14 @@ def test_all_problems_at_once_with_lines(tmp_path):
     expected = {
         1: "name: ",
         2: "baze: unknown key; did you mean base?",
-        4: "space.optimizer.lr: it should be a valid list (seen: 0.1)",
+        4: "space.optimizer.lr: it should be a valid list (found: 0.1)",
         5: "space.seed.hihg: unknown key",
-        6: "parallel: it should be greater than or equal to 1 (seen: 0)",
+        6: "parallel: it should be greater than or equal to 1 (found: 0)",
         7: "sampler: 'tpee' is not allowed; allowed: 'grid'",
     }
     for line, problem in expected.items():
         assert f"sweep.yaml:{line}: {problem}" in message, message
-    assert "base: needed, but not set" in message
+    assert "base: required, but not set" in message
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_settings_are_checked_before_anything_runs(tmp_path):
     )
     assert "sweep.yaml" in message
     assert "train.epohcs: unknown key; did you mean train.epochs?" in message
-    assert "optimizer.lr: it should be greater than 0 (seen: -1.0)" in message
+    assert "optimizer.lr: it should be greater than 0 (found: -1.0)" in message
     assert "and 1 more trials" in message
     assert not (tmp_path / "tried").exists()
 

@@ -98,7 +98,7 @@ def test_image_size_is_that_of_the_first_readable_image(folder):
 
 
 def test_model_with_other_channels_is_rejected(folder):
-    with pytest.raises(ConfigError, match="cannot take a batch of shape"):
+    with pytest.raises(ConfigError, match="cannot process a batch of shape"):
         opened(folder).model(ModelSection(name="resnet18"))  # gray images, three channels wanted
 
 

@@ -1,0 +1,232 @@
+"""A user adds each of the six kinds of part with one file of their own, and edits nothing in the project."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+PARTS = {
+    "task": '''
+import numpy as np
+import torch
+from harness.training.task import Arrays, TaskSection, model_builder
+
+class Task(TaskSection):
+    """Learn y = 2x."""
+
+    rows: int = 32
+
+    def open(self, seed, cache_dir):
+        return Line(self.rows)
+
+class Line:
+    notes, fingerprint, summary = (), "line", {"kind": "a line"}
+
+    def __init__(self, rows):
+        x = np.linspace(-1, 1, rows, dtype=np.float32)[:, None]
+        self.train = self.eval = Arrays(x, 2 * x)
+
+    def label_counts(self, start, stop):
+        return None
+
+    def model(self, section):
+        return model_builder.build(section.name, section.args, {}, torch.zeros(2, 1))
+
+    def prepare(self, inputs):
+        return inputs
+
+    def loss(self, outputs, targets):
+        return (outputs - targets).square().mean()
+
+    def evaluate(self, outputs, targets):
+        return {"loss": ((outputs - targets).square().sum(), torch.tensor(float(len(targets))))}
+
+    def report(self, sums):
+        return {"loss": sums.ratio("loss")}
+''',
+    "model": """
+from torch import nn
+
+class Scale(nn.Linear):
+    def __init__(self, bias=True):
+        super().__init__(1, 1, bias=bias)
+""",
+    "optimizer": """
+import torch
+
+class SignDescent(torch.optim.Optimizer):
+    def __init__(self, params, lr, shrink=1.0):
+        super().__init__(params, {"lr": lr, "shrink": shrink})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(group["shrink"]).sub_(param.grad.sign(), alpha=group["lr"])
+""",
+    "tracker": """
+class Tracker:
+    def start(self, info, entries):
+        self.file = open(info.folder / "tracked.txt", "w")
+        self.file.writelines(f"{entry['split']} {entry['step']}\\n" for entry in entries)
+        return f"cat {info.folder / 'tracked.txt'}"
+
+    def log(self, entry):
+        self.file.write(f"{entry['split']} {entry['step']}\\n")
+
+    def show(self, sample):
+        pass
+
+    def finish(self, files, done):
+        self.file.write(f"finished {done}\\n")
+        self.file.close()
+""",
+    "engine": """
+import os
+import subprocess
+from harness.config.base import Section
+from harness.distributed.monitor import Outcome
+
+class Options(Section):
+    mark: str
+
+def render(job):
+    return f"MARK={job.options.mark} {' '.join(job.command())}\\n"
+
+def start(job):
+    return Child(job)
+
+class Child:
+    def __init__(self, job):
+        self.process = subprocess.Popen(job.command(), env={**os.environ, **job.environ(), "MARK": job.options.mark})
+
+    def follow(self):
+        return Outcome({0: self.process.wait()})
+
+    def stop(self):
+        self.process.terminate()
+""",
+    "verb": '''
+"""Count the lines of the metrics of a run."""
+
+from pathlib import Path
+
+HELP = "count the lines of metrics.jsonl"
+
+def add_arguments(parser):
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--split", default="eval")
+
+def run(arguments):
+    text = (arguments.run_folder / "metrics.jsonl").read_text()
+    print(text.count(f'"split": "{arguments.split}"'), "lines")
+    return 3
+''',
+}
+CONFIG = {
+    "name": "line",
+    "task": {"name": "mine.task", "rows": 16},
+    "data": {"num_workers": 0},
+    "model": {"name": "mine.model.Scale", "args": {"bias": False}},
+    "batch": {"global": 8},
+    "optimizer": {"name": "mine.optimizer.SignDescent", "lr": 0.25},
+    "precision": {"opt_level": "O0"},
+    "train": {"epochs": 4, "log_every": 1},
+    "trackers": ["mine.tracker"],
+    "runtime": {"device": "cpu"},
+    "launch": {"engine": "mine.engine", "options": {"mark": "seen"}},
+}
+
+
+def harness(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    program = f"import sys; sys.path.append({str(ROOT)!r}); from harness import cli; sys.exit(cli.main())"
+    return subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=folder, capture_output=True, text=True, timeout=90
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working folder with the six files, in which the run has been launched."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "mine").mkdir()
+    for kind, text in PARTS.items():
+        (folder / "mine" / f"{kind}.py").write_text(text)
+    (folder / "line.yaml").write_text(yaml.safe_dump(CONFIG))
+    (folder / "driver.py").write_text(
+        f"import sys\nsys.path.append({str(ROOT)!r})\n" + (ROOT / "driver.py").read_text()
+    )
+    done = harness(folder, "launch", "-c", "line.yaml")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def evaluations(folder: Path) -> list[dict]:
+    lines = (folder / "runs" / "line" / "metrics.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["split"] == "eval"]
+
+
+def test_task_model_and_optimizer_train(folder):
+    losses = [entry["loss"] for entry in evaluations(folder)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    saved = yaml.safe_load((folder / "runs" / "line" / "config.yaml").read_text())
+    assert saved["task"] == {"name": "mine.task", "rows": 16}
+
+
+def test_tracker_gets_every_entry(folder):
+    tracked = (folder / "runs" / "line" / "tracked.txt").read_text().splitlines()
+    logged = (folder / "runs" / "line" / "metrics.jsonl").read_text().splitlines()
+    assert tracked == [f"{e['split']} {e['step']}" for e in map(json.loads, logged)] + ["finished True"]
+
+
+def test_engine_gets_its_options(folder):
+    assert harness(folder, "launch", "-c", "line.yaml", "--dry-run").stdout.startswith("MARK=seen ")
+    wrong = harness(folder, "launch", "-c", "line.yaml", "launch.options={mrk: x}")
+    assert wrong.returncode == 2
+    assert "launch.options: mrk: unknown key; did you mean mark?" in wrong.stderr
+    local = harness(folder, "launch", "-c", "line.yaml", "--engine", "local", "--dry-run")
+    assert local.returncode == 2
+    assert "launch.options: the engine local has no options" in local.stderr
+
+
+def test_verb(folder):
+    done = harness(folder, "mine.verb", "runs/line", "--split", "train")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "8 lines\n", "")
+    shown = harness(folder, "mine.verb", "--help")
+    assert "count the lines of metrics.jsonl" in shown.stdout
+
+
+def test_misspelled_parts_are_reported(folder):
+    wrong = ["model.name=mine.model.Scael", "optimizer.name=mine.o.X", "trackers=[mine.trakcer]"]
+    done = harness(folder, "check", "-c", "line.yaml", *wrong)
+    assert done.returncode == 2
+    for message in (
+        "model.name: the model 'mine.model.Scael' cannot be imported (AttributeError: ",
+        "optimizer.name: the optimizer 'mine.o.X' cannot be imported (ModuleNotFoundError: No module named 'mine.o')",
+        "trackers: the tracker 'mine.trakcer' cannot be imported (AttributeError: ",
+    ):
+        assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["launch", "-c", "line.yaml", "--engine", "mine.task"], "launch.engine: mine.task has no function render"),
+        (["launch", "-c", "line.yaml", "--engine", "mine.x"], "launch.engine: the engine 'mine.x' cannot be imported"),
+        (["launch", "-c", "line.yaml", "task.name=mine.tsk"], "task.name: the task 'mine.tsk' cannot be imported"),
+        (["mine.vreb"], "harness: the verb 'mine.vreb' cannot be imported"),
+    ],
+)
+def test_misspelled_part_ends_the_command(folder, words, message):
+    done = harness(folder, *words)
+    assert done.returncode == 2
+    assert message in done.stderr
