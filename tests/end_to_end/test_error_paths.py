@@ -81,7 +81,7 @@ def test_a_start_that_is_refused_moves_no_earlier_run(tmp_path, data):
     assert train(config, 2).codes == [0, 0]
     summary = (run_folder(config) / "summary.json").read_text()
     ended = train(config, 2, "batch.global=7")
-    assert_reported_once(ended, EXIT_USAGE, "batch.global: 7 rows cannot be dealt to 2 ranks", "6 or 8")
+    assert_reported_once(ended, EXIT_USAGE, "batch.global: 7 examples cannot be divided among 2 ranks", "6 or 8")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()) == ["run"]
     assert (run_folder(config) / "summary.json").read_text() == summary
     assert not (run_folder(config) / "failure.json").exists()

@@ -201,7 +201,7 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
     assert [(size.global_batch, size.per_rank) for size in sizes["global"]] == [(16, 16), (16, 8), (16, 4)]
     assert len({(size.steps_per_epoch, size.lr) for size in sizes["global"]}) == 1
     assert [size.global_batch for size in sizes["per_rank"]] == [16, 32, 64]
-    with pytest.raises(configfile.ConfigError, match="must be said once"):
+    with pytest.raises(configfile.ConfigError, match="exactly one of"):
         make_config(tmp_path, batch={"global": None})
     config = make_config(tmp_path, batch={"global": 16})
     facts = build.describe(

@@ -203,7 +203,7 @@ def test_a_path_a_dictionary_or_a_config_may_be_given(tmp_path, stripes):
 def test_a_batch_that_cannot_be_dealt(tmp_path, stripes):
     from harness.engines.dask import engine
 
-    with pytest.raises(ConfigError, match="8 rows cannot be dealt to 3 ranks"):
+    with pytest.raises(ConfigError, match="8 examples cannot be divided among 3 ranks"):
         engine.run(SimpleNamespace(asynchronous=False), write_config(tmp_path, stripes), ["launch.nproc=3"])
 
 

@@ -277,7 +277,7 @@ def test_a_batch_that_cannot_be_dealt(tmp_path, stripes, monkeypatch, body, word
     from harness.engines.flyte import task
 
     monkeypatch.setattr(task, "detect", lambda environ: Launch(world_size=3))
-    with pytest.raises(ConfigError, match="8 rows cannot be dealt to 3 ranks"):
+    with pytest.raises(ConfigError, match="8 examples cannot be divided among 3 ranks"):
         getattr(task, body)(str(write_config(tmp_path, stripes)), words)
 
 

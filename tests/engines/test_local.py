@@ -56,7 +56,7 @@ def test_an_interface_that_is_not_there(tmp_path, stripes):
 
 
 def test_a_batch_that_cannot_be_dealt(tmp_path, stripes):
-    with pytest.raises(ConfigError, match="8 rows cannot be dealt to 100 ranks"):
+    with pytest.raises(ConfigError, match="8 examples cannot be divided among 100 ranks"):
         launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=100"])
 
 

@@ -53,7 +53,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
         4: "space.optimizer.lr: it should be a valid list (found: 0.1)",
         5: "space.seed.hihg: unknown key",
         6: "parallel: it should be greater than or equal to 1 (found: 0)",
-        7: "sampler: 'tpee' is not allowed; allowed: 'grid'",
+        7: "sampler: 'tpee' is not allowed; use 'grid'",
     }
     for line, problem in expected.items():
         assert f"sweep.yaml:{line}: {problem}" in message, message
@@ -120,7 +120,7 @@ def test_a_batch_that_cannot_be_dealt_and_a_machine_that_is_too_small(tmp_path):
     )
     assert "2 problems in the sweep; nothing was started" in message
     assert "this machine cannot run [launch.nproc=4 batch.global=6]: it needs 4 cores" in message
-    assert "6 rows cannot be dealt to 4 ranks" in message
+    assert "6 examples cannot be divided among 4 ranks" in message
 
 
 def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):

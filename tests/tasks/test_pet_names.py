@@ -170,7 +170,7 @@ def test_notes_and_unusable_files(path, tmp_path):
 
 
 def test_models_for_other_data_are_rejected(path):
-    for name, message in (("small_cnn", "cannot be made"), ("torch.nn.Identity", "returns")):
+    for name, message in (("small_cnn", "cannot build model"), ("torch.nn.Identity", "returns")):
         with pytest.raises(ConfigError, match=message):
             opened(path).model(ModelSection(name=name))
 

@@ -45,8 +45,8 @@ def test_several_independent_problems_at_once(folder):
     told = "\n".join(str(problem) for problem in problems)
     for words in (
         "precision.backend=apex, but",
-        "4 rows cannot be dealt to 3 ranks",
-        "the nearest that can: 3 or 6",
+        "4 examples cannot be divided among 3 ranks",
+        "the nearest possible: 3 or 6",
         "there is no model 'small_cnm'",
         "there is no optimizer 'adamm'",
         "parallel.strategy=none is for one process, but there are 3 processes",
