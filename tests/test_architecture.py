@@ -31,7 +31,7 @@ TYPE_CYCLES = [
 SHARED_CLASS_NAMES = {
     "Task": "the section of each task, found by this name",
     "Tracker": "the class of each tracker, found by this name",
-    "MLP": "Apex has one, and a model of ours",
+    "Model": "the class of each built-in model, found by this name",
     "LossScaler": "Apex has one in amp and one in fp16_utils",
 }
 RENAMING = {  # being renamed
