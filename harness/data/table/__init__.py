@@ -1,5 +1,5 @@
-"""Annotation tables of any size: a CSV or Parquet file, converted once per node, then memory-mapped by every process.
+"""Annotation tables of any size: a CSV or Parquet file, converted once per node and memory-mapped by every process.
 
-Not here: images (data/images.py) or which rank reads which rows (data/shards.py).
-Start at table.py; convert.py and csv_reader.py make the files it maps.
+Not here: images (data/images.py), or the rule by which ranks share the rows (data/shards.py).
+Start at table.py; convert.py writes the files that it maps.
 """

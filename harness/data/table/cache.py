@@ -1,14 +1,13 @@
-"""Where converted tables are kept: one folder per source, one lock in it, and a manifest that marks what is complete.
+"""The cache of converted tables: one folder per source, with a lock and a manifest per complete conversion.
 
-    CACHE/tables/NAME-HASH/lock           held by the one process that converts
+    CACHE/tables/NAME-HASH/lock           held by the process that converts
     CACHE/tables/NAME-HASH/KEY.arrow      text columns, Arrow IPC in record batches of equal length
     CACHE/tables/NAME-HASH/KEY.codes      labels as little-endian int32, in row order
-    CACHE/tables/NAME-HASH/KEY.json       the manifest, written last; without it the others do not count
-    CACHE/tables/NAME-HASH/VERSION.source the bytes of a remote file, as downloaded
+    CACHE/tables/NAME-HASH/KEY.json       the manifest, written last; without it the other files are ignored
+    CACHE/tables/NAME-HASH/VERSION.source a downloaded remote file
 
-What is inside those files is the business of convert.py and table.py. All of it may be deleted at any time: what is
-open stays open, the rest is made again. Old versions of a source go when a new one is converted; a source that is never
-opened again leaves its last version behind.
+The cache may be deleted at any time: open tables stay open, anything else is converted again. Converting a new version
+of a source deletes the old ones. The last version of a source that is never opened again stays.
 """
 
 from __future__ import annotations
@@ -30,24 +29,25 @@ from harness.data.table.source import Source
 from harness.errors import DataError
 from harness.runs.files import default_cache_dir, write_atomically
 
-FORMAT = 1  # raise it when the layout or the meaning of anything in the cache changes
+FORMAT = 1  # increase it when the layout or the meaning of anything in the cache changes
+LOCK_NAME = "lock"
 try:
     import fcntl
 except ImportError:  # Windows, where a mapped file cannot be deleted anyway
     fcntl = None  # type: ignore[assignment]
 
-LOCK_NAME = "lock"
+_HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with room for about the size of the CSV"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The files of one conversion: one source in one version with one label column."""
+class CacheEntry:
+    """The files of one conversion: one source, in one version, with one label column."""
 
     folder: Path
     key: str
 
     @classmethod
-    def of(cls, source: Source, label: str | None, cache_dir: Path | None) -> Entry:
+    def of(cls, source: Source, label: str | None, cache_dir: Path | None) -> CacheEntry:
         stem = re.sub(r"[^\w.-]", "_", Path(source.identity).name)[:40]
         place = hashlib.sha256(source.identity.encode()).hexdigest()[:16]
         key = hashlib.sha256(json.dumps([FORMAT, source.identity, source.version, label]).encode()).hexdigest()[:24]
@@ -67,50 +67,49 @@ class Entry:
 
     @property
     def failure(self) -> Path:
-        """What the last conversion ended with, if it was an error: for those who waited for it."""
+        """The DataError of the last conversion, for processes that waited for it."""
         return self.folder / f"{self.key}.error.json"
 
-    @property
-    def kinds(self) -> Path:
-        """The types of the columns, for DataFrames."""
-        return self.folder / f"{self.key}.kinds.json"
-
     def download(self, source: Source) -> Path:
-        """Where the bytes of a remote source are kept."""
+        """The local copy of a remote source."""
         return self.folder / f"{hashlib.sha256(json.dumps(source.version).encode()).hexdigest()[:24]}.source"
 
     def load(self) -> dict[str, Any] | None:
-        """The manifest if this entry is complete. Sizes are compared since mapping a cut file ends in SIGBUS."""
-        try:
-            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
-            sizes = [os.stat(self.arrow).st_size, os.stat(self.codes).st_size if manifest["label"] is not None else 0]
-        except (OSError, ValueError):
+        """Return the manifest if the entry is complete. Sizes are checked because mapping a truncated file ends in
+        SIGBUS.
+        """
+        manifest = read_json(self.manifest)
+        if manifest is None or manifest.get("format") != FORMAT:
             return None
-        return manifest if manifest["format"] == FORMAT and sizes == manifest["bytes"] else None
+        try:
+            sizes = [os.stat(self.arrow).st_size, os.stat(self.codes).st_size if manifest["label"] is not None else 0]
+        except OSError:
+            return None
+        return manifest if sizes == manifest["bytes"] else None
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest: from here on the entry is complete."""
-        write_atomically(self.manifest, json.dumps(manifest, ensure_ascii=False))
+        """Write the manifest, which makes the entry complete."""
+        write_atomically(self.manifest, json.dumps(manifest | {"format": FORMAT}, ensure_ascii=False))
 
     def sweep(self, source: Source) -> None:
-        """Delete what crashed conversions and older versions of the source left. Call it with the lock held.
+        """Delete the files of crashed conversions and of older versions of the source. The caller holds the lock.
 
-        An older version that a process of this node still has open stays: its loader workers may yet map it.
+        An older version that a process of this node has open stays, because its loader workers may still map it.
         """
         keep = {LOCK_NAME, self.download(source).name}
         for path in self.folder.glob("*.json"):
-            other = Entry(self.folder, path.name.split(".")[0])
+            other = CacheEntry(self.folder, path.name.split(".")[0])
             if path != other.manifest or other.key == self.key:
                 continue
-            if _version_in(path) == list(source.version) or _is_held(other.arrow):
-                keep |= {p.name for p in (other.manifest, other.arrow, other.codes, other.kinds)}
+            if (read_json(path) or {}).get("version") == list(source.version) or _is_held(other.arrow):
+                keep |= {p.name for p in (other.manifest, other.arrow, other.codes)}
         for path in self.folder.iterdir():
             if path.name not in keep:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def hold(self, owner: object) -> None:
-        """Keep the entry from being swept as long as ``owner`` lives, in this process or a fork of it.
+        """Keep the entry from being swept while ``owner`` is alive, in this process or a fork of it.
 
         Raises FileNotFoundError.
         """
@@ -122,10 +121,10 @@ class Entry:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn a failure to write into this folder into a DataError that says what to set."""
+        """Turn a failure to write into the cache into a DataError with a remedy."""
         try:
             yield
-        except NotImplementedError as error:  # filelock, where the file system cannot lock
+        except NotImplementedError as error:  # raised by filelock on a file system without locks
             raise DataError(f"the table cache cannot be locked: {error}", where=str(self.folder), hint=_HINT) from error
         except OSError as error:
             reason = error.strerror or str(error)
@@ -134,7 +133,7 @@ class Entry:
             ) from error
 
     def try_lock(self) -> filelock.BaseFileLock | None:
-        """The lock of this source if nobody holds it. The system frees it when its holder dies, however it dies."""
+        """Lock this source; None if another process holds the lock. The system frees it when its holder dies."""
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(self.folder / LOCK_NAME)
@@ -145,18 +144,17 @@ class Entry:
             return lock
 
 
-_HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with room for about the size of the CSV"
-
-
-def _version_in(path: Path) -> object:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file or it holds something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("version")
-    except (OSError, ValueError, AttributeError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return content if isinstance(content, dict) else None
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a process has called ``hold`` and lives."""
+    """True while a process that called ``hold`` is alive."""
     if fcntl is None:
         return False
     try:

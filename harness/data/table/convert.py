@@ -1,7 +1,7 @@
-"""Convert a CSV or Parquet file once into what table.py maps, as a stream: memory does not grow with the file.
+"""Convert a CSV or Parquet file into the files that table.py maps, as a stream with constant memory.
 
-Text columns go into an Arrow IPC file in record batches of equal length (only the last is shorter), so row i lies in
-batch i // length; labels go into a plain file of int32 codes beside it. Everything else is in the manifest.
+One process per node converts, guarded by a file lock; the others wait. They get its table or its DataError. If it dies,
+the system frees the lock and another process converts.
 """
 
 from __future__ import annotations
@@ -9,59 +9,117 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Generator, Sequence
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from harness.data.table import csv_lines, csv_reader, parquet_reader
-from harness.data.table.cache import FORMAT, Entry
+from harness.data.table.cache import CacheEntry, read_json
 from harness.data.table.labels import LabelCoder
-from harness.data.table.prefetch import read_ahead
-from harness.data.table.source import Source, kind_of, nearest
-from harness.data.table.writers import CodeSink, TextSink
+from harness.data.table.source import Source, download, kind_of, nearest
+from harness.data.table.writers import CodeWriter, TextWriter
 from harness.errors import DataError
-from harness.runs.files import commit, temporary_for
+from harness.runs.files import replacing, write_atomically
+
+_POLL_S = 0.02
+_POLLS_PER_LOCK = 10  # looking for a file is cheap; trying the lock takes processor time from the converter
+_READ_AHEAD = 4  # batches
 
 
-def convert(source: Source, path: Path, entry: Entry, text: Sequence[str], label: str | None) -> None:
-    """Convert ``path``, the local copy of ``source``, into ``entry``. Call it with the lock held.
+def converted(
+    source: Source, entry: CacheEntry, text: Sequence[str], label: str | None, on_wait: Callable[[str], None] | None
+) -> dict[str, Any]:
+    """Return the manifest of ``entry``, converting ``source`` first if nobody has. Raises DataError."""
+    earlier_failure = read_json(entry.failure)
+    waited = False
+    while (manifest := entry.load()) is None:
+        lock = entry.try_lock()
+        if lock is None:
+            if on_wait is not None and not waited:
+                on_wait(f"waiting while another process converts {source.name}")
+            waited = True
+            for _ in range(_POLLS_PER_LOCK):
+                time.sleep(_POLL_S)
+                if entry.manifest.exists():
+                    break
+            continue
+        try:
+            if entry.load() is None:
+                _raise_failure_since(earlier_failure, entry, text)
+                _convert_or_record(source, entry, text, label)
+        finally:
+            lock.release()
+    return manifest
 
-    Raises DataError if the content cannot be used, the file changes meanwhile, or the cache cannot be written; then
-    nothing is left behind.
+
+def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text: Sequence[str]) -> None:
+    """Do not repeat a conversion that failed while this process waited: eight ranks would take eight times as long."""
+    failure = read_json(entry.failure)
+    if failure is not None and failure != earlier and failure["text"] == list(text):
+        raise DataError(failure["message"], where=failure["where"], hint=failure["hint"])
+
+
+def _convert_or_record(source: Source, entry: CacheEntry, text: Sequence[str], label: str | None) -> None:
+    entry.sweep(source)
+    try:
+        path = Path(source.identity)
+        if source.is_remote:
+            path = entry.download(source)
+            if not path.exists():
+                download(source, path)
+        convert(source, path, entry, text, label)
+    except DataError as error:
+        failure = {"message": error.message, "where": error.where, "hint": error.hint, "text": list(text)}
+        with contextlib.suppress(OSError):  # the disk may be full
+            write_atomically(entry.failure, json.dumps(failure | {"attempt": secrets.token_hex(8)}))
+        raise
+
+
+def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], label: str | None) -> None:
+    """Convert ``path``, the local copy of ``source``, into ``entry``. The caller holds the lock.
+
+    Raises DataError if the content is unusable, the file changes meanwhile, or the cache cannot be written; the entry
+    then has no files.
     """
     kind = kind_of(path, source.name)
     reader = parquet_reader if kind == "parquet" else csv_reader
     columns = reader.read_header(path, source.name)
     require_columns(columns, text, label, source.name)
-    temporary = {path: temporary_for(path) for path in (entry.arrow, entry.codes)}
-    texts, labels = None, None
-    try:
-        with entry.writing():
-            texts = TextSink(temporary[entry.arrow], [c for c in columns if c != label], source.name)
-            if label is not None:
-                labels = CodeSink(temporary[entry.codes], LabelCoder(label, source.name))
-            manifest = _fill(texts, labels, reader.read_batches(path, source.name, columns), source, path)
-            manifest |= {"kind": kind, "columns": columns, "bytes": [_size(p) for p in temporary.values()]}
-            manifest["digest"] = _digest(manifest)
-            if not source.is_remote and not source.is_current():
-                hint = "start again once it is written; write to another name and rename it"
-                raise DataError("the file changed while it was being read", where=source.name, hint=hint)
-            for final, written in temporary.items():
-                if written.exists():
-                    commit(written, final)
-            entry.publish(manifest | {"format": FORMAT, "source": source.identity, "version": source.version})
-    finally:
-        for sink in (texts, labels):
-            if sink is not None:
-                sink.abandon()
-        for left in temporary.values():
-            left.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(entry.writing())
+        arrow = stack.enter_context(replacing(entry.arrow))
+        texts = TextWriter(arrow, [column for column in columns if column != label], source.name)
+        stack.enter_context(contextlib.closing(texts))
+        labels = None
+        if label is not None:
+            codes = stack.enter_context(replacing(entry.codes))
+            labels = CodeWriter(codes, LabelCoder(label, source.name))
+            stack.enter_context(contextlib.closing(labels))
+        num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns))
+        if not num_rows:
+            raise DataError("the file has a header but no rows", where=source.name, hint="was it written completely?")
+        if labels is not None:
+            _require_labels(labels.coder, path, kind)
+        manifest = _manifest(texts, labels, columns, num_rows)
+        manifest["bytes"] = [arrow.stat().st_size, codes.stat().st_size if labels is not None else 0]
+        if not source.is_remote and not source.is_current():
+            raise DataError(
+                "the file changed while it was being read",
+                where=source.name,
+                hint="start again once it is complete; to replace a file safely, write to another name and rename it",
+            )
+    with entry.writing():
+        entry.publish(manifest | {"kind": kind, "source": source.identity, "version": source.version})
 
 
 def require_columns(columns: Sequence[str], text: Sequence[str], label: str | None, name: str) -> None:
-    """DataError unless the table has all of these columns."""
+    """Raise DataError unless the table has all of these columns."""
     missing = [c for c in dict.fromkeys([*text, *([label] if label is not None else [])]) if c not in columns]
     if not missing:
         return
@@ -70,57 +128,69 @@ def require_columns(columns: Sequence[str], text: Sequence[str], label: str | No
         if len(columns) == 1 and separator in columns[0]:
             hints = [f"the columns seem to be separated by {plural}: save the file with commas"]
     raise DataError(
-        f"no column {', '.join(map(repr, missing))}; there are {', '.join(map(repr, columns))}",
+        f"no column {', '.join(map(repr, missing))}; the columns are {', '.join(map(repr, columns))}",
         where=name,
         hint="; ".join(filter(None, hints)) or "name one of these columns in the configuration",
     )
 
 
-def _fill(
-    texts: TextSink, labels: CodeSink | None, batches: Generator[pa.RecordBatch, None, None], source: Source, path: Path
-) -> dict[str, Any]:
-    """Write all rows; what the manifest says about them."""
+def _write_rows(texts: TextWriter, labels: CodeWriter | None, batches: Generator[pa.RecordBatch, None, None]) -> int:
+    """Write all rows; return their number."""
     num_rows = 0
-    # Parsing takes as long as all the rest together: it gets a core of its own. Closed here,
-    # since after an error the traceback would keep the thread waiting.
-    with contextlib.closing(read_ahead(batches)) as ahead:
+    # Closed explicitly, because after an error the traceback would keep the thread alive.
+    with contextlib.closing(_read_ahead(batches)) as ahead:
         for batch in ahead:
             num_rows += batch.num_rows
             if labels is not None:
                 labels.add(batch)
             texts.add(batch)
-    if not num_rows:
-        raise DataError("the file has a header but no rows", where=source.name, hint="was it written completely?")
-    if labels is not None:
-        _refuse_blank(labels.coder, path)
-    manifest: dict[str, Any] = {"text_digest": texts.finish(), "num_rows": num_rows, "batch_rows": texts.batch_rows}
-    manifest |= {"label": None, "vocabulary": [], "counts": [], "notes": [], "codes_digest": ""}
+    return num_rows
+
+
+def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.RecordBatch, None, None]:
+    """Parse in a thread of its own, which takes as long as everything else together and releases the interpreter."""
+    with contextlib.closing(batches), ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as pool:
+        waiting = deque(pool.submit(next, batches, None) for _ in range(_READ_AHEAD))
+        try:
+            while (batch := waiting.popleft().result()) is not None:
+                waiting.append(pool.submit(next, batches, None))
+                yield batch
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _manifest(texts: TextWriter, labels: CodeWriter | None, columns: list[str], num_rows: int) -> dict[str, Any]:
+    """The facts about the rows. ``digest`` depends on the content only, not on how or where it is stored."""
+    manifest: dict[str, Any] = {
+        "columns": columns,
+        "num_rows": num_rows,
+        "label": None,
+        "vocabulary": [],
+        "codes_digest": "",
+        "text_digest": texts.finish(),
+        "batch_rows": texts.batch_rows,
+        "counts": [],
+        "notes": [],
+    }
     if labels is not None:
         vocabulary, counts, notes, digest = labels.finish()
-        manifest |= {"label": labels.coder.column, "vocabulary": vocabulary, "counts": counts.tolist()}
-        manifest |= {"notes": notes, "codes_digest": digest}
+        manifest |= {"label": labels.coder.column, "vocabulary": vocabulary, "codes_digest": digest}
+        manifest |= {"counts": counts.tolist(), "notes": notes}
+    parts = ("columns", "num_rows", "label", "vocabulary", "codes_digest", "text_digest")
+    manifest["digest"] = hashlib.sha256(json.dumps([manifest[part] for part in parts]).encode()).hexdigest()
     return manifest
 
 
-def _refuse_blank(coder: LabelCoder, path: Path) -> None:
+def _require_labels(coder: LabelCoder, path: Path, kind: str) -> None:
     if not coder.num_blank:
         return
     rows = coder.first_blank
-    lines = csv_lines.lines_of(path, rows) if kind_of(path, coder.where) != "parquet" else []
-    seen = [f"row {row}" + (f" (line {lines[i]})" if i < len(lines) else "") for i, row in enumerate(rows)]
+    lines = csv_lines.lines_of(path, rows) if kind != "parquet" else []
+    places = [f"row {row}" + (f" (line {lines[i]})" if i < len(lines) else "") for i, row in enumerate(rows)]
     more = ", …" if coder.num_blank > len(rows) else ""
     raise DataError(
-        f"{coder.num_blank} of {coder.num_rows} rows have no label in column {coder.column!r}: {', '.join(seen)}{more}",
+        f"{coder.num_blank} of {coder.num_rows} rows have no label in column {coder.column!r}: "
+        f"{', '.join(places)}{more}",
         where=f"{coder.where}:{lines[0]}" if lines else coder.where,
-        hint="fill these in or remove the rows; rows are counted from 0",
+        hint="fill in the labels or remove the rows; rows are counted from 0",
     )
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    """Of the content: what the rows are, not how or where they are stored."""
-    parts = ("columns", "num_rows", "label", "vocabulary", "codes_digest", "text_digest")
-    return hashlib.sha256(json.dumps([manifest[part] for part in parts]).encode()).hexdigest()
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

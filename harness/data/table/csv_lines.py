@@ -1,7 +1,7 @@
-"""Physical lines of a CSV, found again the slow way: only to say in an error on which line something is.
+"""Line numbers in a CSV, for error messages.
 
-Reads with Python's csv module, which agrees with pyarrow and pandas on what a record is: a quote counts at the start
-of a field only, blank lines are no records. About a second for each million rows.
+Reads with Python's csv module, which agrees with pyarrow and pandas on what a record is: a quote is special only at the
+start of a field, and blank lines are not records. Takes about a second per million rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
 
 
 def uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
-    """(how many records have another number of fields, the first ``limit`` of them as (line, fields))."""
+    """(number of records with another number of fields, the first ``limit`` of them as (line, fields))."""
     count, first = 0, list[tuple[int, int]]()
     with _any_field_size(), _text(path) as text:
         for line, fields in _records(text):
@@ -42,8 +42,8 @@ def uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[
 
 
 def unclosed_quote(path: Path, num_columns: int) -> int | None:
-    """The line of the record whose quote is still open at the end of the file."""
-    # A file with one more record at its end: if that record is not seen as one, a quote has swallowed it.
+    """The line of the record whose quote is still open at the end of the file; None if there is none."""
+    # Append one more record: if it does not come out as a record, an open quote has swallowed it.
     end = ["\x1aend of file\x1a"] * num_columns
     with _any_field_size(), _text(path) as text:
         last_line, last = 0, [""]
@@ -53,19 +53,19 @@ def unclosed_quote(path: Path, num_columns: int) -> int | None:
 
 
 def bad_utf8(path: Path) -> tuple[int, str] | None:
-    """(line, the byte and its surroundings) of the first bytes that are not UTF-8."""
+    """(line, description of the byte) of the first bytes that are not UTF-8; None if there are none."""
     with open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
                 around = line[max(0, error.start - 20) : error.end + 20].decode("latin-1").strip()
-                return number, f"byte 0x{line[error.start]:02x} (in Latin-1 it would be part of {around!r})"
+                return number, f"byte 0x{line[error.start]:02x} (in Latin-1, part of {around!r})"
     return None
 
 
 def header_of(path: Path) -> list[str]:
-    """The fields of the first record, as text; [] if there is none in the first megabyte.
+    """The fields of the first record; [] if there is none in the first megabyte.
 
     Raises UnicodeDecodeError.
     """
@@ -78,7 +78,7 @@ def header_of(path: Path) -> list[str]:
 
 
 def _record_lines(path: Path) -> Iterator[int]:
-    """The line on which each record starts, header first. Lines without quotes never reach the csv module."""
+    """The line on which each record starts, header first. Only lines with quotes go through the slow csv module."""
     with _any_field_size(), _text(path) as text:
         line, quoted = 0, _Pushed(text)
         reader = csv.reader(quoted)
@@ -94,7 +94,7 @@ def _record_lines(path: Path) -> Iterator[int]:
 
 
 class _Pushed:
-    """Lines for a csv reader: first the one pushed, then, while a quote is open, more of the text."""
+    """Lines for a csv reader: first ``pushed``, then, while a quote is open, the following lines of the text."""
 
     def __init__(self, text: Iterator[str]) -> None:
         self.text, self.pushed = text, ""
@@ -110,7 +110,7 @@ class _Pushed:
 def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[int, list[str]]]:
     def lines() -> Iterator[str]:
         for line in text:
-            yield line.replace("\0", "")  # at which the csv module of Python 3.10 stops
+            yield line.replace("\0", "")  # the csv module of Python 3.10 stops at a NUL
         yield from more
 
     reader, line = csv.reader(lines()), 1
@@ -122,7 +122,7 @@ def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[in
 
 @contextmanager
 def _text(path: Path) -> Iterator[io.TextIOWrapper]:
-    # Latin-1 maps every byte, so a wrong encoding cannot get in the way; quotes and line ends are ASCII in UTF-8.
+    # Latin-1 decodes every byte, so a wrong encoding cannot fail here; quotes and line ends are ASCII in UTF-8.
     with open_bytes(path) as stream, io.TextIOWrapper(stream, encoding="latin-1", newline="") as text:
         yield text
 

@@ -1,8 +1,8 @@
-"""A CSV as a stream of Arrow record batches in which every column is text, or a DataError that says what is wrong.
+"""Read a CSV as Arrow record batches in which every column is text. Raises DataError with the line of a problem.
 
-Reads as pandas does where both accept a file: blank lines (and lines of white space) are no rows, a quote counts at the
-start of a field only, a nameless column is called ``Unnamed: 0``. Unlike pandas, text is never taken for missing:
-``NA``, ``None``, ``null`` and the empty field stay what they are. A short row is an error, not a row with gaps.
+Agrees with pandas on files that both accept: blank lines (and lines of white space) are not rows, a quote is special
+only at the start of a field, and a column without a name is called ``Unnamed: 0``. Unlike pandas, ``NA``, ``None``,
+``null`` and the empty field are text, not missing values, and a row with too few fields is an error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from harness.data.table import csv_lines
 from harness.data.table.source import open_bytes
 from harness.errors import DataError
 
-_FIRST_BLOCK, _LAST_BLOCK = 4 << 20, 256 << 20  # bytes; a record must fit into one block
+BLOCK_BYTES, MAX_BLOCK_BYTES = 4 << 20, 256 << 20  # a record must fit into one block
 
 
 def read_header(path: Path, name: str) -> list[str]:
-    """The column names, in order; DataError if there are none or two are equal."""
+    """The column names, in order. Raises DataError if there are none or two are equal."""
     try:
         raw = csv_lines.header_of(path)
     except UnicodeDecodeError:
@@ -39,14 +39,14 @@ def read_header(path: Path, name: str) -> list[str]:
         raise DataError(
             f"the header names a column twice: {', '.join(map(repr, twice))}",
             where=f"{name}:1",
-            hint="give every column a name of its own",
+            hint="give every column a unique name",
         )
     return names
 
 
 def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:
-    """The rows in order, in batches of any length, never empty ones. ``columns`` is what ``read_header`` gave."""
-    block_bytes, num_rows = _FIRST_BLOCK, 0
+    """The rows in order, in nonempty batches of any length. ``columns`` is the result of ``read_header``."""
+    block_bytes, num_rows = BLOCK_BYTES, 0
     while True:
         skip = num_rows
         try:
@@ -60,20 +60,20 @@ def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.Reco
         except _RecordTooLong:
             _check_quotes(path, name, columns)
             block_bytes *= 8
-            if block_bytes > _LAST_BLOCK:
-                limit = f"{_LAST_BLOCK >> 20} MiB"
+            if block_bytes > MAX_BLOCK_BYTES:
+                limit = f"{MAX_BLOCK_BYTES >> 20} MiB"
                 raise DataError(f"a row is longer than {limit}", where=name, hint="is a quote missing?") from None
 
 
 class _RecordTooLong(Exception):
-    """A record does not fit into a block; the reading has to begin again with larger ones."""
+    """A record does not fit into a block, so the file must be read again in larger ones."""
 
 
 class _Ended(io.RawIOBase):
-    """The bytes of a file and then one more record, in blocks none of which ends in a carriage return.
+    """The bytes of a file followed by one more record, in blocks that never end in a carriage return.
 
-    pyarrow takes a line feed at the start of a block for the second half of a line end, and drops it, even if
-    the first half was inside quotes.
+    pyarrow drops a line feed at the start of a block, taking it for the second half of a line end, even if the first
+    half was inside quotes.
     """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
@@ -94,8 +94,8 @@ class _Ended(io.RawIOBase):
 
 
 def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Generator[pa.RecordBatch, None, None]:
-    # pyarrow lets an unclosed quote swallow the rest of the file without a word. So the file is given one more
-    # record, which nobody could have written; if it does not come out as the last row, a quote has swallowed it.
+    # pyarrow silently lets an unclosed quote swallow the rest of the file. So one more record with a random content
+    # is appended; if it does not come out as the last row, a quote has swallowed it.
     mark = secrets.token_hex(16)
     uneven: list[str] = []
 
@@ -121,7 +121,7 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
     last = held.slice(held.num_rows - 1).to_pylist()[0] if held is not None else {}
     if held is None or set(last.values()) != {mark}:
         _check_quotes(path, name, columns)
-        raise DataError("the end of the file was not understood", where=name, hint="is a quote missing?")
+        raise DataError("the end of the file cannot be parsed", where=name, hint="is a quote missing?")
     yield held.slice(0, held.num_rows - 1)
 
 
@@ -130,8 +130,8 @@ def _open(
 ) -> Generator[pa.RecordBatch, None, None]:
     reader = pa.csv.open_csv(
         stream,
-        # Column names come from our own reading of the header: pyarrow would take two nameless ones for one.
-        # Threads only slow its stream down: it is parsed block by block all the same.
+        # The names come from read_header, because pyarrow merges two columns without a name.
+        # Threads only slow the stream down: it is parsed block by block anyway.
         read_options=pa.csv.ReadOptions(block_size=block_bytes, use_threads=False),
         parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=on_uneven),
         convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
@@ -141,7 +141,7 @@ def _open(
 
 
 def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: bool) -> Exception:
-    """Find out what pyarrow stumbled over, and where."""
+    """Find the line that pyarrow could not parse, and the reason."""
     if "straddling" in message or "block size" in message:
         return _RecordTooLong()
     if "UTF8" in message:
@@ -155,10 +155,10 @@ def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: b
         return DataError(f"the CSV cannot be parsed: {message}", where=name)
     seen = ", ".join(f"line {line} has {fields}" for line, fields in first)
     return DataError(
-        f"{count} row{'s' * (count > 1)} without exactly {len(columns)} fields, as the header has: {seen}"
+        f"{count} row{'s' * (count > 1)} without exactly {len(columns)} fields as in the header: {seen}"
         + (", …" if count > len(first) else ""),
         where=f"{name}:{first[0][0]}",
-        hint="put a field that holds a comma into double quotes; write a missing field as an empty one",
+        hint="put a field that contains a comma into double quotes; leave a missing field empty",
     )
 
 
@@ -166,9 +166,9 @@ def _check_quotes(path: Path, name: str, columns: list[str]) -> None:
     line = csv_lines.unclosed_quote(path, len(columns))
     if line is not None:
         raise DataError(
-            "a quote is opened in this row and never closed: it swallows the rest of the file",
+            "a quote is opened in this row and never closed, so it swallows the rest of the file",
             where=f"{name}:{line}",
-            hint='close the quote, or write a quote inside a quoted field twice: "a 5"" pipe"',
+            hint='close the quote, or double a quote inside a quoted field: "a 5"" pipe"',
         )
 
 

@@ -1,8 +1,9 @@
-"""Labels while a table is converted: text in, codes out, and at the end the vocabulary they stand for.
+"""Label codes during a conversion: text in, codes out, and at the end the sorted vocabulary.
 
-A vocabulary of nothing but integer literals (7, 0, -3; not 007, +7 or 7.0) holds integers, sorted as numbers. Any other
-holds text, sorted by code point; ``NA``, ``None`` and ``null`` are then labels like any other. A blank label (nothing
-but white space, or a null of Parquet) is an error, and so are two labels that differ in surrounding white space alone.
+If all labels are integer literals (7, 0, -3; not 007, +7 or 7.0), the vocabulary is of integers, sorted as numbers.
+Otherwise it is of text, sorted by code point, and ``NA``, ``None`` and ``null`` are labels like any other. A blank
+label (white space only, or a null in Parquet) is an error, and so are two labels that differ only in surrounding white
+space.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 18 digits always fit into int6
 
 
 class LabelCoder:
-    """Gives each distinct label a code in order of first appearance; ``finish`` sorts them."""
+    """Numbers the distinct labels in order of first appearance; ``finish`` sorts them."""
 
     def __init__(self, column: str, where: str) -> None:
         self.column, self.where = column, where
@@ -35,7 +36,7 @@ class LabelCoder:
         encoded = column.dictionary_encode(null_encoding="encode")
         indices: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False)
         words = encoded.dictionary.to_pylist()
-        # Written backwards, so that the first appearance of each word is what stays.
+        # Assigned in reverse, so that the first appearance of each word wins.
         first = np.empty(len(words), dtype=np.int64)
         first[indices[::-1]] = np.arange(len(indices) - 1, -1, -1)
         codes = np.fromiter(
@@ -54,9 +55,9 @@ class LabelCoder:
             self._first_row.append(self.num_rows + first)
             if code >= MAX_LABELS:
                 raise DataError(
-                    f"column {self.column!r} has more than {MAX_LABELS:,} different values: surely not a label",
+                    f"column {self.column!r} has more than {MAX_LABELS:,} different values, too many for labels",
                     where=self.where,
-                    hint="name the column that holds the class",
+                    hint="name the column of class labels",
                 )
         return code
 
@@ -68,7 +69,7 @@ class LabelCoder:
             self.first_blank += (self.num_rows + rows[: 5 - len(self.first_blank)]).tolist()
 
     def finish(self) -> tuple[list[str] | list[int], np.ndarray, np.ndarray, list[str]]:
-        """(vocabulary, its counts, old code -> place in the vocabulary as int32, notes for the user)."""
+        """(vocabulary, rows per label, index in the vocabulary of each code as int32, notes for the user)."""
         words = [word for word in self._code_of if word is not None]
         self._refuse_twins(words)
         integers = [bool(_INTEGER.fullmatch(word)) for word in words]
@@ -91,9 +92,9 @@ class LabelCoder:
             if twin != word:
                 rows = self._first_row[self._code_of[twin]], self._first_row[self._code_of[word]]
                 raise DataError(
-                    f"labels {twin!r} (row {rows[0]}) and {word!r} (row {rows[1]}) differ in white space alone",
+                    f"labels {twin!r} (row {rows[0]}) and {word!r} (row {rows[1]}) differ only in white space",
                     where=self.where,
-                    hint=f"strip the column {self.column!r}",
+                    hint=f"strip the white space in column {self.column!r}",
                 )
 
     def _notes(self, words: list[str], integers: list[bool]) -> list[str]:
@@ -104,12 +105,12 @@ class LabelCoder:
         if all(_is_number(word) for word in words):
             return [
                 f"labels in {self.column!r} are numbers but not all integers ({others[0]!r} in row {row}): "
-                f"each of the {len(words)} different values is taken as a class of its own"
+                f"each of the {len(words)} different values is a class"
             ]
         if len(others) < len(words):
             return [
                 f"labels in {self.column!r} mix {len(words) - len(others)} integers with {len(others)} "
-                f"others ({others[0]!r} in row {row}): all are taken as text"
+                f"others ({others[0]!r} in row {row}): all are treated as text"
             ]
         return []
 

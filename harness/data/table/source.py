@@ -1,23 +1,24 @@
-"""Where an annotation file lies: on this machine or behind fsspec; its version; how its bytes begin.
+"""The annotation file that a table is made of, local or behind fsspec: its version, its format, its bytes.
 
-Nothing here knows what is inside the file. A version is (size, modification time in ns) of a local file, or the
-ETag (or what comes nearest) of a remote one. An edit that keeps both size and modification time cannot be seen.
+A version is (size, modification time in ns) of a local file, (size, ETag or the nearest equivalent) of a remote one.
+An edit that changes neither cannot be detected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import gzip
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from harness.errors import DataError
-from harness.runs.files import is_url
+from harness.runs.files import is_url, replacing
 
-# What a file that is surely not text begins with, and what to type about it.
+# First bytes of files that are not text, and how to convert them.
 _FOREIGN = {
     b"PK\x03\x04": ("a zip archive", "unpack it: unzip {name}"),
     b"BZh": ("bzip2", "unpack it: bunzip2 {name}"),
@@ -28,10 +29,14 @@ _FOREIGN = {
 }
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
+# What servers call a value that changes with the content, the most reliable first. The size is always used as well.
+_MARKS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "checksum", "sha256", "mtime", "LastModified",
+          "last_modified", "updated", "modified", "last_commit", "created")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Source:
-    """An annotation file at one moment. ``name`` is for messages, ``identity`` the real path or URL."""
+    """An annotation file at one moment. ``name`` is for error messages, ``identity`` is the real path or the URL."""
 
     name: str
     identity: str
@@ -42,7 +47,7 @@ class Source:
         return is_url(self.identity)
 
     def is_current(self) -> bool:
-        """Whether the file still is what it was when this object was made (remote: asks the server)."""
+        """False if the file changed since this object was made. Asks the server about a remote file."""
         try:
             return locate(self.identity).version == self.version
         except DataError:
@@ -50,20 +55,17 @@ class Source:
 
 
 def locate(source: str | os.PathLike[str]) -> Source:
-    """Find the file and read its version, not its content; DataError if there is no such file."""
-    name = os.fspath(source)
-    if name.startswith("file://"):
-        name = name[len("file://") :]
+    """Find the file and read its version, not its content. Raises DataError if there is no such file."""
+    name = os.fspath(source).removeprefix("file://")
     if is_url(name):
-        from harness.data.table.remote import version  # fsspec is needed by few, and slow to import
-
-        return Source(name, name, version(name))
+        with _asking(name):
+            return Source(name, name, _remote_version(name))
     try:
         stat = os.stat(name)
     except FileNotFoundError:
         raise DataError("no such annotation file", where=name, hint=_nearest_file(Path(name))) from None
     except OSError as error:
-        raise DataError(f"the annotation file cannot be reached: {error.strerror}", where=name) from error
+        raise DataError(f"the annotation file cannot be read: {error.strerror}", where=name) from error
     if os.path.isdir(name):
         raise DataError("this is a folder, not an annotation file", where=name, hint=_files_in(Path(name)))
     if stat.st_size == 0:
@@ -72,7 +74,7 @@ def locate(source: str | os.PathLike[str]) -> Source:
 
 
 def kind_of(path: Path, name: str) -> str:
-    """``csv``, ``csv.gz`` or ``parquet``, by the first bytes and never by the name; DataError for anything else."""
+    """Return ``csv``, ``csv.gz`` or ``parquet``, by the first bytes of the file, not its name. Raises DataError."""
     try:
         with open(path, "rb") as stream:
             head = stream.read(8)
@@ -82,22 +84,22 @@ def kind_of(path: Path, name: str) -> str:
         return "parquet"
     if head.startswith(_GZIP):
         return "csv.gz"
-    for magic, (what, remedy) in _FOREIGN.items():
+    for magic, (format_name, remedy) in _FOREIGN.items():
         if head.startswith(magic):
             hint = remedy.format(name=name)
-            raise DataError(f"the file is {what}; CSV, gzipped CSV or Parquet is needed", where=name, hint=hint)
+            raise DataError(f"the file is {format_name}, not CSV, gzipped CSV or Parquet", where=name, hint=hint)
     return "csv"
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The bytes of a CSV, unpacked if they are gzipped; every ``read(n)`` gives n bytes until the end."""
+    """Open a CSV, unpacking it if it is gzipped; every ``read(n)`` returns n bytes until the end."""
     with open(path, "rb") as stream:
         zipped = stream.read(2) == _GZIP
     return cast(BinaryIO, gzip.open(path, "rb")) if zipped else open(path, "rb")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """``did you mean 'label'?``, or nothing."""
+    """Return ``did you mean 'label'?``, or "" if nothing is similar."""
     by_lower = {w.lower().strip(): w for w in words}
     found = difflib.get_close_matches(word.lower().strip(), by_lower, n=1, cutoff=0.6)
     return f"did you mean {by_lower[found[0]]!r}?" if found else ""
@@ -105,7 +107,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"there is no folder {path.parent} either; relative paths start at {Path.cwd()}"
+        return f"the folder {path.parent} does not exist either; relative paths start at {Path.cwd()}"
     try:
         names = [p.name for p in path.parent.iterdir()]
     except OSError:
@@ -119,6 +121,60 @@ def _files_in(folder: Path) -> str:
     except OSError:
         return ""
     if not names:
-        return f"there are no files in {folder}"
+        return f"{folder} has no files"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"files in {folder}: {', '.join(names[:5])}{more}"
+
+
+# Remote files. fsspec is imported here because few need it and it is slow to import.
+
+
+def download(source: Source, target: Path) -> None:
+    """Download a remote source, whole or not at all. Raises DataError if the file is no longer this version."""
+    import fsspec
+
+    url, expected = source.identity, source.version
+    with _asking(url), replacing(target) as temporary:
+        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem.get_file(path, str(temporary))
+        size = temporary.stat().st_size
+        if _remote_version(url) != expected or size != expected[0] != -1:
+            raise DataError(
+                f"the file changed during the download ({size} bytes received, {expected[0]} expected)",
+                where=url,
+                hint="start again once it is complete",
+            )
+
+
+def _remote_version(url: str) -> tuple[int | str, ...]:
+    """(size, ETag or the nearest equivalent), from the server each time."""
+    import fsspec
+
+    filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()  # or info() may answer from an older listing
+    info: dict[str, Any] = filesystem.info(path)
+    if info.get("type") == "directory":
+        raise DataError("this is a folder, not an annotation file", where=url)
+    if info.get("size") == 0:
+        raise DataError("the annotation file is empty (0 bytes)", where=url, hint="was it written completely?")
+    size = info.get("size")
+    mark = next((str(info[mark]) for mark in _MARKS if info.get(mark)), "")
+    return (int(size) if size is not None else -1), mark or str(filesystem.ukey(path))
+
+
+@contextlib.contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """Turn any failure of any fsspec back end into a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError("no such annotation file", where=url) from None
+    except ImportError as error:
+        raise DataError(f"this kind of URL needs a package: {error}", where=url) from error
+    except ValueError as error:
+        hint = "a URL begins with s3://, gs://, https:// or another protocol that fsspec supports"
+        raise DataError(f"the URL cannot be used: {error}", where=url, hint=hint) from error
+    except Exception as error:
+        raise DataError(f"the file cannot be downloaded: {type(error).__name__}: {error}", where=url) from error

@@ -1,4 +1,4 @@
-"""Files that cannot be used: every error says what was seen, where, and what to do; and nothing stays in the cache."""
+"""Errors for unusable files: the finding, the line and the remedy. Nothing stays in the cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.data.table import convert, csv_reader, labels
+from harness.data.table import csv_reader, labels
 from harness.data.table.table import open_table
 from harness.errors import DataError
 
 
 @pytest.fixture
 def refused(tmp_path):
-    """Open a file that must be refused; (message, place after the file name, hint)."""
+    """Open an unusable file; (message, place after the file name, hint)."""
 
     def refuse(content: bytes | None, name: str = "train.csv", **options) -> tuple[str, str, str]:
         path = tmp_path / "data" / name
@@ -49,9 +49,9 @@ def test_missing_file_names_the_nearest(refused, tmp_path):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(DataError, match="there is no folder") as caught:
+    with pytest.raises(DataError, match="no such annotation file") as caught:
         open_table(tmp_path / "nowhere" / "a.csv", cache_dir=tmp_path)
-    assert "nowhere" in caught.value.hint
+    assert caught.value.hint.startswith(f"the folder {tmp_path}/nowhere does not exist either")
 
 
 def test_folder(tmp_path):
@@ -82,13 +82,13 @@ def test_folder(tmp_path):
         (b"PAR1 cut off", "Parquet file cannot be read"),
     ],
 )
-def test_no_table_at_all(refused, content, message):
+def test_files_that_are_not_tables(refused, content, message):
     assert pd.Series([refused(content)[0]]).str.contains(message).all()
 
 
 def test_missing_column(refused):
     message, _, hint = refused(b"path,Label,caption\na,1,x\n", text=["path", "captoin"])
-    assert message == "no column 'captoin', 'label'; there are 'path', 'Label', 'caption'"
+    assert message == "no column 'captoin', 'label'; the columns are 'path', 'Label', 'caption'"
     assert hint == "did you mean 'caption'?; did you mean 'Label'?"
 
 
@@ -114,7 +114,7 @@ def test_duplicate_columns(refused):
 def test_duplicate_columns_of_parquet(refused):
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["label", "label"]), sink)
-    assert "two columns have one name: 'label'" in refused(sink.getvalue().to_pybytes())[0]
+    assert "the file names a column twice: 'label'" in refused(sink.getvalue().to_pybytes())[0]
 
 
 def test_blank_labels(refused):
@@ -131,8 +131,8 @@ def test_blank_labels(refused):
     assert "rows are counted from 0" in hint
 
 
-def test_blank_labels_over_several_blocks(refused, monkeypatch):
-    monkeypatch.setattr(csv_reader, "_FIRST_BLOCK", 500)
+def test_blank_labels_in_several_blocks(refused, monkeypatch):
+    monkeypatch.setattr(csv_reader, "BLOCK_BYTES", 500)
     rows = GOOD.splitlines(keepends=True)
     rows[20], rows[450] = b"p,,\n", b"p,,\n"
     assert "2 of 500 rows have no label in column 'label': row 20 (line 22), row 450 (line 452)" in refused(
@@ -148,32 +148,32 @@ def test_null_labels_of_parquet(refused):
     assert place == ""
 
 
-def test_labels_that_differ_in_white_space(refused):
+def test_labels_that_differ_only_in_white_space(refused):
     message, _, hint = refused(b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n")
-    assert message == "labels 'dog' (row 1) and 'dog ' (row 2) differ in white space alone"
+    assert message == "labels 'dog' (row 1) and 'dog ' (row 2) differ only in white space"
     assert "'label'" in hint
 
 
 def test_too_many_labels(refused, monkeypatch):
     monkeypatch.setattr(labels, "MAX_LABELS", 400)
     message, _, hint = refused(HEADER + GOOD, label="path")
-    assert message == "column 'path' has more than 400 different values: surely not a label"
-    assert hint == "name the column that holds the class"
+    assert message == "column 'path' has more than 400 different values, too many for labels"
+    assert hint == "name the column of class labels"
 
 
 @pytest.mark.parametrize("block", [64, 4 << 20])
 @pytest.mark.parametrize("after", [b"", GOOD])
 @pytest.mark.parametrize("record", [b'q,1,"never closed\n', b'q,1,"never ""closed""\n', b'q,"1,never closed\n'])
 def test_unclosed_quote(refused, monkeypatch, record, after, block):
-    monkeypatch.setattr(csv_reader, "_FIRST_BLOCK", block)
+    monkeypatch.setattr(csv_reader, "BLOCK_BYTES", block)
     message, place, hint = refused(HEADER + GOOD + record + after)
-    assert message == "a quote is opened in this row and never closed: it swallows the rest of the file"
+    assert message == "a quote is opened in this row and never closed, so it swallows the rest of the file"
     assert place == "502"
     assert "close the quote" in hint
 
 
 @pytest.mark.parametrize("ending", [b'q,1,"closed"', b'q,1,"5"" pipe"\n', b'q,1,5" pipe', b'q,1,"a\n\nb"\n\n'])
-def test_closed_quotes_at_the_end(tmp_path, ending):
+def test_closed_quotes_at_the_end_are_valid(tmp_path, ending):
     path = tmp_path / "a.csv"
     path.write_bytes(HEADER + GOOD + ending)
     assert len(open_table(path, label="label", cache_dir=tmp_path / "cache")) == 501
@@ -183,7 +183,7 @@ def test_short_and_long_rows(refused):
     bad = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,2\n" * 9
     message, place, hint = refused(HEADER + GOOD + bad)
     assert message == (
-        "11 rows without exactly 3 fields, as the header has: line 502 has 2, line 505 has 4, line 507 has 2, "
+        "11 rows without exactly 3 fields as in the header: line 502 has 2, line 505 has 4, line 507 has 2, "
         "line 508 has 2, line 509 has 2, …"
     )
     assert place == "502"
@@ -191,12 +191,12 @@ def test_short_and_long_rows(refused):
 
 
 def test_one_short_row(refused):
-    assert refused(HEADER + b"a,1\n")[0] == "1 row without exactly 3 fields, as the header has: line 2 has 2"
+    assert refused(HEADER + b"a,1\n")[0] == "1 row without exactly 3 fields as in the header: line 2 has 2"
 
 
 def test_not_utf8(refused):
     message, place, hint = refused(HEADER + GOOD + "q,1,caf\xe9 au lait\n".encode("latin-1"))
-    assert message == "the file is not UTF-8: byte 0xe9 (in Latin-1 it would be part of 'q,1,café au lait')"
+    assert message == "the file is not UTF-8: byte 0xe9 (in Latin-1, part of 'q,1,café au lait')"
     assert place == "502"
     assert "iconv" in hint
 
@@ -206,18 +206,18 @@ def test_not_utf8_in_the_header(refused):
 
 
 def test_row_longer_than_any_block(refused, monkeypatch):
-    monkeypatch.setattr(csv_reader, "_FIRST_BLOCK", 64)
-    monkeypatch.setattr(csv_reader, "_LAST_BLOCK", 1 << 20)
+    monkeypatch.setattr(csv_reader, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_reader, "MAX_BLOCK_BYTES", 1 << 20)
     assert "longer than 1 MiB" in refused(HEADER + GOOD + b"p,1," + b"x" * (3 << 20) + b"\n")[0]
 
 
 @pytest.mark.parametrize("how", ["append", "rewrite", "replace", "remove"])
-def test_file_that_changes_while_it_is_read(refused, monkeypatch, tmp_path, how):
+def test_file_that_changes_during_the_conversion(refused, monkeypatch, tmp_path, how):
     path = tmp_path / "data" / "train.csv"
-    fill = convert._fill
+    read = csv_reader.read_batches
 
-    def fill_and_change(*arguments):
-        result = fill(*arguments)
+    def read_and_change(*arguments):
+        yield from read(*arguments)
         if how == "append":
             with open(path, "ab") as stream:
                 stream.write(b"p,1,x\n")
@@ -228,15 +228,14 @@ def test_file_that_changes_while_it_is_read(refused, monkeypatch, tmp_path, how)
             os.replace(tmp_path / "new", path)
         else:
             path.unlink()
-        return result
 
-    monkeypatch.setattr(convert, "_fill", fill_and_change)
+    monkeypatch.setattr(csv_reader, "read_batches", read_and_change)
     message, _, hint = refused(HEADER + GOOD)
     assert message == "the file changed while it was being read"
     assert "rename" in hint
 
 
-def test_the_limit_of_csv_fields_is_put_back(refused):
+def test_csv_field_size_limit_is_restored(refused):
     import csv
 
     before = csv.field_size_limit()

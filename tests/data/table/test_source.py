@@ -1,4 +1,4 @@
-"""Tables behind fsspec: fetched once into the cache, fetched again when the file there is another."""
+"""Tables behind fsspec: downloaded once into the cache, and again when the remote file changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from harness.data.table import remote
+from harness.data.table.source import locate
 from harness.data.table.table import open_table
 from harness.errors import DataError
 
@@ -30,7 +30,7 @@ def downloads(monkeypatch):
     return found
 
 
-def test_downloaded_once(tmp_path, downloads):
+def test_file_is_downloaded_once(tmp_path, downloads):
     for label in ("label", "label", None):
         table = open_table(URL, label=label, cache_dir=tmp_path)
         assert table.strings("path", np.array([1, 0])) == ["b", "a"]
@@ -39,7 +39,7 @@ def test_downloaded_once(tmp_path, downloads):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_rewritten_is_fetched_again(tmp_path, bucket, downloads):
+def test_changed_file_is_downloaded_again(tmp_path, bucket, downloads):
     first = open_table(URL, label="label", cache_dir=tmp_path).digest
     bucket.pipe("/bucket/train.csv", CSV.replace(b"a,1", b"c,1"))  # the same size
     assert open_table(URL, label="label", cache_dir=tmp_path).digest != first
@@ -47,24 +47,24 @@ def test_rewritten_is_fetched_again(tmp_path, bucket, downloads):
     assert len(list(tmp_path.rglob("*.source"))) == 1
 
 
-def test_listings_are_not_believed(tmp_path, monkeypatch, bucket):
-    asked = []
-    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self, path=None: asked.append(path))
+def test_cached_listings_are_ignored(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self, path=None: calls.append(path))
     open_table(URL, cache_dir=tmp_path)
-    assert asked
+    assert calls
 
 
-def test_etag_before_dates(monkeypatch):
+def test_version_prefers_the_etag_to_dates(monkeypatch):
     info = {"size": 3, "type": "file", "LastModified": "today", "ETag": '"abc"', "created": 1}
     monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path: info)
-    assert remote.version(URL) == (3, '"abc"')
+    assert locate(URL).version == (3, '"abc"')
     info["LastModified"] = "tomorrow"
-    assert remote.version(URL) == (3, '"abc"')
+    assert locate(URL).version == (3, '"abc"')
     info["ETag"] = '"abd"'
-    assert remote.version(URL) == (3, '"abd"')
+    assert locate(URL).version == (3, '"abd"')
 
 
-def test_changed_during_download(tmp_path, monkeypatch, bucket):
+def test_change_during_the_download_is_an_error(tmp_path, monkeypatch, bucket):
     real = MemoryFileSystem.get_file
 
     def get_and_change(self, path, target, **options):
@@ -72,22 +72,22 @@ def test_changed_during_download(tmp_path, monkeypatch, bucket):
         bucket.pipe(path, CSV + b"c,3\n")
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", get_and_change)
-    with pytest.raises(DataError, match="changed while it was being downloaded"):
+    with pytest.raises(DataError, match="changed during the download"):
         open_table(URL, label="label", cache_dir=tmp_path)
     assert not list(tmp_path.rglob("*.source*"))
 
 
-def test_download_cut_short(tmp_path, monkeypatch):
-    def cut(self, path, target, **options):
+def test_truncated_download_is_an_error(tmp_path, monkeypatch):
+    def truncated(self, path, target, **options):
         with open(target, "wb") as stream:
             stream.write(CSV[:10])
 
-    monkeypatch.setattr(MemoryFileSystem, "get_file", cut)
-    with pytest.raises(DataError, match="10 bytes came, 19 were expected"):
+    monkeypatch.setattr(MemoryFileSystem, "get_file", truncated)
+    with pytest.raises(DataError, match="10 bytes received, 19 expected"):
         open_table(URL, label="label", cache_dir=tmp_path)
 
 
-def test_errors_of_content_name_the_address(tmp_path, bucket):
+def test_errors_in_the_content_name_the_url(tmp_path, bucket):
     bucket.pipe("/bucket/train.csv", CSV + b"c,\n")
     with pytest.raises(DataError, match=r"row 2 \(line 4\)") as caught:
         open_table(URL, label="label", cache_dir=tmp_path)
@@ -100,20 +100,20 @@ def test_errors_of_content_name_the_address(tmp_path, bucket):
         ("memory://bucket/nothing.csv", "no such annotation file"),
         ("memory://bucket", "a folder"),
         ("memory://bucket/empty.csv", "empty"),
-        ("nonsense://bucket/a.csv", "the address cannot be used"),
+        ("nonsense://bucket/a.csv", "the URL cannot be used"),
     ],
 )
-def test_addresses_that_lead_nowhere(tmp_path, bucket, url, message):
+def test_unusable_urls(tmp_path, bucket, url, message):
     bucket.pipe("/bucket/empty.csv", b"")
     with pytest.raises(DataError, match=message) as caught:
         open_table(url, cache_dir=tmp_path)
     assert caught.value.where == url
 
 
-def test_failures_of_the_back_end_are_data_errors(tmp_path, monkeypatch):
+def test_failure_of_the_back_end_is_a_data_error(tmp_path, monkeypatch):
     def fail(self, path):
         raise PermissionError("no credentials")
 
     monkeypatch.setattr(MemoryFileSystem, "info", fail)
-    with pytest.raises(DataError, match="cannot be fetched: PermissionError: no credentials"):
+    with pytest.raises(DataError, match="cannot be downloaded: PermissionError: no credentials"):
         open_table(URL, cache_dir=tmp_path)
