@@ -1,8 +1,7 @@
-"""What of the trials of a sweep cannot be compared, and what to type so that it can. Pure rules over configurations.
+"""Rules for fair comparisons: finds differences between trials that confound what is varied. Pure functions.
 
-Two trials are comparable if they differ in what is varied and in nothing that comes along with it: they see the same
-number of samples, in the same order, in global batches of the same size whatever the world size, from the same seed.
-A ``refused`` finding means that the difference between two trials has more than one cause; a note is worth knowing.
+Two trials are comparable if they differ only in the varied settings and their direct effects: they train on the same
+number of samples, in the same order, in global batches of the same size at any world size, from the same seed.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from harness.training.optim import scaled_lr
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A trial that is to be run: what it has of its own, and all of its configuration."""
+class PlannedTrial:
+    """A trial to run: the settings that are its own, and its whole configuration."""
 
     settings: Settings
     config: Config
@@ -34,150 +33,139 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """``refused``: not run unless ``comparable: false``."""
+class Confounder:
+    """A difference that keeps trials from being compared. ``refused``: not run unless ``comparable: false``."""
 
     refused: bool
     message: str
     hint: str
 
 
-def findings(trials: Sequence[Planned], parallel: int, has_batch_norm: Callable[[Config], bool]) -> Iterator[Finding]:
-    """Everything that stands between ``trials`` and a fair comparison, if up to ``parallel`` run at once."""
-    yield from _worlds(trials, parallel, has_batch_norm)
+def confounders(
+    trials: Sequence[PlannedTrial], parallel: int, has_batch_norm: Callable[[Config], bool]
+) -> Iterator[Confounder]:
+    """Every confounder among ``trials`` of which up to ``parallel`` run at once."""
+    yield from _world_sizes(trials, parallel, has_batch_norm)
     yield from _samples(trials)
     yield from _seeds(trials)
-    yield from _rates(trials)
-    yield from _evaluations(trials)
-    yield from _clocks(trials)
+    yield from _learning_rates(trials)
+    if len(_distinct(trials, "train.evaluate_every")) > 1:
+        yield Confounder(
+            False,
+            "trials are evaluated at different intervals; the best of more evaluations is better by chance",
+            "set: {train.evaluate_every: 1}",
+        )
+    if len(_distinct(trials, "task.name")) > 1:
+        yield Confounder(True, "trials of different tasks have no common metric", "write one sweep per task")
+    for key in ("launch.threads", "runtime.device"):
+        if len(values := _distinct(trials, key)) > 1:
+            yield Confounder(
+                False, f"trials differ in {key} ({_listed(values)}), and so do their times", "use one value"
+            )
 
 
-def _worlds(trials: Sequence[Planned], parallel: int, has_batch_norm: Callable[[Config], bool]) -> Iterator[Finding]:
+def _world_sizes(
+    trials: Sequence[PlannedTrial], parallel: int, has_batch_norm: Callable[[Config], bool]
+) -> Iterator[Confounder]:
     worlds = sorted({trial.world for trial in trials})
     if len(worlds) == 1:
         return
     batches = {world: sorted({t.global_batch for t in trials if t.world == world}) for world in worlds}
     if len({tuple(sizes) for sizes in batches.values()}) > 1:
         seen = "; ".join(f"{world} ranks: {_listed(sizes)}" for world, sizes in batches.items())
-        per_rank = any(trial.config.batch.per_rank for trial in trials)
-        yield Finding(
+        yield Confounder(
             True,
             f"world sizes have different global batches ({seen})",
             "set: {batch.per_rank: null} and vary batch.global, the rows of a step over all ranks"
-            if per_rank
+            if any(trial.config.batch.per_rank for trial in trials)
             else "give every world size the same values of batch.global",
         )
-    shards = {trial.config.data.shard for trial in trials} - {"global"}
-    if shards:
-        yield Finding(
+    if shards := _distinct(trials, "data.shard") - {"global"}:
+        yield Confounder(
             True,
-            f"with data.shard={_listed(shards)} the order of the data depends on the world size",
+            f"with data.shard={_listed(shards)} the data order depends on the world size",
             "set: {data.shard: global}",
         )
     if any(not trial.config.parallel.sync_batchnorm and has_batch_norm(trial.config) for trial in trials):
-        yield Finding(
+        yield Confounder(
             True,
-            "batch norm sees the rows of its rank alone, and so other batches at each world size",
+            "batch norm uses the rows of one rank, so its batches differ between world sizes",
             "set: {parallel.sync_batchnorm: true}",
         )
     if parallel > 1:
-        yield Finding(
+        yield Confounder(
             False,
-            f"up to {parallel} trials at once share memory and caches: their times say less about world sizes",
-            "parallel: 1 for times that can be compared",
+            f"up to {parallel} trials at once share memory and caches, so their times are not comparable",
+            "parallel: 1 for comparable times",
         )
 
 
-def _samples(trials: Sequence[Planned]) -> Iterator[Finding]:
-    limits = {trial.config.train.max_steps for trial in trials}
-    epochs = {trial.config.train.epochs for trial in trials}
-    samples = {
-        (trial.config.train.max_steps or 0) * trial.global_batch if trial.config.train.max_steps else None
-        for trial in trials
-    }
+def _samples(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
+    epochs = _distinct(trials, "train.epochs")
+    # None: whole epochs
+    samples = {t.config.train.max_steps * t.global_batch if t.config.train.max_steps else None for t in trials}
     if len(samples) > 1:
-        asked = _is_axis(trials, "train.max_steps")
         counts = ", ".join(str(count) if count else "whole epochs" for count in sorted(samples, key=lambda n: n or 0))
-        yield Finding(
-            not asked or len(limits) == 1,
+        yield Confounder(
+            not _is_varied(trials, "train.max_steps") or len(_distinct(trials, "train.max_steps")) == 1,
             f"train.max_steps and the batch give trials different numbers of samples ({counts})",
-            "set: {train.max_steps: null} and say train.epochs, which are the same samples at any batch",
+            "set: {train.max_steps: null} and use train.epochs, the same samples at any batch",
         )
     if len(epochs) > 1:
-        yield Finding(
-            not _is_axis(trials, "train.epochs"),
-            f"trials see different numbers of samples: {_listed(epochs)} epochs",
-            "compare them by sample, not by their end",
+        yield Confounder(
+            not _is_varied(trials, "train.epochs"),
+            f"trials train on different numbers of samples: {_listed(epochs)} epochs",
+            "compare them at equal samples, not at their ends",
         )
     if any(trial.config.train.patience for trial in trials):
-        yield Finding(
+        yield Confounder(
             False,
-            "train.patience ends trials at different epochs, so that they see different numbers of samples",
+            "train.patience stops trials at different epochs, after different numbers of samples",
             "set: {train.patience: null}",
         )
-    if len({trial.global_batch for trial in trials}) > 1 and any(t.config.data.tail == "drop" for t in trials):
-        yield Finding(
-            False,
-            "with data.tail=drop an epoch has fewer rows the larger the batch",
-            "set: {data.tail: use}",
+    if len({trial.global_batch for trial in trials}) > 1 and "drop" in _distinct(trials, "data.tail"):
+        yield Confounder(
+            False, "with data.tail=drop an epoch has fewer rows the larger the batch is", "set: {data.tail: use}"
         )
 
 
-def _seeds(trials: Sequence[Planned]) -> Iterator[Finding]:
+def _seeds(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
     seeds: dict[str, set[int]] = {}
     for trial in trials:
         rest = {key: value for key, value in trial.settings.items() if key != "seed"}
         seeds.setdefault(identity(rest), set()).add(trial.config.seed)
     if len({frozenset(found) for found in seeds.values()}) > 1:
-        yield Finding(
+        yield Confounder(
             True,
-            "trials have different seeds: what differs between them may be chance",
-            "leave the seed out of the space, and write seeds: [0, 1, 2] to train every trial with each",
+            "trials have different seeds, so differences may be chance",
+            "remove the seed from the space, and write seeds: [0, 1, 2] to train every trial with each",
         )
 
 
-def _rates(trials: Sequence[Planned]) -> Iterator[Finding]:
-    scalings = {trial.config.optimizer.lr_scaling for trial in trials}
-    if scalings == {"none"}:
-        return
+def _learning_rates(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
+    rules = _distinct(trials, "optimizer.lr_scaling") - {"none"}
     applied: dict[float, set[float]] = {}
     for trial in trials:
         optimizer = trial.config.optimizer
         applied.setdefault(optimizer.lr, set()).add(scaled_lr(optimizer, trial.global_batch))
-    for lr, rates in applied.items():
-        if len(rates) > 1:
-            yield Finding(
-                False,
-                f"optimizer.lr_scaling={_listed(scalings - {'none'})} turns optimizer.lr={lr:g} into "
-                f"{_listed(f'{rate:g}' for rate in sorted(rates))}, depending on the batch",
-                "set: {optimizer.lr_scaling: none, optimizer.lr_base_batch: null} to vary the rate that is applied",
-            )
-            return
-
-
-def _evaluations(trials: Sequence[Planned]) -> Iterator[Finding]:
-    if len({trial.config.train.evaluate_every for trial in trials}) > 1:
-        yield Finding(
+    scaled = [(lr, rates) for lr, rates in applied.items() if len(rates) > 1]
+    if rules and scaled:
+        lr, rates = scaled[0]
+        yield Confounder(
             False,
-            "trials are evaluated more or less often, and the best of more evaluations is better by chance",
-            "set: {train.evaluate_every: 1}",
+            f"optimizer.lr_scaling={_listed(rules)} turns optimizer.lr={lr:g} into "
+            f"{_listed(f'{rate:g}' for rate in sorted(rates))}, depending on the batch",
+            "set: {optimizer.lr_scaling: none, optimizer.lr_base_batch: null} to vary the applied rate",
         )
-    if len({trial.config.task.name for trial in trials}) > 1:
-        yield Finding(True, "trials of different tasks have no metric in common", "one sweep for each task")
 
 
-def _clocks(trials: Sequence[Planned]) -> Iterator[Finding]:
-    for what, values in (
-        ("launch.threads", {trial.config.launch.threads for trial in trials}),
-        ("runtime.device", {trial.config.runtime.device for trial in trials}),
-    ):
-        if len(values) > 1:
-            yield Finding(
-                False, f"trials differ in {what} ({_listed(values)}), and so do their times", "give all the same"
-            )
+def _distinct(trials: Sequence[PlannedTrial], key: str) -> set[Any]:
+    """The values of the setting ``section.name`` among the trials."""
+    section, name = key.split(".")
+    return {getattr(getattr(trial.config, section), name) for trial in trials}
 
 
-def _is_axis(trials: Sequence[Planned], key: str) -> bool:
+def _is_varied(trials: Sequence[PlannedTrial], key: str) -> bool:
     return any(key in trial.settings for trial in trials)
 
 

@@ -1,8 +1,9 @@
-"""``harness sweep``: from the sweep file to the final table, and on again after whatever ended it."""
+"""``harness sweep`` from the sweep file to the final table. The same command resumes a sweep after a stop or kill."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import logging
 import os
 import shlex
@@ -18,23 +19,19 @@ from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from harness.report.reproduce import trial_again
 from harness.runs import layout
 from harness.runs.run_dir import cannot_write
-from harness.sweep import file as sweep_file
-from harness.sweep import results, table
-from harness.sweep.board import Board
+from harness.sweep import display, process, results, sweep_file
 from harness.sweep.plan import Plan, make
-from harness.sweep.process import command
-from harness.sweep.progress import Progress, Reader
+from harness.sweep.progress import TrialLogReader
 from harness.sweep.slots import Machine
 from harness.sweep.space import typed
 from harness.training import console
 
 if TYPE_CHECKING:
-    from harness.sweep.runner import Runner
-    from harness.sweep.study import Trial
+    from harness.sweep.study import SweepTrial
 
 log = logging.getLogger("harness")
 
-_LEFTOVERS_S = 120.0  # for trials of a sweep that was killed, to end with a checkpoint
+_WAIT_S = 120.0  # for trials of a killed sweep to exit with a checkpoint
 
 
 def main(
@@ -45,127 +42,114 @@ def main(
     dry_run: bool,
     retry_failed: bool = False,
 ) -> int:
-    """Run the sweep of ``path``, or go on with it; returns 0 if every trial ended by itself, 70 if some failed, 75 if
-    it was stopped. Raises ConfigError for all that is wrong before anything is started."""
+    """Run or resume the sweep of ``path``.
+
+    Returns 0 if every trial finished, 70 if some failed, 75 if the sweep was stopped. Raises ConfigError with all
+    problems before anything is started.
+    """
     console.to_terminal(0)
     file = sweep_file.load(path, overrides)
     plan = make(file, engine, parallel, Machine.this(os.environ.get("CUDA_VISIBLE_DEVICES")))
     for note in plan.notes:
-        log.warning("not quite comparable: %s\n  -> %s", note.message, note.hint)
+        log.warning("comparability: %s\n  -> %s", note.message, note.hint)
     if dry_run:
-        print(*_rendered(plan), sep="\n")
+        print(*_commands(plan), sep="\n")
         return EXIT_DONE
-    _require_optuna()
-    folder = file.sweep.folder
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError("a sweep needs Optuna, which is not installed", hint="pip install 'apex-harness[sweep]'")
+    folder = file.spec.folder
     try:
         (folder / layout.TRIALS).mkdir(parents=True, exist_ok=True)
-        with _alone(folder) as lock, signals.counted() as stops:
+        with _locked(folder) as lock, signals.counted() as stops:
             return _run(plan, lock, stops, retry_failed)
     except OSError as error:
         raise cannot_write(Path(error.filename or folder), error) from None
 
 
 def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) -> int:
+    # Imported here because they need Optuna.
     from harness.sweep.runner import Runner
     from harness.sweep.study import Study, storage_must_work
 
-    folder = plan.file.sweep.folder
+    folder = plan.file.spec.folder
     with storage_must_work(folder):
         study = Study(plan, folder)
-        if study.begun:
-            log.info("going on with %s: %s", folder, table.counts(study.trials(), plan.total))
-        if others := study.others():
-            log.info("%d earlier trials are not of this space: they are left as they are, and out of the table", others)
-        if retry_failed and (again := study.retry_failed()):
-            log.info("%d failed trials are tried again", again)
-        runner = Runner(plan, study, Board(plan), os.environ, lock, stops)
+        if study.resumed:
+            log.info("resuming %s: %s", folder, display.counts(study.trials(), plan.total))
+        if others := study.num_others():
+            log.info("%d earlier trials are outside the present space: they are kept but not listed", others)
+        if retry_failed and (count := study.retry_failed()):
+            log.info("retrying %d failed trials", count)
+        runner = Runner(plan, study, display.Display(plan), os.environ, lock, stops)
         done = runner.run()
-    _conclude(plan, runner)
-    if not done:
-        log.info("stopped; the same command goes on where it was")
-        return EXIT_STOPPED
-    return EXIT_FAILURE if any(trial.state == "failed" for trial in runner.trials) else EXIT_DONE
-
-
-def _conclude(plan: Plan, runner: Runner) -> None:
-    """The final table, the best trial, and how to have it again."""
     trials = results.ranked(runner.trials, plan.direction)
-    width = shutil.get_terminal_size((160, 24)).columns
-    print(*table.lines(trials, plan, _how_far(plan, trials), width), sep="\n")
+    seen = {}
+    for trial in trials:
+        reader = TrialLogReader(results.run_folder(folder, trial.number), plan.metric)
+        reader.read()
+        seen[trial.number] = reader.progress
+    print(*display.table(trials, plan, seen, shutil.get_terminal_size((160, 24)).columns), sep="\n")
     print(*_best(plan, trials), sep="\n")
-    failed = [trial for trial in trials if trial.state == "failed"]
-    if failed:
-        print(f"{len(failed)} of {len(trials)} trials failed; to try them again: the same command with --retry-failed")
-    print(f"sweep folder: {plan.file.sweep.folder}")
+    if failed := sum(trial.state == "failed" for trial in trials):
+        print(f"{failed} of {len(trials)} trials failed; to retry them, add --retry-failed to the same command")
+    print(f"sweep folder: {folder}")
+    if not done:
+        log.info("stopped; run the same command to resume")
+        return EXIT_STOPPED
+    return EXIT_FAILURE if failed else EXIT_DONE
 
 
-def _best(plan: Plan, trials: Sequence[Trial]) -> Iterator[str]:
-    """Which settings are the best, and what to type to train with them; over seeds, where there are several."""
+def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
+    """The means over seeds if there are several, the best trial, and the command that trains it again."""
     groups = results.over_seeds(trials, plan.direction)
     if not groups:
         return
-    several = len(plan.file.sweep.seeds) > 1
+    spec, several = plan.file.spec, len(plan.file.spec.seeds) > 1
     for group in groups if several else ():
         spread = "" if group.deviation is None else f" ± {group.deviation:.2g}"
         words = " ".join(typed(group.settings))
         yield f"over {len(group.trials)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
     best = groups[0].trials[0]
-    whole = f", of those with the best mean {groups[0].mean:.5g}" if several else ""
-    yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{whole}"
-    sweep = plan.file.sweep
-    yield f"  {trial_again(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
+    which = f", the first with the best mean {groups[0].mean:.5g}" if several else ""
+    yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
+    yield f"  {trial_again(spec.folder, spec.name, results.run_folder(spec.folder, best.number))}"
 
 
-def _how_far(plan: Plan, trials: Sequence[Trial]) -> dict[int, Progress]:
-    found = {}
-    for trial in trials:
-        reader = Reader(results.run_folder(plan.file.sweep.folder, trial.number), plan.metric)
-        reader.read()
-        found[trial.number] = reader.progress
-    return found
-
-
-def _rendered(plan: Plan) -> Iterator[str]:
-    """What a dry run prints: every trial's command."""
-    sweep = plan.file.sweep
-    judged = f"{plan.metric} ({'highest' if plan.direction == 'maximize' else 'lowest'} is best)"
-    yield f"# {plan.total} trials into {sweep.folder}, at most {plan.parallel} at once, judged by {judged}"
-    if sweep.is_search:
-        yield f"# drawn by Optuna ({sweep.sampler}, pruner {sweep.pruner}); the ends of the space are, for example:"
+def _commands(plan: Plan) -> Iterator[str]:
+    """The output of a dry run: the command of every trial."""
+    spec = plan.file.spec
+    best = "highest" if plan.direction == "maximize" else "lowest"
+    yield f"# {plan.total} trials in {spec.folder}, at most {plan.parallel} at once, ranked by {best} {plan.metric}"
+    if spec.is_search:
+        yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); for example the ends of the space:"
     for number, trial in enumerate(plan.trials):
-        settings, output = plan.words(trial.settings), sweep.folder / layout.TRIALS
-        words = command(plan.file.base, settings, results.run_name(number), output)
-        yield shlex.join(["harness", *words[3:]])
-
-
-def _require_optuna() -> None:
-    try:
-        import optuna  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "a sweep keeps its state with Optuna, which is not installed", hint="pip install 'apex-harness[sweep]'"
-        ) from None
+        folder = results.run_folder(spec.folder, number)
+        command = process.command(plan.file.base, plan.words(trial.settings), folder.name, folder.parent)
+        yield shlex.join(["harness", *command[3:]])
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[int]:
-    """The file descriptor of a lock on ``folder``, which trials hold as well, so that it outlives a killed sweep until
-    the last of its trials has ended. Raises ConfigError while another sweep runs here."""
+def _locked(folder: Path) -> Iterator[int]:
+    """Lock ``folder`` and yield the lock's file descriptor.
+
+    Trials inherit the descriptor, so the lock of a killed sweep is held until its last trial has exited. Raises
+    ConfigError while another sweep runs in the folder.
+    """
     path = folder / "lock"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
-        deadline, told = time.monotonic() + _LEFTOVERS_S, False
-        while not _locked(descriptor):
+        deadline, reported = time.monotonic() + _WAIT_S, False
+        while not _try_lock(descriptor):
             holder = path.read_text().strip()
             if holder.isdigit() and Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"another harness sweep works in it (process {holder})" if holder else "another sweep works in it",
+                    "another harness sweep runs in this folder" + (f" (process {holder})" if holder else ""),
                     where=str(folder),
-                    hint="wait for it, or name this one anew: name=NAME",
+                    hint="wait for it, or give this sweep another name: name=NAME",
                 )
-            if not told:
-                log.info("waiting for the trials of a sweep that was killed to end with a checkpoint")
-            told = True
+            if not reported:
+                log.info("waiting for the trials of a killed sweep to exit with a checkpoint")
+            reported = True
             time.sleep(0.2)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -174,7 +158,7 @@ def _alone(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

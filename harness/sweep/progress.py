@@ -1,4 +1,4 @@
-"""How far a trial is: its run folder, read while it is being written."""
+"""Progress and result of a trial, read from its run folder while the trial writes it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from harness.runs import layout
 
 
 @dataclass
-class Progress:
-    """What is known of a run so far. ``epoch``: whole epochs done."""
+class TrialProgress:
+    """The state of a running trial. ``epoch``: number of finished epochs."""
 
     step: int = 0
     epoch: int = 0
     loss: float | None = None
-    value: float | None = None  # of the newest evaluation
+    value: float | None = None  # metric of the newest evaluation
     wall_s: float = 0.0
 
 
-class Reader:
-    """Follows the record of a run, ``metrics.jsonl``, reading only what is new.
+class TrialLogReader:
+    """Follows the log of a run, reading only new lines.
 
-    A run that goes on from a checkpoint rewrites the end of its record: where the last line that was read is not there
-    any more, everything is read again.
+    A resumed run rewrites the end of its log. If the last line that was read is gone, everything is read again.
     """
 
     def __init__(self, run: Path, metric: str) -> None:
@@ -36,11 +35,11 @@ class Reader:
 
     def _forget(self) -> None:
         self._offset, self._last = 0, b""
-        self.progress = Progress()
-        self.evaluations: dict[int, float] = {}  # epoch -> value of the metric, the first of an epoch
+        self.progress = TrialProgress()
+        self.evaluations: dict[int, float] = {}  # epoch -> metric of its first evaluation
 
     def read(self) -> None:
-        """Take in what was written since."""
+        """Read the lines written since the last call."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(max(0, self._offset - len(self._last)))
@@ -49,7 +48,7 @@ class Reader:
                     file.seek(0)
                 fresh = file.read()
         except OSError:
-            return  # not there yet
+            return  # not written yet
         whole = fresh[: fresh.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines(keepends=True):
@@ -72,7 +71,7 @@ class Reader:
 
 
 def final_value(run: Path, metric: str, direction: str) -> float | None:
-    """The best that the finished run ``run`` reached; None where its summary has none, or it is not finished."""
+    """The best value of ``metric`` in the finished run ``run``; None if it has none or is not finished."""
     summary = summary_of(run)
     values = [
         evaluation[metric]

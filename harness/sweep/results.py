@@ -1,4 +1,4 @@
-"""``sweep.json``: what the sweep is and what came of each trial so far, for whoever reports on it."""
+"""``sweep.json`` with the state of every trial, and the ranking of trials."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.runs import layout
 from harness.runs.files import finite, write_atomically
 from harness.sweep.plan import Plan
-from harness.sweep.space import Settings, identity
-from harness.sweep.spec import Choices, Range, axes
-from harness.sweep.study import Trial
+from harness.sweep.space import Settings, identity, values_of
+from harness.sweep.spec import Range
+
+if TYPE_CHECKING:
+    from harness.sweep.study import SweepTrial
 
 
 def run_name(number: int) -> str:
-    """The run folder of trial ``number``, inside ``trials/``."""
+    """The name of the run folder of trial ``number``."""
     return f"{number:04d}"
 
 
@@ -26,10 +28,10 @@ def run_folder(sweep: Path, number: int) -> Path:
     return sweep / layout.TRIALS / run_name(number)
 
 
-def write(path: Path, plan: Plan, trials: Sequence[Trial]) -> None:
-    """All of it, or what was there before."""
+def write(path: Path, plan: Plan, trials: Sequence[SweepTrial]) -> None:
+    """Replace ``sweep.json`` atomically."""
     content = {
-        "name": plan.file.sweep.name,
+        "name": plan.file.spec.name,
         "direction": plan.direction,
         "metric": plan.metric,
         "base": plan.file.base,
@@ -39,49 +41,42 @@ def write(path: Path, plan: Plan, trials: Sequence[Trial]) -> None:
     write_atomically(path, json.dumps(finite(content), indent=1) + "\n")
 
 
-def _trial(trial: Trial, plan: Plan) -> dict[str, Any]:
+def _trial(trial: SweepTrial, plan: Plan) -> dict[str, Any]:
+    launch = plan.config_like(trial.settings).launch
+    nproc = trial.settings.get("launch.nproc", launch.nproc)
     return {
         "number": trial.number,
         "run": f"{layout.TRIALS}/{run_name(trial.number)}",
         "params": trial.settings,
-        "world": world(trial.settings, plan),
+        "world": int(nproc) * int(trial.settings.get("launch.nnodes", launch.nnodes)),
         "state": trial.state,
         "value": trial.value,
         "error": trial.error,
     }
 
 
-def world(settings: Settings, plan: Plan) -> int:
-    """How many ranks a trial has."""
-    launch = plan.alike(settings).launch
-    return int(settings.get("launch.nproc", launch.nproc)) * int(settings.get("launch.nnodes", launch.nnodes))
-
-
 def _space(plan: Plan) -> dict[str, Any]:
     """{setting: its values, or {low, high, ...}}."""
-    sweep = plan.file.sweep
-    if isinstance(sweep.space, list):
-        found: dict[str, dict[str, Any]] = {key: {} for key in axes(sweep)}
+    spec = plan.file.spec
+    if isinstance(spec.space, list):
+        found: dict[str, dict[str, Any]] = {key: {} for key in spec.axes}
         for trial in plan.trials:
             for key, value in trial.settings.items():
-                found[key][identity({key: value})] = value
+                found[key][identity(value)] = value
         return {key: list(values.values()) for key, values in found.items()}
-    space: dict[str, Any] = {key: _axis(axis) for key, axis in sweep.space.items()}
-    return {**space, "seed": sweep.seeds} if sweep.seeds else space
+    space: dict[str, Any] = {
+        key: axis.model_dump(exclude_none=True) if isinstance(axis, Range) else values_of(axis)
+        for key, axis in spec.space.items()
+    }
+    return {**space, "seed": spec.seeds} if spec.seeds else space
 
 
-def _axis(axis: Any) -> Any:
-    if isinstance(axis, Range):
-        return axis.model_dump(exclude_none=True)
-    return axis.choices if isinstance(axis, Choices) else axis
-
-
-def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
-    """The best first, then those that were given up, then those that failed, then those that are to come."""
+def ranked(trials: Sequence[SweepTrial], direction: str) -> list[SweepTrial]:
+    """Finished trials, the best first, then pruned, running, failed and waiting ones."""
     order = {"finished": 0, "pruned": 1, "running": 2, "failed": 3, "waiting": 4}
     sign = -1.0 if direction == "maximize" else 1.0
 
-    def place(trial: Trial) -> tuple[int, float, int]:
+    def place(trial: SweepTrial) -> tuple[int, float, int]:
         value = sign * trial.value if trial.value is not None else float("inf")
         return order[trial.state], value, trial.number
 
@@ -89,18 +84,18 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
 
 
 @dataclass(frozen=True)
-class OverSeeds:
-    """Finished trials that differ by their seed alone. ``deviation``: of the sample, None of a single one."""
+class SeedMean:
+    """Finished trials that differ only in their seed. ``deviation``: of the sample, None for a single trial."""
 
-    settings: dict[str, Any]
-    trials: list[Trial]
+    settings: Settings
+    trials: list[SweepTrial]
     mean: float
     deviation: float | None
 
 
-def over_seeds(trials: Sequence[Trial], direction: str) -> list[OverSeeds]:
-    """One entry for each setting that has finished trials, the best mean first."""
-    groups: dict[str, list[Trial]] = {}
+def over_seeds(trials: Sequence[SweepTrial], direction: str) -> list[SeedMean]:
+    """One entry per setting that has finished trials, the best mean first."""
+    groups: dict[str, list[SweepTrial]] = {}
     for trial in trials:
         if trial.state == "finished" and trial.value is not None:
             groups.setdefault(identity(_without_seed(trial)), []).append(trial)
@@ -108,9 +103,9 @@ def over_seeds(trials: Sequence[Trial], direction: str) -> list[OverSeeds]:
     for group in groups.values():
         values = [trial.value for trial in group if trial.value is not None]
         deviation = statistics.stdev(values) if len(values) > 1 else None
-        found.append(OverSeeds(_without_seed(group[0]), group, statistics.mean(values), deviation))
+        found.append(SeedMean(_without_seed(group[0]), group, statistics.mean(values), deviation))
     return sorted(found, key=lambda entry: entry.mean, reverse=direction == "maximize")
 
 
-def _without_seed(trial: Trial) -> dict[str, Any]:
+def _without_seed(trial: SweepTrial) -> Settings:
     return {key: value for key, value in trial.settings.items() if key != "seed"}

@@ -1,7 +1,7 @@
-"""All trials from first to last: start what fits on the machine, watch it, judge it, and take note.
+"""Runs all trials: starts those that fit on the machine, watches them, and stores their results.
 
-A trial that was interrupted (killed, or asked to stop by somebody else) is started again and goes on from its
-checkpoint; one that failed by itself is told and left. Neither stops the others.
+An interrupted trial (killed, or stopped by someone else) is started again and resumes from its checkpoint. A trial that
+fails is reported and left. Neither stops the others.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from harness.config.schema import Config
 from harness.errors import HarnessError
 from harness.runs import layout
 from harness.sweep import process, results
-from harness.sweep.board import Board
+from harness.sweep.display import Display
 from harness.sweep.plan import Plan
 from harness.sweep.process import How, Process
-from harness.sweep.progress import Progress, Reader, final_value
+from harness.sweep.progress import TrialLogReader, TrialProgress, final_value
 from harness.sweep.slots import Grant, Slots, need
 from harness.sweep.space import typed
-from harness.sweep.study import Study, Trial
+from harness.sweep.study import Study, SweepTrial
 
 _POLL_S = 0.1
-_STARTS = 3  # of a trial that is interrupted each time, in one sweep
-_GRACE_S = 20.0  # beyond launch.grace_s, for a launcher to report on ranks that it had to kill
+_STARTS = 3  # of a trial that is interrupted each time, per start of the sweep
+_GRACE_S = 20.0  # in addition to launch.grace_s, for a launcher to report on ranks that it had to kill
 
 
 @dataclass
-class Running:
-    """A trial that runs, with what it was given."""
+class RunningTrial:
+    """A running trial with its process and resources."""
 
-    trial: Trial
+    trial: SweepTrial
     config: Config
     process: Process
-    reader: Reader
+    reader: TrialLogReader
     grant: Grant
-    judged: set[int]  # epochs whose evaluations the study knows
-    given_up: bool = False
-    deadline: float = float("inf")  # when it is killed, having been asked to end
+    reported: set[int]  # epochs whose evaluations the study has
+    pruned: bool = False
+    deadline: float = float("inf")  # for exiting after it was asked to stop; then it is killed
 
     def stop(self) -> None:
         self.process.stop()
@@ -47,188 +47,184 @@ class Running:
 
 
 class Runner:
-    """Runs the trials of ``study`` until none is left, or until somebody asks for the end."""
+    """Runs the trials of ``study`` until none is left or a stop is requested; leaves ``trials`` and ``seen``."""
 
     def __init__(
-        self, plan: Plan, study: Study, board: Board, environ: Mapping[str, str], lock: int, stops: Callable[[], int]
+        self,
+        plan: Plan,
+        study: Study,
+        display: Display,
+        environ: Mapping[str, str],
+        lock: int,
+        stops: Callable[[], int],
     ) -> None:
-        """``lock``: a file descriptor that trials keep open; ``stops``: how often somebody has asked for the end."""
-        self._plan, self._study, self._board = plan, study, board
+        """``lock``: a file descriptor that trials keep open; ``stops``: the number of stop signals so far."""
+        self._plan, self._study, self._display = plan, study, display
         self._environ, self._lock, self._stops = environ, lock, stops
-        self._folder = plan.file.sweep.folder
+        self._folder = plan.file.spec.folder
         self._slots = Slots(plan.machine, plan.parallel)
-        self._next: Trial | None = None  # begun, and waiting for room
-        self._running: dict[int, Running] = {}
-        self._again: list[Trial] = []  # interrupted, and to be started once more
-        self._interrupted: dict[int, str] = {}  # by number: those that were so too often, and how
+        self._running: dict[int, RunningTrial] = {}
+        self._waiting: list[SweepTrial] = []  # interrupted ones, and one that waits for resources
+        self._given_up: dict[int, str] = {}  # interrupted too often: {number: reason}
         self._starts: Counter[int] = Counter()
         self._stopping = 0
         self._changed = True
-        self.trials: list[Trial] = []
-        self.seen: dict[int, Progress] = {}  # how far trials came, by number
+        self.trials: list[SweepTrial] = []
+        self.seen: dict[int, TrialProgress] = {}  # by trial number
         self._bystanders = process.adopt_orphans()
 
     def run(self) -> bool:
-        """Whether all trials came to an end of their own; False if somebody asked to stop."""
+        """Run all trials; True if each ended by itself, False if a stop was requested."""
         try:
             while True:
-                self._obey()
+                self._obey_stops()
                 if not self._stopping:
                     self._start_what_fits()
-                self._take_note()
-                if not self._running:  # and there was room for any trial
+                self._publish()
+                if not self._running:  # and any trial fits on the idle machine
                     return not self._stopping
                 for running in list(self._running.values()):
-                    self._look_after(running)
+                    self._watch(running)
                 time.sleep(_POLL_S)
         finally:
-            self._abandon()
-            self._board.close()
+            self._stop_all()
+            self._display.close()
 
     # Starting
 
     def _start_what_fits(self) -> None:
-        while trial := self._next or self._pick():
-            self._next = None
-            config = self._admit(trial)
-            if config is None:
+        # A search draws as late as possible, when it knows the most results: only when a trial might fit.
+        while not self._slots.full:
+            trial = self._waiting.pop(0) if self._waiting else self._study.start_next()
+            if trial is None:
+                return
+            if (config := self._admit(trial)) is None:
                 continue
-            grant = self._slots.take(need(config, self._plan.machine))
-            if grant is None:
-                self._next = trial
+            if (grant := self._slots.take(need(config, self._plan.machine))) is None:
+                self._waiting.insert(0, trial)
                 return
             self._start(trial, config, grant)
 
-    def _pick(self) -> Trial | None:
-        """A trial to start, if there is room at all: a search draws as late as it can, knowing all that is over."""
-        if self._slots.full:
-            return None
-        return self._again.pop(0) if self._again else self._study.begin()
-
-    def _admit(self, trial: Trial) -> Config | None:
-        """Its configuration; None for a trial that is over before it starts, which is told and noted."""
-        self._changed = True
+    def _admit(self, trial: SweepTrial) -> Config | None:
+        """The trial's configuration; None if it ends before it starts, which is stored and reported."""
         try:
             config = self._plan.config(trial.settings)
             lacking = need(config, self._plan.machine).lacks(self._plan.machine)
-        except HarnessError as error:  # a draw that no corner of the space foretold
+        except HarnessError as error:  # a draw of a search can be invalid although all corners are valid
             lacking = " ".join(str(error).split())
         if lacking:
             self._study.fail(trial.number, lacking)
-            self._tell(trial, f"failed: {lacking}")
+            self._message(trial, f"failed: {lacking}")
             return None
-        known = self._study.reported(trial.number)
-        if known and max(known) < config.train.epochs and self._study.hopeless(trial.number):
+        reported = self._study.reported(trial.number)
+        if reported and max(reported) < config.train.epochs and self._study.should_prune(trial.number):
             self._study.prune(trial.number)
-            self._tell(trial, f"pruned after epoch {max(known)}")
+            self._message(trial, f"pruned after epoch {max(reported)}")
             return None
         return config
 
-    def _start(self, trial: Trial, config: Config, grant: Grant) -> None:
-        name, output = results.run_name(trial.number), self._folder / layout.TRIALS
-        command = process.command(self._plan.file.base, self._plan.words(trial.settings), name, output)
+    def _start(self, trial: SweepTrial, config: Config, grant: Grant) -> None:
+        folder = results.run_folder(self._folder, trial.number)
+        command = process.command(self._plan.file.base, self._plan.words(trial.settings), folder.name, folder.parent)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
-        reader = Reader(output / name, self._plan.metric)
+        reader = TrialLogReader(folder, self._plan.metric)
         reader.read()
-        self._tell(trial, f"{'resumes' if reader.progress.step else 'starts'}: {' '.join(typed(trial.settings))}")
-        started = Process(command, output / name, {**self._environ, **gpus}, [self._lock])
-        known = set(self._study.reported(trial.number))
-        self._running[trial.number] = Running(trial, config, started, reader, grant, known)
+        self._message(trial, f"{'resumes' if reader.progress.step else 'starts'}: {' '.join(typed(trial.settings))}")
+        started = Process(command, folder, {**self._environ, **gpus}, [self._lock])
+        reported = set(self._study.reported(trial.number))
+        self._running[trial.number] = RunningTrial(trial, config, started, reader, grant, reported)
         self._starts[trial.number] += 1
 
     # Watching
 
-    def _look_after(self, running: Running) -> None:
-        end = running.process.ended()  # asked before the record is read, which then is whole
+    def _watch(self, running: RunningTrial) -> None:
+        end = running.process.ended()  # before reading the log, which is complete if the process has ended
         running.reader.read()
         self.seen[running.trial.number] = running.reader.progress
-        self._judge(running)
+        self._report(running)
         if end is not None:
             self._conclude(running, *end)
         elif time.monotonic() > running.deadline:
             running.process.kill()
 
-    def _judge(self, running: Running) -> None:
-        """Tell the study of new evaluations, in their order; what it says of the first that is too bad, holds."""
+    def _report(self, running: RunningTrial) -> None:
+        """Report new evaluations to the study in order; stop the trial at the first that the pruner rejects."""
         for epoch, value in sorted(running.reader.evaluations.items()):
-            if running.given_up or epoch in running.judged:
+            if running.pruned or epoch in running.reported:
                 continue
-            running.judged.add(epoch)
+            running.reported.add(epoch)
             self._study.report(running.trial.number, epoch, value)
-            # After the last epoch there is nothing left to save.
-            if epoch < running.config.train.epochs and self._study.hopeless(running.trial.number):
-                running.given_up = True
+            # After the last epoch pruning would save nothing.
+            if epoch < running.config.train.epochs and self._study.should_prune(running.trial.number):
+                running.pruned = True
                 running.stop()
 
-    def _conclude(self, running: Running, how: How, why: str) -> None:
+    def _conclude(self, running: RunningTrial, how: How, why: str) -> None:
         trial, number = running.trial, running.trial.number
         del self._running[number]
-        self._changed = True
         if how == "interrupted":
             process.end_orphans(self._known(), running.process.killed)
         self._slots.give_back(running.grant)
-        if running.given_up:
-            self._study.prune(number)
-            self._tell(trial, f"pruned after epoch {max(running.judged)}")
-        elif how == "done":
+        value = None
+        if how == "done" and not running.pruned:
             value = final_value(results.run_folder(self._folder, number), self._plan.metric, self._plan.direction)
             if value is None:
                 how, why = "failed", f"it ended without a finite {self._plan.metric}"
-            else:
-                self._study.finish(number, value)
-                self._tell(trial, f"finished: {self._plan.metric} {value:.5g}")
-        if how == "failed" and not running.given_up:
+        if running.pruned:
+            self._study.prune(number)
+            self._message(trial, f"pruned after epoch {max(running.reported)}")
+        elif value is not None:
+            self._study.finish(number, value)
+            self._message(trial, f"finished: {self._plan.metric} {value:.5g}")
+        elif how == "failed":
             self._study.fail(number, why)
-            self._tell(trial, f"failed: {why}; see {self._folder / layout.TRIALS / results.run_name(number)}.log")
-        elif how == "interrupted" and not running.given_up:
-            self._after_interruption(trial, why)
-
-    def _after_interruption(self, trial: Trial, why: str) -> None:
-        if self._stopping:
-            self._tell(trial, why)
-        elif self._starts[trial.number] < _STARTS:
-            self._again.append(trial)
-            self._tell(trial, f"{why}; it will be started again")
+            self._message(trial, f"failed: {why}; see {results.run_folder(self._folder, number)}.log")
+        elif self._stopping:
+            self._message(trial, why)
+        elif self._starts[number] < _STARTS:
+            self._waiting.append(trial)
+            self._message(trial, f"{why}; it will be started again")
         else:
-            self._interrupted[trial.number] = why
-            self._tell(trial, f"{why}, {_STARTS} times: given up for now")
+            self._given_up[number] = why
+            self._message(trial, f"{why}, {_STARTS} times: not started again")
 
-    # The whole
+    # The sweep as a whole
 
-    def _obey(self) -> None:
-        """Stop trials as often as was asked for: first with a checkpoint, then at once."""
+    def _obey_stops(self) -> None:
+        """Stop all trials: at the first signal with a checkpoint, at the second at once."""
         if (asked := self._stops()) <= self._stopping:
             return
         if not self._stopping:
-            self._board.say("stopping: running trials write a checkpoint; once more ends them at once")
+            self._display.message("stopping: running trials write a checkpoint; press Ctrl-C again to kill them")
         for running in self._running.values():
             running.process.kill() if self._stopping else running.stop()
         self._stopping = asked
 
-    def _take_note(self) -> None:
-        """Write ``sweep.json`` if anything is new, and show it."""
+    def _publish(self) -> None:
+        """Write ``sweep.json`` if anything changed, and update the display."""
         if self._changed:
             self._changed = False
-            self.trials = [self._as_seen_here(trial) for trial in self._study.trials()]
+            self.trials = [self._as_known_here(trial) for trial in self._study.trials()]
             results.write(self._folder / layout.SWEEP, self._plan, self.trials)
-        self._board.show(self.trials, self.seen)
+        self._display.update(self.trials, self.seen)
 
-    def _as_seen_here(self, trial: Trial) -> Trial:
-        """``trial`` of the study, which only knows that it was begun."""
+    def _as_known_here(self, trial: SweepTrial) -> SweepTrial:
+        """``trial`` with its state in this process; the study only stores that it was started."""
         if trial.state != "running" or trial.number in self._running:
             return trial
-        if why := self._interrupted.get(trial.number):
-            return replace(trial, state="failed", error=f"{why}; the same command goes on with it")
+        if why := self._given_up.get(trial.number):
+            return replace(trial, state="failed", error=f"{why}; run the same command to resume it")
         return replace(trial, state="waiting")
 
-    def _tell(self, trial: Trial, what: str) -> None:
-        self._board.say(f"trial {results.run_name(trial.number)} {what}")
+    def _message(self, trial: SweepTrial, text: str) -> None:
+        self._changed = True
+        self._display.message(f"trial {results.run_name(trial.number)} {text}")
 
     def _known(self) -> set[int]:
         return self._bystanders | {running.process.pid for running in self._running.values()}
 
-    def _abandon(self) -> None:
-        """Leave nothing running, whatever went wrong."""
+    def _stop_all(self) -> None:
+        """Leave no process running, whatever went wrong."""
         for running in self._running.values():
             running.process.stop()
         for running in self._running.values():

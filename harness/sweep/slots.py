@@ -1,4 +1,4 @@
-"""What of this machine trials may take: cores and GPUs, handed out and given back, never more than there are."""
+"""Cores and GPUs of this machine, taken by trials and given back, never more than exist."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from harness.doctor.machine import cpu_quota
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is. ``gpus``: as CUDA_VISIBLE_DEVICES names them."""
+    """Cores and GPUs of a machine. ``gpus``: names as in CUDA_VISIBLE_DEVICES."""
 
     cores: int
     gpus: tuple[str, ...] = ()
 
     @classmethod
     def this(cls, visible: str | None) -> Machine:
-        """This machine as this process may use it; ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set."""
+        """The part of this machine that this process may use. ``visible``: CUDA_VISIBLE_DEVICES, None if not set."""
         import torch
 
         allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -32,22 +32,22 @@ class Machine:
 
 @dataclass(frozen=True)
 class Need:
-    """What a trial takes while it runs."""
+    """Cores and GPUs that a trial takes while it runs."""
 
     cores: int = 0
     gpus: int = 0
 
     def lacks(self, machine: Machine) -> str:
-        """Why ``machine`` can never run it; empty if it can."""
+        """The reason why ``machine`` can never run it; empty if it can."""
         if self.gpus > len(machine.gpus):
-            return f"it needs {self.gpus} GPUs, and there are {len(machine.gpus)}"
+            return f"it needs {self.gpus} GPUs, but the machine has {len(machine.gpus)}"
         if self.cores > machine.cores:
-            return f"it needs {self.cores} cores (launch.nproc x launch.threads), and there are {machine.cores}"
+            return f"it needs {self.cores} cores (launch.nproc x launch.threads), but the machine has {machine.cores}"
         return ""
 
 
 def need(config: Config, machine: Machine) -> Need:
-    """A GPU for each rank where it trains on GPUs, else a core for each thread; nothing of this machine elsewhere."""
+    """A GPU per rank if it trains on GPUs, else a core per thread; nothing if it runs on other machines."""
     if not is_here(config):
         return Need()
     launch, device = config.launch, config.runtime.device
@@ -57,35 +57,35 @@ def need(config: Config, machine: Machine) -> Need:
 
 
 def is_here(config: Config) -> bool:
-    """Whether its ranks run on this machine; where they do not, another scheduler knows how many there is room for."""
+    """True if its ranks run on this machine. Elsewhere another scheduler limits how many run at once."""
     launch = config.launch
     return launch.engine in ("local", "torchrun") or (launch.engine == "dask" and launch.dask.scheduler is None)
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What a trial was given. ``gpus`` are its own until it is given back."""
+    """Resources of one trial, its own until they are given back."""
 
     cores: int
     gpus: tuple[str, ...]
 
 
 class Slots:
-    """A machine, and what of it is free."""
+    """The free resources of a machine."""
 
     def __init__(self, machine: Machine, most: int) -> None:
-        """``most``: grants at once, whatever they take."""
+        """``most``: maximum number of grants at once, of any size."""
         self._machine = machine
         self._free_cores, self._free_gpus, self._free_places = machine.cores, list(machine.gpus), most
 
     @property
     def full(self) -> bool:
-        """Whether nothing could be taken, however little."""
+        """True if not even the smallest trial fits."""
         no_gpu = bool(self._machine.gpus) and not self._free_gpus
         return self._free_places < 1 or self._free_cores < 1 or no_gpu
 
     def take(self, wanted: Need) -> Grant | None:
-        """``wanted``, or None while it is not free."""
+        """Take ``wanted``; None while it is not free."""
         if self._free_places < 1 or wanted.cores > self._free_cores or wanted.gpus > len(self._free_gpus):
             return None
         gpus, self._free_gpus = self._free_gpus[: wanted.gpus], self._free_gpus[wanted.gpus :]

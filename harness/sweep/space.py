@@ -1,4 +1,4 @@
-"""From a space to trials, as plain data: the combinations of a grid, and how a setting is typed on a command line."""
+"""Expands a space into trials as plain data, and writes settings as a command line reads them."""
 
 from __future__ import annotations
 
@@ -11,49 +11,48 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.sweep.spec import Choices, Range, Sweep
+from harness.sweep.spec import Choices, Range, SweepSpec
 
-Settings = dict[str, Any]  # {dotted key: value} of what differs between trials
-
-
-def grid(sweep: Sweep) -> list[Settings]:
-    """Every trial of a grid or a list, the first setting changing slowest, seeds fastest."""
-    trials = list(sweep.space) if isinstance(sweep.space, list) else _product(sweep.space)  # type: ignore[arg-type]
-    if not sweep.seeds:
-        return [dict(trial) for trial in trials]
-    return [{**trial, "seed": seed} for trial in trials for seed in sweep.seeds]
+Settings = dict[str, Any]  # {dotted key: value} of the settings that differ between trials
 
 
-def _product(space: dict[str, list[Any]]) -> list[Settings]:
-    return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+def grid(spec: SweepSpec) -> list[Settings]:
+    """Every trial of a grid or a list. The first setting changes slowest, the seed fastest."""
+    if isinstance(spec.space, list):
+        trials = [dict(trial) for trial in spec.space]
+    else:
+        values = [values_of(axis) for axis in spec.space.values()]
+        trials = [dict(zip(spec.space, chosen, strict=True)) for chosen in itertools.product(*values)]
+    return [{**trial, "seed": seed} for trial in trials for seed in spec.seeds] if spec.seeds else trials
 
 
-def corners(sweep: Sweep) -> list[Settings]:
-    """Where a search can get to, one setting at a time: each end and each choice, the others at their first."""
-    assert isinstance(sweep.space, dict)
-    ends = {key: _ends(axis) for key, axis in sweep.space.items()}
+def corners(spec: SweepSpec) -> list[Settings]:
+    """Extremes of a search's space: each end and each choice of one setting, the other settings at their first."""
+    assert isinstance(spec.space, dict)
+    ends = {
+        key: [axis.low, axis.high] if isinstance(axis, Range) else values_of(axis) for key, axis in spec.space.items()
+    }
     first = {key: values[0] for key, values in ends.items()}
     return [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
 
 
-def _ends(axis: list[Any] | Range | Choices) -> list[Any]:
-    if isinstance(axis, Range):
-        return [axis.low, axis.high]
-    return axis if isinstance(axis, list) else axis.choices
+def values_of(axis: Any) -> list[Any]:
+    """The values of a list or of choices."""
+    return axis.choices if isinstance(axis, Choices) else axis
 
 
 def identity(settings: Any) -> str:
-    """The same text for the same settings, in whatever order they are written; 1 and 1.0 differ, as in a YAML."""
+    """A text that is equal for equal settings in any order. 1 and 1.0 differ, as in YAML."""
     return json.dumps(settings, sort_keys=True, default=str)
 
 
 def typed(settings: Settings) -> list[str]:
-    """The settings as ``key=value`` words that a command line reads as just these values."""
+    """The settings as ``key=value`` words, which a command line reads as exactly these values."""
     return [f"{key}={spelled(value)}" for key, value in settings.items()]
 
 
 def spelled(value: Any) -> str:
-    """``value`` as it is typed after ``key=``."""
+    """``value`` as it is typed after ``key=``, without quotes where none are needed."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if _reads_as(text, value) else json.dumps(value)
 
@@ -70,7 +69,7 @@ _SHORT = {"launch.nproc": "world", "batch.global": "batch"}
 
 
 def columns(trials: Iterable[Settings]) -> dict[str, str]:
-    """{setting: heading}: as short as tells them apart."""
+    """{setting: heading}, as short as is unambiguous."""
     keys = list(dict.fromkeys(key for trial in trials for key in trial))
     short = [key.rsplit(".", 1)[-1] for key in keys]
     return {

@@ -1,7 +1,6 @@
-"""The sweep file: which experiment, which settings are varied and how, as models.
+"""The sweep file: which experiment to train, which settings vary and how.
 
-Reading one lives in ``harness.sweep.file``, what cannot stand together in ``harness.sweep.conflicts``, what trials come
-of it in ``harness.sweep.space``. Whether the settings it names exist is for the experiment's own configuration to say.
+Whether the settings it names exist is checked later, by validating each trial's configuration (plan.py).
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ class Range(Section):
     """Numbers between two ends, for a search."""
 
     low: Number
-    """Smallest value; of whole numbers if both ends are whole."""
+    """Smallest value. If both ends are whole, only whole numbers are drawn."""
     high: Number
     """Largest value."""
     log: bool = False
-    """Draw the logarithm evenly: for rates and sizes that span orders of magnitude."""
+    """Draw uniformly in the logarithm: for rates and sizes that span orders of magnitude."""
     step: Annotated[int | float, Field(gt=0)] | None = None
-    """Only low, low + step, ...; null: any."""
+    """Draw only low, low + step, ...; null: any value."""
 
 
 class Choices(Section):
     """Values to choose from, for a search."""
 
     choices: Annotated[list[None | bool | int | float | str], Field(min_length=1)]
-    """Numbers, words, true, false or null; a search sees no order in them."""
+    """Numbers, words, true, false or null. A search assumes no order among them."""
 
 
 def _kind_of_axis(value: Any) -> str:
@@ -48,45 +47,43 @@ Axis = Annotated[
     Annotated[Values, Tag("values")] | Annotated[Range, Tag("range")] | Annotated[Choices, Tag("choices")],
     Discriminator(_kind_of_axis),
 ]
-Sampler = Literal["grid", "random", "qmc", "tpe", "gp", "cmaes"]
-Pruner = Literal["none", "median", "percentile", "successive_halving", "hyperband"]
 
 
-class Sweep(Section):
+class SweepSpec(Section):
     """One sweep."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The sweep folder is OUTPUT/NAME."""
     output: str = "runs"
-    """Folder that the sweep folder is made in, from the working folder."""
+    """Parent of the sweep folder, relative to the working folder."""
     base: str
-    """The experiment's YAML that trials start from, relative to this file."""
+    """YAML of the experiment that trials are based on, relative to this file."""
     set_: Annotated[dict[str, Any], Field(alias="set")] = {}
-    """Settings of every trial on top of the base: {train.epochs: 3}."""
+    """Settings of every trial on top of the base, such as {train.epochs: 3}."""
     space: dict[str, Axis] | list[dict[str, Any]]
-    """What is varied: {setting: [values]} for a grid; {setting: {low, high}} or {choices} for a search; or the trials
-    one by one, as a list of {setting: value}. The number of ranks is a setting too: launch.nproc.
+    """The settings that vary: {setting: [values]} for a grid; {setting: {low, high}} or {setting: {choices}} for a
+    search; or a list of trials, each {setting: value}. The number of ranks is a setting too: launch.nproc.
     """
     seeds: list[Annotated[int, Field(ge=0, lt=2**32)]] = []
-    """Every trial of a grid or list once with each of these seeds; empty: with the base's."""
-    sampler: Sampler = "grid"
-    """grid: every combination, or every trial listed; random, qmc, tpe, gp or cmaes: Optuna's, for a search."""
+    """Train every trial of a grid or list once with each of these seeds; empty: with the base's seed."""
+    sampler: Literal["grid", "random", "qmc", "tpe", "gp", "cmaes"] = "grid"
+    """grid: every combination, or every trial of the list. random, qmc, tpe, gp and cmaes: a search by Optuna."""
     sampler_args: Arguments = {}
     """Keyword arguments of Optuna's sampler, such as {n_startup_trials: 5}; null: none."""
     trials: Positive | None = None
-    """How many trials a search makes."""
-    pruner: Pruner = "none"
-    """Optuna's rule for ending a trial early whose evaluations are worse than others' were at the same epoch."""
+    """Number of trials in a search."""
+    pruner: Literal["none", "median", "percentile", "successive_halving", "hyperband"] = "none"
+    """Optuna's rule for stopping a trial early whose evaluations are worse than those of others at the same epoch."""
     pruner_args: Arguments = {}
     """Keyword arguments of Optuna's pruner, such as {n_warmup_steps: 2} (epochs); null: none."""
     metric: str | None = None
-    """The evaluation metric that trials are judged by, at its best; null: the base's checkpoint.best_metric."""
+    """Evaluation metric that ranks the trials, by its best value; null: the base's checkpoint.best_metric."""
     parallel: Positive = 1
-    """Most trials at once; never more than cores (launch.nproc x launch.threads) or GPUs allow."""
+    """Maximum number of trials at once; never more than cores (launch.nproc x launch.threads) or GPUs allow."""
     comparable: bool = True
     """Refuse trials whose results cannot be compared; false: only warn."""
     storage: str | None = None
-    """Optuna's storage, such as postgresql://host/db; null: an SQLite file in the sweep folder."""
+    """Optuna storage such as postgresql://host/db; null: an SQLite file in the sweep folder."""
 
     @property
     def is_search(self) -> bool:
@@ -96,18 +93,15 @@ class Sweep(Section):
     def folder(self) -> Path:
         return Path(self.output) / self.name
 
-
-def axes(sweep: Sweep) -> list[str]:
-    """The settings that differ between trials, in the order of the file."""
-    if isinstance(sweep.space, dict):
-        keys = list(sweep.space)
-    else:
-        keys = list(dict.fromkeys(key for trial in sweep.space for key in trial))
-    return keys + (["seed"] if sweep.seeds else [])
+    @property
+    def axes(self) -> list[str]:
+        """The settings that vary, in the order of the file."""
+        trials = [self.space] if isinstance(self.space, dict) else self.space
+        return [*dict.fromkeys(key for trial in trials for key in trial), *(["seed"] if self.seeds else [])]
 
 
 def json_schema() -> str:
     """JSON Schema of a sweep file, for editors and ``configs/sweeps/schema.json``."""
-    schema = Sweep.model_json_schema(by_alias=True)
+    schema = SweepSpec.model_json_schema(by_alias=True)
     schema["title"] = "apex-harness sweep"
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"

@@ -1,7 +1,7 @@
-"""Stands in for ``harness launch`` where a test is about the sweep: a process that writes what a run writes, quickly.
+"""Stands in for ``harness launch`` in tests of sweeps: a process that behaves like a run, but in milliseconds.
 
-It reads and leaves the same files, takes the same signals and exits with the same codes, and goes on from its last
-whole epoch. What it is to do is in ``behaviour.json`` beside the sweep: {"0001": "fail"}, ... Imports nothing heavy.
+It writes the same files, obeys the same signals, exits with the same codes and resumes from its last finished epoch.
+``behaviour.json`` next to the sweep folder scripts it: {"0001": "fail"}. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _train(run: Path, settings: dict[str, str], behaviour: str, asked: list[int]
     with open(starts, "a") as file:
         file.write("x")
     if behaviour == "refused":
-        print("error: x.yaml: something is wrong\n  -> mend it")
+        print("error: x.yaml: something is wrong\n  -> fix it")
         return 2
     for epoch in range(len(history) + 1, EPOCHS + 1):
         for tick in range(TICKS):

@@ -1,4 +1,4 @@
-"""Sweeps in processes of their own, over a small experiment, with trials that are quick to run."""
+"""Runs sweeps over a small experiment in processes of their own, with trials that take milliseconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAKE = Path(__file__).with_name("fake_trial.py")
 
 
 def write_base(folder: Path, **sections: Any) -> Path:
-    """``base.yaml`` in ``folder``, over a few images of its own."""
+    """Write ``base.yaml`` in ``folder``, with a few images."""
     if not (folder / "train.csv").exists():
         write_rows(folder, "train", 12)
         write_rows(folder, "eval", 6)
@@ -27,7 +27,7 @@ def write_base(folder: Path, **sections: Any) -> Path:
 
 
 def write_sweep(folder: Path, **content: Any) -> Path:
-    """``sweep.yaml`` over ``base.yaml``; ``set_`` stands for ``set``."""
+    """Write ``sweep.yaml`` over ``base.yaml``; ``set_`` stands for ``set``."""
     tree = {"name": "tried", "output": str(folder), "base": "base.yaml"}
     tree |= {key.rstrip("_"): value for key, value in content.items()}
     path = folder / "sweep.yaml"
@@ -35,22 +35,22 @@ def write_sweep(folder: Path, **content: Any) -> Path:
     return path
 
 
-def begin(folder: Path, *words: str, cores: int = 2, gpus: tuple[str, ...] = (), fake: bool = True) -> Any:
-    """Start ``harness sweep -c FOLDER/sweep.yaml WORDS`` on a machine of ``cores``; its terminal is terminal.txt."""
-    return type_in(folder, ["sweep", "-c", f"{folder}/sweep.yaml", *words], Machine(cores, gpus), fake)
+def start_sweep(folder: Path, *words: str, cores: int = 2, gpus: tuple[str, ...] = (), fake: bool = True) -> Any:
+    """Start ``harness sweep -c FOLDER/sweep.yaml WORDS`` on a machine of ``cores``; output goes to terminal.txt."""
+    return start_command(folder, ["sweep", "-c", f"{folder}/sweep.yaml", *words], Machine(cores, gpus), fake)
 
 
-def type_in(folder: Path, words: Sequence[str], machine: Machine, fake: bool = True) -> Any:
-    """Start ``harness WORDS`` with quick trials, ``folder`` being the working folder."""
-    return start(_type, (str(folder), tuple(words), machine, fake))
+def start_command(folder: Path, words: Sequence[str], machine: Machine, fake: bool = True) -> Any:
+    """Start ``harness WORDS`` in ``folder`` with quick trials."""
+    return start(_run_command, (str(folder), tuple(words), machine, fake))
 
 
 def sweep(folder: Path, *words: str, timeout_s: float = 60, **machine: Any) -> int:
-    """Run it to its end; return its exit code."""
-    return wait_for([begin(folder, *words, **machine)], timeout_s)[0]
+    """Run the sweep to its end; return its exit code."""
+    return wait_for([start_sweep(folder, *words, **machine)], timeout_s)[0]
 
 
-def _type(folder: str, words: tuple[str, ...], machine: Machine, fake: bool) -> None:
+def _run_command(folder: str, words: tuple[str, ...], machine: Machine, fake: bool) -> None:
     os.chdir(folder)
     terminal = os.open(f"{folder}/terminal.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(terminal, 1)
@@ -67,8 +67,8 @@ def _type(folder: str, words: tuple[str, ...], machine: Machine, fake: bool) -> 
     raise SystemExit(cli.main(words))
 
 
-def told(folder: Path) -> str:
-    """What the sweeps in ``folder`` have said so far."""
+def output(folder: Path) -> str:
+    """The output of the sweeps in ``folder`` so far."""
     return (folder / "terminal.txt").read_text()
 
 

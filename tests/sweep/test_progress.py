@@ -1,10 +1,10 @@
-"""Following a record that is being written, and written again."""
+"""Following a log that is being written and rewritten."""
 
 from __future__ import annotations
 
 import json
 
-from harness.sweep.progress import Reader, final_value
+from harness.sweep.progress import TrialLogReader, final_value
 
 
 def lines(*entries: dict) -> str:
@@ -19,8 +19,8 @@ def evaluation(epoch: int, value: float | None, **more) -> dict:
     return {"split": "eval", "step": epoch * 10, "epoch": epoch, "top1": value, **more}
 
 
-def test_reads_whole_lines_as_they_come(tmp_path):
-    reader, record = Reader(tmp_path, "top1"), tmp_path / "metrics.jsonl"
+def test_whole_lines_are_read_as_they_are_written(tmp_path):
+    reader, record = TrialLogReader(tmp_path, "top1"), tmp_path / "metrics.jsonl"
     reader.read()
     assert reader.progress.step == 0
     text = lines(train(5), evaluation(1, 0.5), train(15))
@@ -33,9 +33,9 @@ def test_reads_whole_lines_as_they_come(tmp_path):
     assert reader.evaluations == {1: 0.5}
 
 
-def test_a_record_that_goes_back_and_comes_again(tmp_path):
-    """A run goes on from its checkpoint: the lines after it are cut off and written anew, of other lengths."""
-    reader, record = Reader(tmp_path, "top1"), tmp_path / "metrics.jsonl"
+def test_rewritten_log_is_read_again(tmp_path):
+    """A resumed run cuts off the lines after its checkpoint and writes them again, with other lengths."""
+    reader, record = TrialLogReader(tmp_path, "top1"), tmp_path / "metrics.jsonl"
     first = lines(train(5), evaluation(1, 0.5))
     record.write_text(first + lines(train(15), train(16)))
     reader.read()
@@ -48,16 +48,16 @@ def test_a_record_that_goes_back_and_comes_again(tmp_path):
     assert (reader.progress.step, reader.evaluations) == (10, {1: 0.5})
 
 
-def test_what_is_not_a_number_is_no_evaluation(tmp_path):
+def test_missing_metrics_and_broken_lines_are_skipped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "{half\n" + lines(evaluation(1, None), evaluation(2, 0.5), evaluation(2, 0.7))
     )
-    reader = Reader(tmp_path, "top1")
+    reader = TrialLogReader(tmp_path, "top1")
     reader.read()
     assert reader.evaluations == {2: 0.5}
 
 
-def test_the_value_of_a_finished_run(tmp_path):
+def test_value_of_a_finished_run_is_its_best(tmp_path):
     assert final_value(tmp_path, "top1", "maximize") is None
     history = [{"epoch": 1, "top1": 0.9}, {"epoch": 2, "top1": 0.7}, {"epoch": 3, "top1": None}]
     summary = {"finished": True, "history": history}

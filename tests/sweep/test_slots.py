@@ -1,4 +1,4 @@
-"""Cores and GPUs, handed out and given back."""
+"""Cores and GPUs, taken and given back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fixtures import make_config
     st.integers(1, 4),
     st.lists(st.one_of(st.builds(Need, cores=st.integers(1, 4)), st.builds(Need, gpus=st.integers(1, 3)), st.none())),
 )
-def test_what_is_out_is_never_more_than_there_is(cores, gpus, most, events):
+def test_grants_never_exceed_the_machine(cores, gpus, most, events):
     machine = Machine(cores, tuple(map(str, range(gpus))))
     slots, out = Slots(machine, most), list[Grant]()
     for wanted in events:
@@ -25,7 +25,7 @@ def test_what_is_out_is_never_more_than_there_is(cores, gpus, most, events):
         elif (grant := slots.take(wanted)) is not None:
             assert (grant.cores, len(grant.gpus)) == (wanted.cores, wanted.gpus)
             out.append(grant)
-        else:  # only where it does not fit
+        else:  # refused only if it does not fit
             used = sum(grant.cores for grant in out), sum(len(grant.gpus) for grant in out)
             assert len(out) == most or used[0] + wanted.cores > cores or used[1] + wanted.gpus > gpus
         assert sum(grant.cores for grant in out) <= cores
@@ -35,7 +35,7 @@ def test_what_is_out_is_never_more_than_there_is(cores, gpus, most, events):
         assert not slots.full or len(out) == most or sum(g.cores for g in out) == cores or len(taken) == gpus
 
 
-def test_what_a_trial_takes(tmp_path):
+def test_need_of_a_trial(tmp_path):
     cpu, gpu = Machine(8), Machine(8, ("0", "1"))
     config = make_config(tmp_path, ["launch.nproc=2", "launch.threads=3", "runtime.device=auto"])
     assert need(config, cpu) == Need(cores=6)
@@ -43,14 +43,14 @@ def test_what_a_trial_takes(tmp_path):
     assert need(make_config(tmp_path, ["launch.nproc=2"]), gpu) == Need(cores=2)  # runtime.device=cpu
     assert need(make_config(tmp_path, ["launch.nproc=64", "launch.engine=slurm"]), cpu) == Need()
     dask = ["launch.nproc=2", "launch.engine=dask"]
-    assert need(make_config(tmp_path, dask), cpu) == Need(cores=2)  # a cluster of this machine, for this run alone
+    assert need(make_config(tmp_path, dask), cpu) == Need(cores=2)  # a cluster on this machine, for this run only
     assert need(make_config(tmp_path, [*dask, "launch.dask.scheduler=tcp://10.0.0.1:8786"]), cpu) == Need()
 
 
-def test_what_a_machine_can_never_run():
+def test_need_beyond_the_machine_is_explained():
     assert Need(cores=2).lacks(Machine(2)) == ""
     assert "needs 3 cores" in Need(cores=3).lacks(Machine(2))
-    assert "needs 1 GPUs, and there are 0" in Need(gpus=1).lacks(Machine(2))
+    assert "needs 1 GPUs, but the machine has 0" in Need(gpus=1).lacks(Machine(2))
 
 
 def test_this_machine():

@@ -1,4 +1,4 @@
-"""Which trials come of a space, and how a setting is typed."""
+"""Expansion of a space into trials, and settings as words of a command line."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from harness.sweep import space
-from harness.sweep.spec import Sweep
+from harness.sweep.spec import SweepSpec
 
 
-def sweep(**content) -> Sweep:
-    return Sweep.model_validate({"name": "x", "base": "b.yaml", **content})
+def sweep(**content) -> SweepSpec:
+    return SweepSpec.model_validate({"name": "x", "base": "b.yaml", **content})
 
 
-def test_a_grid_is_the_product_in_the_order_of_the_file():
+def test_grid_is_the_product_in_file_order():
     found = space.grid(sweep(space={"launch.nproc": [1, 2], "optimizer.lr": [0.1, 0.2, 0.3]}))
     assert [tuple(trial.values()) for trial in found] == list(itertools.product([1, 2], [0.1, 0.2, 0.3]))
     assert list(found[0]) == ["launch.nproc", "optimizer.lr"]
 
 
-def test_a_list_is_itself_and_seeds_come_last():
+def test_list_is_kept_and_seeds_vary_fastest():
     trials = [{"optimizer.lr": 0.1}, {"optimizer.name": "adam"}]
     assert space.grid(sweep(space=trials)) == trials
     found = space.grid(sweep(space=trials, seeds=[3, 4]))
@@ -35,7 +35,7 @@ def test_a_list_is_itself_and_seeds_come_last():
 @given(
     st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(), min_size=1, max_size=3, unique=True), min_size=1)
 )
-def test_every_combination_once(axes):
+def test_grid_has_every_combination_once(axes):
     found = space.grid(sweep(space=axes))
     assert len({space.identity(trial) for trial in found}) == len(found)
     count = 1
@@ -44,7 +44,7 @@ def test_every_combination_once(axes):
     assert len(found) == count
 
 
-def test_the_corners_of_a_search():
+def test_corners_of_a_search():
     found = space.corners(
         sweep(sampler="tpe", trials=3, space={"a": {"low": 1, "high": 9}, "b": {"choices": ["u", "v", None]}})
     )
@@ -61,7 +61,7 @@ VALUES = st.recursive(
 
 @hypothesis_settings(deadline=None)
 @given(VALUES)
-def test_what_is_typed_is_read_as_just_that(value):
+def test_typed_settings_are_read_back_exactly(value):
     read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={space.spelled(value)}"]))["a"]
     assert json.dumps(read) == json.dumps(value)
 
@@ -71,10 +71,10 @@ def test_what_is_typed_is_read_as_just_that(value):
     [("adam", "adam"), ("0007", '"0007"'), (0.001, "0.001"), (None, "null"), (True, "true"), ("true", '"true"'),
      ("1e5", '"1e5"'), ([1, 2], "[1, 2]"), ("", '""')],
 )  # fmt: skip
-def test_as_a_person_would_type_it(value, text):
+def test_settings_are_typed_without_needless_quotes(value, text):
     assert space.spelled(value) == text
 
 
-def test_headings_are_short_and_tell_apart():
+def test_headings_are_short_and_unambiguous():
     trials = [{"launch.nproc": 1, "optimizer.lr": 0.1, "model.args.name": 1, "optimizer.name": "sgd"}]
     assert list(space.columns(trials).values()) == ["world", "lr", "model.args.name", "optimizer.name"]

@@ -1,4 +1,4 @@
-"""The state of a sweep: what comes next, whatever was killed in between, and what a changed file means."""
+"""The state of a sweep: the next trial after any kill, and the effect of a changed sweep file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from harness.errors import ConfigError
-from harness.sweep import file
 from harness.sweep.plan import make
 from harness.sweep.slots import Machine
-from harness.sweep.study import Study, Trial
+from harness.sweep.study import Study, SweepTrial
+from harness.sweep.sweep_file import load
 from tests.sweep.sweeping import write_base, write_sweep
 
 GRID = {"space": {"optimizer.lr": [0.1, 0.2]}}
@@ -35,7 +35,7 @@ def opened(tmp_path) -> Callable[..., Study]:
 
     def study(folder: Path | None = None, overrides: tuple[str, ...] = (), **content: Any) -> Study:
         write_sweep(tmp_path, **content)
-        plan = make(file.load(str(tmp_path / "sweep.yaml"), overrides), None, None, Machine(4))
+        plan = make(load(str(tmp_path / "sweep.yaml"), overrides), None, None, Machine(4))
         folder = folder or tmp_path / "tried"
         folder.mkdir(exist_ok=True)
         return Study(plan, folder)
@@ -43,7 +43,7 @@ def opened(tmp_path) -> Callable[..., Study]:
     return study
 
 
-def value(trial: Trial) -> float:
+def value(trial: SweepTrial) -> float:
     return 1 - abs(trial.settings["optimizer.lr"] - 0.3)
 
 
@@ -51,34 +51,34 @@ def shown(study: Study) -> list[tuple[Any, ...]]:
     return [(trial.number, trial.settings, trial.state, trial.value) for trial in study.trials()]
 
 
-def test_a_grid_in_order_once(opened):
+def test_grid_runs_in_order_once(opened):
     study = opened(**GRID)
     assert [trial.state for trial in study.trials()] == ["waiting", "waiting"]
-    one, two = study.begin(), study.begin()
+    one, two = study.start_next(), study.start_next()
     assert [one.settings, two.settings] == [{"optimizer.lr": 0.1}, {"optimizer.lr": 0.2}]
-    assert study.begin() is None
+    assert study.start_next() is None
     study.finish(1, 0.5)
     study.fail(0, "why")
     found = [(trial.number, trial.state, trial.value, trial.error) for trial in opened(**GRID).trials()]
     assert found == [(0, "failed", None, "why"), (1, "finished", 0.5, None)]
-    assert opened(**GRID).begin() is None
+    assert opened(**GRID).start_next() is None
 
 
-def test_what_was_begun_comes_first_again(opened):
+def test_interrupted_trials_come_first(opened):
     fresh = opened(**GRID)
-    fresh.begin()  # and the process is killed
+    fresh.start_next()  # then the process is killed
     study = opened(**GRID)
-    assert (fresh.begun, study.begun) == (False, True)
+    assert (fresh.resumed, study.resumed) == (False, True)
     assert study.trials()[0].state == "waiting"
-    assert [study.begin().number, study.begin().number] == [0, 1]
+    assert [study.start_next().number, study.start_next().number] == [0, 1]
 
 
-def test_failed_trials_wait_again_in_their_own_folders(opened):
+def test_failed_trials_are_retried_in_their_own_folders(opened):
     study = opened(**GRID)
-    study.fail(study.begin().number, "why")
-    study.finish(study.begin().number, 0.5)
+    study.fail(study.start_next().number, "why")
+    study.finish(study.start_next().number, 0.5)
     assert study.retry_failed() == 1
-    again = study.begin()
+    again = study.start_next()
     assert (again.number, again.settings) == (0, {"optimizer.lr": 0.1})
     study.finish(0, 0.7)
     assert shown(study) == [(0, {"optimizer.lr": 0.1}, "finished", 0.7), (1, {"optimizer.lr": 0.2}, "finished", 0.5)]
@@ -89,20 +89,20 @@ def test_failed_trials_wait_again_in_their_own_folders(opened):
 
 def draw(study: Study, most: int = 100) -> None:
     for _ in range(most):
-        if (trial := study.begin()) is None:
+        if (trial := study.start_next()) is None:
             return
         study.finish(trial.number, value(trial))
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "qmc"])
-def test_a_search_that_is_stopped_draws_what_it_would_have_drawn(opened, tmp_path, sampler):
+def test_interrupted_search_draws_the_same_trials(opened, tmp_path, sampler):
     if sampler == "qmc":
         pytest.importorskip("scipy", reason="Optuna's sampler needs scipy")
     content = {**SEARCH, "sampler": sampler, "sampler_args": {"n_startup_trials": 3} if sampler == "tpe" else {}}
     unbroken = opened(tmp_path / "unbroken", **content)
     draw(unbroken)
     draw(opened(**content), most=3)
-    opened(**content).begin()  # killed with a trial begun
+    opened(**content).start_next()  # killed while a trial runs
     study = opened(**content)
     draw(study)
     assert shown(study) == shown(unbroken)
@@ -113,28 +113,28 @@ def test_a_search_that_is_stopped_draws_what_it_would_have_drawn(opened, tmp_pat
         assert trial.settings["optimizer.name"] in ("sgd", "adam")
 
 
-def test_a_pruned_trial_has_the_best_it_reached(opened):
+def test_pruned_trial_has_its_best_value(opened):
     study = opened(**SEARCH, pruner="median", pruner_args={"n_startup_trials": 1})
-    first = study.begin().number
+    first = study.start_next().number
     for epoch in (1, 2):
         study.report(first, epoch, 0.9)
     study.finish(first, 0.9)
-    second = study.begin().number
+    second = study.start_next().number
     for epoch, seen in ((1, 0.4), (2, 0.3)):
         study.report(second, epoch, seen)
-    assert study.hopeless(second)
+    assert study.should_prune(second)
     again = opened(**SEARCH, pruner="median", pruner_args={"n_startup_trials": 1})
-    assert again.begin().number == second, "killed before the verdict was obeyed"
+    assert again.start_next().number == second, "the sweep was killed before the trial was stopped"
     assert again.reported(second) == {1: 0.4, 2: 0.3}
-    assert again.hopeless(second)
+    assert again.should_prune(second)
     again.prune(second)
     assert [(trial.state, trial.value) for trial in again.trials()] == [("finished", 0.9), ("pruned", 0.4)]
 
 
-# A file that has changed
+# A changed sweep file
 
 
-def test_a_larger_grid_adds_trials(opened):
+def test_larger_grid_adds_trials(opened):
     draw(opened(**GRID))
     study = opened(space={"optimizer.lr": [0.05, 0.1, 0.2, 0.4]})
     assert [trial.state for trial in study.trials()] == ["finished", "finished", "waiting", "waiting"]
@@ -142,11 +142,11 @@ def test_a_larger_grid_adds_trials(opened):
     assert [trial.settings["optimizer.lr"] for trial in study.trials()] == [0.1, 0.2, 0.05, 0.4]
 
 
-def test_a_smaller_grid_leaves_trials_out_and_can_have_them_back(opened):
+def test_smaller_grid_hides_trials_and_a_larger_one_restores_them(opened):
     study = opened(**GRID)
-    study.finish(study.begin().number, 0.5)
+    study.finish(study.start_next().number, 0.5)
     small = opened(space={"optimizer.lr": [0.3]})
-    assert (len(small.trials()), small.others()) == (1, 2)
+    assert (len(small.trials()), small.num_others()) == (1, 2)
     draw(small)
     assert len(small.trials()) == 1
     both = opened(space={"optimizer.lr": [0.1, 0.2, 0.3]})
@@ -157,7 +157,7 @@ def test_a_smaller_grid_leaves_trials_out_and_can_have_them_back(opened):
     )
 
 
-def test_a_longer_search_goes_on(opened):
+def test_longer_search_continues(opened):
     draw(opened(**{**SEARCH, "trials": 3}))
     study = opened(**{**SEARCH, "trials": 5})
     before = shown(study)
@@ -171,27 +171,27 @@ def test_a_longer_search_goes_on(opened):
     [("train.epochs=9", "train.epochs 4 -> 9"), ("model.name=mlp", "model.name linear -> mlp"),
      ("seed=3", "seed 0 -> 3"), ("launch.nproc=2", "launch.nproc 1 -> 2"), ("metric=loss", "metric top1 -> loss")],
 )  # fmt: skip
-def test_another_experiment_is_not_mixed_in(opened, override, change):
+def test_trials_of_another_experiment_are_refused(opened, override, change):
     draw(opened(**GRID))
-    with pytest.raises(ConfigError, match="the trials that are there were trained otherwise") as caught:
+    with pytest.raises(ConfigError, match="earlier trials were trained with other settings") as caught:
         opened(overrides=(override,), **GRID)
     assert change in str(caught.value)
     assert "name=NAME" in str(caught.value)
 
 
-def test_a_search_is_not_mixed_with_a_grid(opened):
+def test_search_is_not_mixed_with_a_grid(opened):
     draw(opened(**GRID))
     with pytest.raises(ConfigError, match="kind grid -> search"):
         opened(**SEARCH)
 
 
 @pytest.mark.parametrize("override", ["train.log_every=3", "checkpoint.keep=1", "data.num_workers=1", "parallel=2"])
-def test_what_does_not_change_results_may_change(opened, override):
+def test_settings_without_effect_on_results_may_change(opened, override):
     draw(opened(**GRID))
     assert len(opened(overrides=(override,), **GRID).trials()) == 2
 
 
-def test_a_setting_that_becomes_an_axis(opened):
+def test_fixed_setting_can_become_varied(opened):
     draw(opened(**GRID))
     study = opened(space={"optimizer.lr": [0.1], "optimizer.momentum": [0.5]})
     assert [trial.state for trial in study.trials()] == ["waiting"]

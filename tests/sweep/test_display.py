@@ -1,4 +1,4 @@
-"""What is shown of a sweep: on a terminal, as lines, at the end, and in sweep.json."""
+"""The display of a sweep on a terminal, as lines and as the final table; sweep.json and rankings."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import json
 
 import pytest
 
-from harness.sweep import board, file, results, table
+from harness.sweep import display, results
 from harness.sweep.plan import Plan, make
-from harness.sweep.progress import Progress
+from harness.sweep.progress import TrialProgress
 from harness.sweep.slots import Machine
-from harness.sweep.study import Trial
+from harness.sweep.study import SweepTrial
+from harness.sweep.sweep_file import load
 from tests.sweep.sweeping import write_base, write_sweep
 
 TRIALS = [
-    Trial(0, {"optimizer.lr": 0.1, "optimizer.name": "sgd"}, "finished", 0.5),
-    Trial(1, {"optimizer.lr": 0.2, "optimizer.name": "sgd"}, "finished", 0.75),
-    Trial(2, {"optimizer.lr": 0.1, "optimizer.name": "adam"}, "failed", None, "the loss\nbecame nan " + 80 * "x"),
-    Trial(3, {"optimizer.lr": 0.2, "optimizer.name": "adam"}, "running"),
-    Trial(4, {"optimizer.lr": 0.3, "optimizer.name": "adam"}, "pruned", 0.25),
+    SweepTrial(0, {"optimizer.lr": 0.1, "optimizer.name": "sgd"}, "finished", 0.5),
+    SweepTrial(1, {"optimizer.lr": 0.2, "optimizer.name": "sgd"}, "finished", 0.75),
+    SweepTrial(2, {"optimizer.lr": 0.1, "optimizer.name": "adam"}, "failed", None, "the loss\nbecame nan " + 80 * "x"),
+    SweepTrial(3, {"optimizer.lr": 0.2, "optimizer.name": "adam"}, "running"),
+    SweepTrial(4, {"optimizer.lr": 0.3, "optimizer.name": "adam"}, "pruned", 0.25),
 ]
-SEEN = {0: Progress(40, 4, 0.5, 0.5, 12.4), 3: Progress(15, 1, 0.9, 0.45, 3.0)}
+SEEN = {0: TrialProgress(40, 4, 0.5, 0.5, 12.4), 3: TrialProgress(15, 1, 0.9, 0.45, 3.0)}
 
 
 class Terminal(io.StringIO):
@@ -33,11 +34,11 @@ class Terminal(io.StringIO):
 def plan(tmp_path) -> Plan:
     write_base(tmp_path)
     write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2], "optimizer.name": ["sgd", "adam"]})
-    return make(file.load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
+    return make(load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
 
 
-def test_the_table(plan):
-    lines = table.lines(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
+def test_table(plan):
+    lines = display.table(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
     assert [line.split() for line in lines[:3]] == [
         ["trial", "lr", "name", "state", "top1", "epoch", "seconds"],
         ["0001", "0.2", "sgd", "finished", "0.75"],
@@ -46,38 +47,38 @@ def test_the_table(plan):
     assert [line.split()[0] for line in lines[1:]] == ["0001", "0000", "0004", "0003", "0002"]
     assert lines[-1].endswith("…")
     assert "the loss became nan" in lines[-1]
-    assert max(map(len, table.lines(TRIALS, plan, SEEN, 40))) <= 40
+    assert max(map(len, display.table(TRIALS, plan, SEEN, 40))) <= 40
 
 
-def test_the_lowest_is_first_where_lower_is_better():
+def test_lowest_value_ranks_first_when_minimizing():
     assert [trial.number for trial in results.ranked(TRIALS, "minimize")][:2] == [0, 1]
 
 
-def test_on_a_terminal_the_table_is_drawn_over(plan, monkeypatch):
-    monkeypatch.setattr(board, "_DRAW_S", 0.0)
+def test_table_is_redrawn_on_a_terminal(plan, monkeypatch):
+    monkeypatch.setattr(display, "_DRAW_S", 0.0)
     monkeypatch.setenv("LINES", "6")
     monkeypatch.setenv("COLUMNS", "70")
     stream = Terminal()
-    shown = board.Board(plan, stream)
-    shown.show(TRIALS, SEEN)
+    shown = display.Display(plan, stream)
+    shown.update(TRIALS, SEEN)
     first = stream.getvalue()
     assert first.startswith("4 trials: 1 running, 2 finished, 1 pruned, 1 failed\ntrial")
     assert first.splitlines()[2].split() == ["0003", "0.2", "adam", "running", "0.45", "1/4", "3"]
     assert first.splitlines()[-1] == "... and 4 more"
     assert len(first.splitlines()) == 4
-    shown.say("trial 0004 starts")
+    shown.message("trial 0004 starts")
     assert stream.getvalue()[len(first) :].startswith("\x1b[4A\r\x1b[Jtrial 0004 starts\n")
-    shown.show(TRIALS, SEEN)
+    shown.update(TRIALS, SEEN)
     shown.close()
     assert stream.getvalue().endswith("\x1b[4A\r\x1b[J")
 
 
-def test_without_a_terminal_there_are_lines(plan, monkeypatch):
-    monkeypatch.setattr(board, "_LINE_S", 0.0)
+def test_lines_without_a_terminal(plan, monkeypatch):
+    monkeypatch.setattr(display, "_LINE_S", 0.0)
     stream = io.StringIO()
-    shown = board.Board(plan, stream)
-    shown.say("trial 0003 starts")
-    shown.show(TRIALS, SEEN)
+    shown = display.Display(plan, stream)
+    shown.message("trial 0003 starts")
+    shown.update(TRIALS, SEEN)
     assert stream.getvalue() == "trial 0003 starts\ntrial 0003: epoch 1, step 15, loss 0.9\n"
 
 
@@ -96,23 +97,23 @@ def test_sweep_json(plan, tmp_path):
     }  # fmt: skip
 
 
-def test_trials_of_a_list_that_leave_out_what_others_name(tmp_path):
+def test_trials_of_a_list_with_different_settings(tmp_path):
     write_base(tmp_path)
     write_sweep(tmp_path, space=[{"launch.nproc": 2, "train.epochs": 9}, {"optimizer.lr": 0.2}], comparable=False)
-    plan = make(file.load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
-    trials = [Trial(number, planned.settings, "running") for number, planned in enumerate(plan.trials)]
+    plan = make(load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
+    trials = [SweepTrial(number, planned.settings, "running") for number, planned in enumerate(plan.trials)]
     results.write(tmp_path / "sweep.json", plan, trials)
     assert [trial["world"] for trial in json.loads((tmp_path / "sweep.json").read_text())["trials"]] == [2, 1]
-    rows = table.lines(trials, plan, {0: Progress(5, 1), 1: Progress(5, 1)}, 120)[1:]
+    rows = display.table(trials, plan, {0: TrialProgress(5, 1), 1: TrialProgress(5, 1)}, 120)[1:]
     assert [row.split()[-1] for row in rows] == ["1/9", "1/4"]
 
 
 def test_over_seeds():
     trials = [
-        Trial(number, {"optimizer.lr": lr, "seed": seed}, "finished", value)
+        SweepTrial(number, {"optimizer.lr": lr, "seed": seed}, "finished", value)
         for number, (lr, seed, value) in enumerate([(0.1, 0, 0.5), (0.1, 1, 0.7), (0.2, 0, 0.9), (0.2, 1, 0.1)])
     ]
-    found = results.over_seeds([*trials, Trial(4, {"optimizer.lr": 0.3, "seed": 0}, "failed")], "maximize")
+    found = results.over_seeds([*trials, SweepTrial(4, {"optimizer.lr": 0.3, "seed": 0}, "failed")], "maximize")
     assert [(entry.settings, len(entry.trials)) for entry in found] == [
         ({"optimizer.lr": 0.1}, 2),
         ({"optimizer.lr": 0.2}, 2),
