@@ -52,7 +52,7 @@ _MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallel.distributed": (
         "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors flat_dist_call flatten "
         "split_by_type split_half_float_double unflatten",
-        ("parallel.distributed", "parallel", "parallel.flat"),
+        ("parallel.distributed", "parallel", "parallel.flat_collectives"),
     ),
     "parallel.optimized_sync_batchnorm": ("SyncBatchNorm", ("parallel",)),
     "parallel.sync_batchnorm": ("SyncBatchNorm", ("parallel",)),
@@ -116,7 +116,8 @@ def why_absent(name: str) -> str | None:
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Print ``msg`` unless amp's verbosity is 0; with ``rank0``, on rank 0 alone. Apex's, for scripts that call it."""
-    from harness.apex.amp.state import _amp_state, is_rank_zero
+    from harness.apex.amp.messages import is_rank_zero
+    from harness.apex.amp.state import _amp_state
 
     if _amp_state.verbosity > 0 and (not rank0 or is_rank_zero()):
         print(msg)

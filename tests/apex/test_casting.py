@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harness.apex import amp
-from harness.apex.amp.casting import cast_tree
+from harness.apex.amp.model_casts import cast_tree
 
 HALF = torch.float16
 Point = namedtuple("Point", "x y")  # noqa: PYI024

@@ -189,7 +189,7 @@ def test_a_level_in_the_place_of_enabled_is_refused():
 def test_fp16_optimizer_is_refused():
     kind = type("FP16_Optimizer", (), {})
     for optimizers in (kind(), [kind()]):
-        with pytest.raises(RuntimeError, match="FP16_Optimizer, which does amp's work by itself"):
+        with pytest.raises(RuntimeError, match="FP16_Optimizer, which does amp's work itself"):
             amp.initialize(nn.Linear(1, 1), optimizers)
 
 

@@ -94,7 +94,7 @@ def _tensors() -> None:
     Reducer(single).reduce()
     assert single.tolist() == [0.5] * 3
     for wrong in ([a, None], ["a"], [3.0]):
-        with pytest.raises(TypeError, match="give the module"):
+        with pytest.raises(TypeError, match="pass the module"):
             Reducer(wrong)
     Reducer([]).reduce()
 

@@ -12,7 +12,9 @@ norm and master weights, O5 the same in bfloat16; O3 float16 throughout. ``reset
 
 from __future__ import annotations
 
-from harness.apex.amp.annotate import (
+from harness.apex.amp.cast_engine import disable_casts
+from harness.apex.amp.checkpoint import load_state_dict, master_params, state_dict
+from harness.apex.amp.function_casts import (
     bfloat16_function,
     float_function,
     half_function,
@@ -22,10 +24,8 @@ from harness.apex.amp.annotate import (
     register_half_function,
     register_promote_function,
 )
-from harness.apex.amp.checkpoint import load_state_dict, master_params, state_dict
 from harness.apex.amp.handle import init
 from harness.apex.amp.initialize import initialize, reset
-from harness.apex.amp.o1 import disable_casts
 from harness.apex.amp.scale_loss import scale_loss
 from harness.apex.amp.state import _amp_state
 

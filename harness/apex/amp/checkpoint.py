@@ -1,6 +1,6 @@
-"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers, in Apex's own form (contract 1.4).
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers, in Apex's form (contract 1.4).
 
-Master weights travel in the optimizer's state dict, see ``masters``.
+Master weights travel in the optimizer's state dict, see ``stash``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp.masters import all_params
-from harness.apex.amp.state import _amp_state, warn
+from harness.apex.amp.master_weights import all_params
+from harness.apex.amp.messages import messages
+from harness.apex.amp.state import _amp_state
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What ``optimizer`` steps on, group by group; under O2 and O5 the float32 masters, once they exist."""
-    yield from all_params(optimizer)
+    """Yield what ``optimizer`` steps on, group by group; under O2 and O5 the float32 masters, once they exist."""
+    return all_params(optimizer)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; empty while amp is off.
+    """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; empty while amp is off.
 
-    Written into ``destination`` if given, which is returned.
+    The entries are written into ``destination`` if given, which is returned.
     """
     result = OrderedDict() if destination is None else destination
     if _amp_state.opt_properties.enabled:
@@ -36,24 +37,22 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Restore the scalers from what ``state_dict`` returned, here or in Apex; entries are matched by order.
 
-    A dynamic scale is not loaded into a static scaler, which would then train with it frozen: that is said and
-    ignored. Raises RuntimeError for keys that are not a scaler's, after the others were applied.
+    A dynamic scale is not loaded into a static scaler, which would then train with it frozen; a warning is logged.
+    Raises RuntimeError for keys that are not a scaler's, after applying the others.
     """
     saved = [key for key in state_dict if "loss_scaler" in key]
     enabled = _amp_state.opt_properties.enabled
     scalers = _amp_state.loss_scalers if enabled else []
     if saved and not enabled:
-        warn(
-            f"Warning: the amp state holds {len(saved)} loss scalers, and amp is off here (not initialized, or with "
-            "enabled=False): nothing is restored. Call amp.initialize before amp.load_state_dict.",
-            always=True,
+        _warn(
+            f"the amp state holds {len(saved)} loss scalers, and amp is off here (not initialized, or with "
+            "enabled=False): nothing is restored. Call amp.initialize before amp.load_state_dict."
         )
     elif len(saved) != len(scalers):
-        warn(
-            f"Warning: the amp state holds {len(saved)} loss scalers, this run has {len(scalers)}; the first "
+        _warn(
+            f"the amp state holds {len(saved)} loss scalers, this run has {len(scalers)}; the first "
             f"{min(len(saved), len(scalers))} are restored. Initialize with the num_losses and opt_level of the "
-            "checkpoint to restore all.",
-            always=True,
+            "checkpoint to restore all."
         )
     for key, scaler in zip(saved, scalers, strict=False):
         scale, unskipped = state_dict[key]["loss_scale"], state_dict[key]["unskipped"]
@@ -62,10 +61,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         elif scale == scaler.loss_scale():
             scaler._unskipped = int(unskipped)
         else:
-            warn(
-                f"Warning: {key} of the checkpoint has a loss scale of {scale:g}; this run's is static "
-                f'({scaler.loss_scale():g}) and stays. Type loss_scale="dynamic" in amp.initialize to continue it.',
-                always=True,
+            _warn(
+                f"{key} of the checkpoint has a loss scale of {scale:g}; this run's is static "
+                f'({scaler.loss_scale():g}) and stays. Type loss_scale="dynamic" in amp.initialize to continue it.'
             )
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     if unexpected:
@@ -73,3 +71,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"Unexpected key(s) in the amp state: {', '.join(map(repr, unexpected))}. It holds loss_scaler0, "
             "loss_scaler1, ... only; pass what amp.state_dict() returned, not the whole checkpoint."
         )
+
+
+def _warn(text: str) -> None:
+    messages.warn(f"Warning: {text}", always=True)  # Apex's warnings of this function ignore verbosity

@@ -1,11 +1,11 @@
-"""What happens to gradients around one ``scale_loss`` context (contract 3.3).
+"""The gradients around one ``scale_loss`` context (contract 3.3).
 
-``prepare`` moves the gradients of earlier contexts aside, in true units; ``finish`` unscales the new ones, adds the
-earlier ones back and lets the scaler look for overflow. A gradient is read and written in as few passes as its case
-allows: one when nothing was accumulated, two otherwise. The *sum* is what is checked then, so an inf left behind by a
-skipped step is found again.
+``prepare`` sets the gradients of earlier contexts aside, without loss scale. ``finish`` unscales the new ones, adds the
+earlier ones back and lets the scaler look for overflow. Each gradient is read and written in as few passes as its case
+allows: one when nothing was accumulated, two otherwise. In the second case the *sum* is checked, so an inf left behind
+by a skipped step is found again.
 
-``parameter`` below is what the model computes with, ``target`` what the optimizer steps on: the master of a
+``parameter`` below is what the model computes with. ``target`` is what the optimizer steps on: the master of a
 reduced-precision parameter, or the parameter itself.
 """
 
@@ -15,75 +15,77 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp import masters
-from harness.apex.amp.casting import REDUCED
-from harness.apex.amp.masters import AmpStash, all_params
+from harness.apex.accumulated_gradients import set_aside, take_aside
+from harness.apex.amp.master_weights import all_params
+from harness.apex.amp.model_casts import REDUCED
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.exchange import set_hidden, take_hidden
+from harness.apex.amp.stash import AmpStash, lazy_init, stash_of
 
 
 def _own(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
-    """Parameters that the optimizer steps on directly."""
-    return stash.all_fp32_params if stash.master_weights else list(all_params(optimizer))
+    """Return the parameters that the optimizer steps on directly."""
+    return stash.all_fp32_from_fp32_params if stash.master_weights else list(all_params(optimizer))
 
 
 def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> None:
     """Make ``optimizer`` ready for a backward pass of a loss multiplied by ``scale``.
 
-    ``delayed``: the context will not unscale, so what is there is brought to ``scale`` and gradients pile up in place.
+    ``delayed``: the context will not unscale, so existing gradients are multiplied by ``scale`` and stay in place.
     """
-    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    stash = stash_of(optimizer)
     if stash.master_weights:
-        masters.lazy_init(optimizer)
-        masters.adopt_unfrozen(optimizer)
-        masters.refresh(stash)
+        lazy_init(optimizer)
+        stash.adopt_unfrozen(optimizer)
+        stash.refresh()
     own = _own(optimizer, stash)
     if stash.params_have_scaled_gradients:
         _rescale(own + stash.all_fp16_params, scale / stash.scaled_by)
         stash.scaled_by = scale
         return
     if stash.already_patched:
-        # the coming step will be skipped: its gradients, perhaps inf, must not count against the next verdict
-        _discard(own, stash)
+        # The coming step will be skipped: its gradients, perhaps inf, must not count in the next overflow check.
+        for parameter in own:
+            parameter.grad = None
+        stash.drop_master_gradients()
     for parameter, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
         parameter.grad = None  # the scaled gradient of the last context, already in the master
         if master.grad is not None:
-            set_hidden(parameter, master.grad)
+            set_aside(parameter, master.grad)
     if delayed:
         _rescale(own, scale)
         return
     for parameter in own:
         if parameter.grad is not None:
-            set_hidden(parameter, parameter.grad)
+            set_aside(parameter, parameter.grad)
             parameter.grad = None
 
 
 def mark_delayed(optimizer: Optimizer, scale: float) -> None:
     """End a delayed context: the gradients carry ``scale``."""
-    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    stash = stash_of(optimizer)
     stash.params_have_scaled_gradients, stash.scaled_by = True, scale
 
 
 def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
     """Unscale the gradients of the context that ends into their targets."""
-    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
-    fresh: list[Tensor] = []  # scaled, to unscale where they are
+    stash = stash_of(optimizer)
+    fresh: list[Tensor] = []  # scaled, to unscale in place
     copies: list[Tensor] = []  # new gradients of masters, and what they are copied from
     originals: list[Tensor] = []
-    sums: list[Tensor] = []  # accumulated before, in true units, and what is added to them
+    sums: list[Tensor] = []  # accumulated before, unscaled, and what is added to them
     added: list[Tensor] = []
-    settled: list[Tensor] = []  # accumulated before, nothing new, not judged yet
+    unchecked: list[Tensor] = []  # accumulated before in deferred contexts, without a new gradient
     targets = [(parameter, parameter) for parameter in _own(optimizer, stash)]
     targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
     for parameter, target in targets:
-        earlier, new = take_hidden(parameter), parameter.grad
+        earlier, new = take_aside(parameter), parameter.grad
         if earlier is None and target is not parameter:
             earlier = target.grad
         if new is None:
             if earlier is not None:
                 target.grad = earlier = earlier.to(target.dtype)
-                if scaler.owes_verdict and not earlier.is_sparse:
-                    settled.append(earlier)
+                if scaler.has_deferred and not earlier.is_sparse:
+                    unchecked.append(earlier)
         elif new.is_sparse or (earlier is not None and earlier.is_sparse):
             _finish_sparse(parameter, target, earlier, new, scaler, scale)
         elif earlier is not None:
@@ -100,14 +102,14 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
         torch._foreach_copy_(copies, originals)
     scaler.unscale_(fresh + copies, scale)
     _add(sums, added, 1.0 / scale)
-    scaler.unscale_(sums + settled, 1.0)
+    scaler.unscale_(sums + unchecked, 1.0)
     stash.params_have_scaled_gradients = False
 
 
-def settle(optimizer: Optimizer, scaler: LossScaler) -> bool:
-    """Give the verdict that contexts under a disabled reduction deferred, from this rank's gradients alone.
+def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
+    """Do the overflow check of deferred contexts on this rank's gradients alone; return True if the step is skipped.
 
-    For an optimizer that steps without ever reducing. Returns whether to skip.
+    For an optimizer that steps without ever reducing.
     """
     gradients = [parameter.grad for parameter in all_params(optimizer) if parameter.grad is not None]
     scaler.unscale_([gradient for gradient in gradients if not gradient.is_sparse], 1.0)
@@ -117,14 +119,14 @@ def settle(optimizer: Optimizer, scaler: LossScaler) -> bool:
 
 
 def restore(optimizer: Optimizer) -> None:
-    """Put back what ``prepare`` moved aside: the context's body raised, its gradients are dropped."""
-    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    """Put back what ``prepare`` set aside, after the body of a context raised; its new gradients are dropped."""
+    stash = stash_of(optimizer)
     for parameter in _own(optimizer, stash):
-        earlier = take_hidden(parameter)
+        earlier = take_aside(parameter)
         if earlier is not None:
             parameter.grad = earlier
     for parameter in stash.all_fp16_params:
-        take_hidden(parameter)
+        take_aside(parameter)  # the master still has it
 
 
 def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:
@@ -152,16 +154,10 @@ def _finish_sparse(
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    return gradient._values() if gradient.is_sparse else gradient  # values() demands a coalesced tensor, and copies
 
 
 def _rescale(parameters: list[Tensor], factor: float) -> None:
     gradients = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
-
-
-def _discard(own: list[Tensor], stash: AmpStash) -> None:
-    for parameter in own:
-        parameter.grad = None
-    masters.drop_master_gradients(stash)

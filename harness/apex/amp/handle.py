@@ -6,21 +6,21 @@
         scaled_loss.backward()
     optimizer.step()
 
-It is O1 by another name: the same casts, scalers and skipped steps. Apex had stopped supporting it before amp was
-removed; scripts of that time run here. There is no weight cache, so what concerns one does nothing.
+It is O1 under another name: the same casts, scalers and skipped steps. Apex had stopped supporting it before amp was
+removed; here scripts from that time run. There is no weight cache, so the methods that concern one do nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp import annotate, o1, optimizer
+from harness.apex.amp import cast_engine, function_casts, optimizer_patches
 from harness.apex.amp.levels import LossScale
 from harness.apex.amp.scale_loss import scaled
 from harness.apex.amp.scaler import LossScaler
@@ -36,53 +36,51 @@ def init(
     *,
     patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
-    """Turn O1's casts on for the process and return their handle; ``enabled=False``: a handle that does nothing.
+    """Turn O1's casts on for the process and return their handle; with ``enabled=False`` one that does nothing.
 
-    ``loss_scale``: that of ``handle.scale_loss`` and of every wrapped optimizer's losses. ``allow_banned``: compute
+    ``loss_scale``: for ``handle.scale_loss`` and for every loss of wrapped optimizers. ``allow_banned``: compute
     ``binary_cross_entropy`` in float32 where it would raise. ``patch_type``: the reduced dtype (ROCm's argument).
     ``enable_caching`` is accepted; there is no cache. A later ``amp.initialize`` ends it.
     """
-    o1.engine.stop()
-    annotate.restore_functions()
+    cast_engine.engine.stop()
+    function_casts.restore_functions()
     if not enabled:
         return NoOpHandle()
     device_types = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
-    o1.engine.start(patch_type, device_types, allow_banned=allow_banned, verbose=verbose)
-    annotate.apply_registrations()
+    cast_engine.engine.start(patch_type, device_types, allow_banned=allow_banned, verbose=verbose)
+    function_casts.apply_registrations()
     _amp_state.handle = AmpHandle(loss_scale, verbose)
     return _amp_state.handle
 
 
 class NoOpHandle:
-    """The handle of a disabled amp: every name is there and leaves things as they are."""
+    """The handle of a disabled amp: has every method, and none has an effect."""
 
     verbose = False
     has_cache = False
 
     def is_active(self) -> bool:
-        """Whether operations are cast."""
+        """Return True while operations are cast."""
         return False
 
     @property
     def cache(self) -> dict[Any, Any]:
-        """Cast weights: none are kept."""
+        """Cast weights; always empty."""
         return {}
 
     def remove_cache(self, param: Tensor) -> None:
-        """Nothing: no cast weights are kept."""
+        """Do nothing: there is no cache."""
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """``optimizer`` with ``scale_loss``, for ``num_loss`` losses a step."""
+        """Return ``optimizer`` with ``scale_loss``, for ``num_loss`` losses per step."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yield what to call ``backward()`` on."""
-        yield loss
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """Context that yields the tensor to call ``backward()`` on."""
+        return nullcontext(loss)
 
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _clear_cache(self) -> None:
         pass
@@ -92,7 +90,7 @@ class NoOpHandle:
 
 
 class AmpHandle(NoOpHandle):
-    """The handle of casts that are in force, until ``_deactivate`` or the next ``init`` or ``initialize``."""
+    """The handle of casts in force, until ``_deactivate`` or the next ``init`` or ``initialize``."""
 
     def __init__(self, loss_scale: LossScale = "dynamic", verbose: bool = False) -> None:
         self.verbose = verbose
@@ -100,37 +98,33 @@ class AmpHandle(NoOpHandle):
         self._default_scaler = LossScaler(loss_scale)
 
     def is_active(self) -> bool:
-        """Whether operations are cast."""
-        return _amp_state.handle is self and o1.engine.active
+        """Return True while operations are cast."""
+        return _amp_state.handle is self and cast_engine.engine.active
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yield ``loss`` times the handle's loss scale; unscale the gradients of ``optimizer`` (or several) at the end.
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """Context that yields ``loss`` times the handle's scale and unscales the gradients at its end.
 
-        An optimizer amp has not seen yet is taken in: its next ``step()`` is skipped after an overflow.
+        ``optimizer``: one or several. After an overflow the next ``step()`` is skipped, also of one that is new to amp.
         """
         chosen = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in chosen:
             _adopt(each)
-        with scaled(loss, chosen, self._default_scaler) as scaled_loss:
-            yield scaled_loss
+        return scaled(loss, chosen, self._default_scaler)
 
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        with o1.disable_casts():
-            yield
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return cast_engine.disable_casts()
 
     def _deactivate(self) -> None:
         """Turn casts off and put replaced functions back."""
         if self.is_active():
-            o1.engine.stop()
-            annotate.restore_functions()
+            cast_engine.engine.stop()
+            function_casts.restore_functions()
 
 
 class OptimWrapper:
     """``optimizer`` under a handle: ``scale_loss`` once for each of ``num_loss`` losses, then ``step``.
 
-    Every loss has a scaler of its own. All other names are the optimizer's.
+    Every loss has its own scaler. All other names are the optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: NoOpHandle, num_loss: int = 1) -> None:
@@ -144,7 +138,7 @@ class OptimWrapper:
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the next of this step's losses, scaled, for its ``backward()``."""
+        """Context that yields the next of this step's losses, scaled, for its ``backward()``."""
         if not self._scalers:
             yield loss
             return
@@ -164,19 +158,19 @@ class OptimWrapper:
             raise NotImplementedError("A wrapped optimizer takes no closure: compute the loss before, call step().")
         if self._next_loss < len(self._scalers):
             raise RuntimeError(
-                f"step() was called after {self._next_loss} of {len(self._scalers)} losses. Call scale_loss once a "
+                f"step() was called after {self._next_loss} of {len(self._scalers)} losses. Call scale_loss once per "
                 f"loss, or type handle.wrap_optimizer(optimizer, num_loss={max(1, self._next_loss)})."
             )
         self._next_loss = 0
         return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # not there yet: a copy is being made
+        if name == "_optimizer":  # a copy under construction has none yet
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
 
-def _adopt(each: Optimizer) -> None:
-    if "_amp_stash" not in each.__dict__:
-        optimizer.adopt(each, master_weights=False, casts_functions=True)
-        _amp_state.optimizers.add(each)
+def _adopt(optimizer: Optimizer) -> None:
+    if "_amp_stash" not in optimizer.__dict__:
+        optimizer_patches.adopt(optimizer, master_weights=False, casts_functions=True)
+        _amp_state.optimizers.add(optimizer)

@@ -1,7 +1,7 @@
 """``amp.initialize`` (contract 1.2) and ``amp.reset``: everything is checked before anything is changed.
 
-Differences to Apex: models may live on the CPU; ``cudnn.enabled=False`` is no error; an O1 that is in force ends with
-the next ``initialize`` of any kind; Apex's DistributedDataParallel around a model is noticed.
+Differences from Apex: models may be on the CPU; ``cudnn.enabled=False`` is no error; an O1 in force ends with the next
+``initialize`` at any level; a model already in Apex's DistributedDataParallel is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from harness.apex.amp import annotate, casting, o1, optimizer
+from harness.apex.amp import cast_engine, function_casts, model_casts, optimizer_patches
 from harness.apex.amp.handle import AmpHandle
 from harness.apex.amp.levels import BRIEFS, LossScale, Properties, apply_overrides, level_properties
+from harness.apex.amp.messages import is_rank_zero, messages
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.state import _amp_state, announce, is_rank_zero, warn
+from harness.apex.amp.state import _amp_state
 
 _handles: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -40,21 +41,22 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
 ) -> Any:
-    """Prepare models and optimizers, in place, for ``opt_level`` and return them in the form they came in.
+    """Prepare models and optimizers, in place, for ``opt_level`` and return the objects passed in.
 
-    ``models``: a module or a list. ``optimizers``: None, an optimizer or a list. Returns the models alone when there
-    are no optimizers, else the pair. The settings hold for the process until the next call. Wrap a model in
-    DistributedDataParallel after this, not before. ``None`` means: as ``opt_level`` says.
+    ``models``: a module or a list. ``optimizers``: None, an optimizer or a list. Returns the models alone if
+    ``optimizers`` is None, else the pair. The settings hold for the process until the next call. Wrap a model in
+    DistributedDataParallel after this, not before. An override that is None keeps the default of ``opt_level``.
 
-    ``min_loss_scale``: floor of the dynamic scale, 1.0 unless given, 0 for none. ``num_losses``: number of
-    independent scalers, chosen by ``scale_loss(..., loss_id=)``.
+    ``min_loss_scale``: floor of the dynamic scale, 1.0 unless given, 0 for none. ``num_losses``: number of independent
+    scalers, chosen by ``scale_loss(..., loss_id=)``. Raises TypeError, ValueError or RuntimeError for what is not
+    allowed, before anything is changed.
     """
     if isinstance(enabled, str):
         raise TypeError(
             f"enabled={enabled!r}: the third argument of amp.initialize is `enabled`. Type opt_level={enabled!r}."
         )
-    o1.engine.stop()
-    annotate.restore_functions()
+    cast_engine.engine.stop()
+    function_casts.restore_functions()
     _amp_state.handle = None
     _amp_state.verbosity, _amp_state.initialized = verbosity, True
     _amp_state.opt_properties = Properties()
@@ -78,28 +80,28 @@ def initialize(
     for model in model_list:
         _cast(model, properties, cast_model_outputs)
     for each in optimizer_list:
-        optimizer.adopt(each, bool(properties.master_weights), bool(properties.patch_torch_functions))
+        optimizer_patches.adopt(each, bool(properties.master_weights), bool(properties.patch_torch_functions))
         _amp_state.optimizers.add(each)
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _amp_state.loss_scalers, _amp_state.opt_properties = scalers, properties
     if properties.patch_torch_functions:
         dtype = properties.patch_torch_functions_type or torch.float16
         device_types = {p.device.type for model in model_list for p in model.parameters()} or {"cpu"}
-        o1.engine.start(dtype, device_types, verbose=verbosity > 1 and is_rank_zero())
-        annotate.apply_registrations()
+        cast_engine.engine.start(dtype, device_types, verbose=verbosity > 1 and is_rank_zero())
+        function_casts.apply_registrations()
         _amp_state.handle = AmpHandle(properties.loss_scale, verbose=verbosity > 1)
     return models if optimizers is None else (models, optimizers)
 
 
 def reset() -> None:
-    """Forget everything: O1 ends, models and optimizers lose what ``initialize`` hung on them, scalers are gone.
+    """Undo ``initialize``: end O1, remove hooks and patches from models and optimizers, drop the scalers.
 
     For a second run in one process, and for tests. Casts of weights and masters already created are not undone.
     """
-    o1.engine.stop()
-    annotate.undo_registrations()
+    cast_engine.engine.stop()
+    function_casts.undo_registrations()
     for each in list(_amp_state.optimizers):
-        optimizer.release(each)
+        optimizer_patches.release(each)
     for model in list(_amp_state.models):
         _detach(model)
     _amp_state.clear()
@@ -108,14 +110,14 @@ def reset() -> None:
 def _refuse(message: str) -> None:
     if not _amp_state.hard_override:
         raise RuntimeError(message)
-    warn(f"Warning: {message}", always=True)
+    messages.warn(f"Warning: {message}", always=True)
 
 
 def _properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
     properties = level_properties(opt_level)
-    announce(f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{properties.table()}")
+    messages.announce(f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{properties.table()}")
     if apply_overrides(properties, overrides, _refuse):
-        announce(f"After the overrides given:\n{properties.table()}")
+        messages.announce(f"After applying overrides:\n{properties.table()}")
     properties.enabled = True
     return properties
 
@@ -133,7 +135,7 @@ def _optimizer_list(optimizers: Any) -> list[Optimizer]:
     result = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     if any(type(each).__name__ == "FP16_Optimizer" for each in (result if isinstance(result, list) else [result])):
         raise RuntimeError(
-            "amp.initialize was given an FP16_Optimizer, which does amp's work by itself. Pass the optimizer it wraps "
+            "amp.initialize was given an FP16_Optimizer, which does amp's work itself. Pass the optimizer it wraps "
             "and drop FP16_Optimizer, or keep it and drop amp.initialize."
         )
     if not isinstance(result, list) or not all(isinstance(each, Optimizer) for each in result):
@@ -159,7 +161,7 @@ def _check_model(model: nn.Module) -> None:
         )
     if _amp_state.allow_incoming_model_not_fp32:
         return
-    for kind, name, tensor in casting.floating_tensors(model):
+    for kind, name, tensor in model_casts.floating_tensors(model):
         if tensor.dtype is torch.float16:
             _refuse(
                 f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32 (on any device). Models arrive "
@@ -170,11 +172,9 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_optimizers(optimizers: list[Optimizer]) -> None:
     if len({id(each) for each in optimizers}) < len(optimizers):
-        raise RuntimeError(
-            "The same optimizer stands in the list twice; each can only be passed to amp.initialize once."
-        )
+        raise RuntimeError("The same optimizer is in the list twice; each can only be passed to amp.initialize once.")
     for each in optimizers:
-        optimizer.check_fresh(each)
+        optimizer_patches.check_fresh(each)
 
 
 def _scalers(loss_scale: LossScale, count: int, minimum: float | None, maximum: float | None) -> list[LossScaler]:
@@ -184,17 +184,17 @@ def _scalers(loss_scale: LossScale, count: int, minimum: float | None, maximum: 
 
 
 def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
-    _detach(model)  # of a former initialize: casts must not pile up
+    _detach(model)  # from an earlier initialize: casts must not pile up
     dtype = properties.cast_model_type or None
     handles: list[Any] = []
     if dtype is not None:
         if not properties.casts_functions:
-            casting.cast_model(model, dtype, bool(properties.keep_batchnorm_fp32))
-        handles = casting.attach(model, dtype, outputs or torch.float32, fp32_state=True)
+            model_casts.cast_model(model, dtype, bool(properties.keep_batchnorm_fp32))
+        handles = model_casts.attach(model, dtype, outputs or torch.float32, fp32_state=True)
     elif outputs is not None:
-        handles = casting.attach(model, None, outputs, fp32_state=False)
+        handles = model_casts.attach(model, None, outputs, fp32_state=False)
     if properties.patch_torch_functions:
-        handles.append(model.register_forward_pre_hook(o1.FollowDevice()))
+        handles.append(model.register_forward_pre_hook(cast_engine.FollowDevice()))
     _handles[model] = handles
     _amp_state.models.add(model)
 

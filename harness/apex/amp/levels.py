@@ -1,7 +1,4 @@
-"""Opt levels: their properties, the overrides ``initialize`` accepts, and the checks on them (contract 1.2 and 8).
-
-Nothing here touches a model or an optimizer.
-"""
+"""Opt levels: their properties, and the overrides that ``initialize`` accepts (contract 1.2 and 8)."""
 
 from __future__ import annotations
 
@@ -13,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 LossScale = float | Literal["dynamic"]
+Refuse = Callable[[str], None]
 
 
 @dataclass
 class Properties:
-    """The settings in force. ``None`` means that a property has no say at this level."""
+    """The settings in force. ``None`` means that a property does not apply at this level."""
 
     enabled: bool = False
     opt_level: str | None = None
@@ -30,11 +28,11 @@ class Properties:
 
     @property
     def casts_functions(self) -> bool:
-        """Levels whose idea is to cast functions, not the model (O1, O4); they refuse the model-casting overrides."""
+        """True for O1 and O4, which cast functions, not the model, and refuse the overrides that cast the model."""
         return self.opt_level in ("O1", "O4")
 
     def table(self) -> str:
-        """One ``name : value`` line a property, as Apex prints them."""
+        """Return one ``name : value`` line per property, as Apex prints them."""
         names = [field.name for field in fields(self) if field.name != "opt_level"]
         return "\n".join(f"{name:<22} : {getattr(self, name)}" for name in names)
 
@@ -50,7 +48,7 @@ BRIEFS = {
 
 
 def level_properties(opt_level: str) -> Properties:
-    """The defaults of ``opt_level``; RuntimeError for an unknown one."""
+    """Return the defaults of ``opt_level``; raise RuntimeError for an unknown one."""
     half, bfloat, dynamic = torch.float16, torch.bfloat16, "dynamic"
     # order: cast_model_type, patch_torch_functions, its type, keep_batchnorm_fp32, master_weights, loss_scale
     rows: dict[str, tuple[Any, ...]] = {
@@ -69,11 +67,11 @@ def level_properties(opt_level: str) -> Properties:
     return Properties(True, opt_level, *rows[opt_level])
 
 
-def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: Callable[[str], None]) -> list[str]:
-    """Write every override that is not None into ``properties``; return the names written.
+def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: Refuse) -> list[str]:
+    """Write every override that is not None into ``properties``, in the contract's order; return the names written.
 
-    The order is that of the contract: a later name's check never hides an earlier one's. ``refuse`` is called with the
-    message of an override that the level does not allow; it raises, or warns under ``_amp_state.hard_override``.
+    ``refuse`` is called with a message for an override that the level does not allow. It raises, or warns under
+    ``_amp_state.hard_override``.
     """
     checks = {
         "cast_model_type": _cast_model_type,
@@ -90,9 +88,6 @@ def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: C
             setattr(properties, name, check(properties, value, refuse))
             written.append(name)
     return written
-
-
-Refuse = Callable[[str], None]
 
 
 def _cast_model_type(properties: Properties, value: Any, refuse: Refuse) -> Any:
@@ -119,7 +114,7 @@ def _patch_torch_functions_type(properties: Properties, value: Any, refuse: Refu
     expected = properties.patch_torch_functions_type
     if value is not expected:
         refuse(
-            f"patch_torch_functions_type={value} was given with {properties.opt_level}, whose own is {expected}. "
+            f"patch_torch_functions_type={value} was given with {properties.opt_level}, which uses {expected}. "
             "Leave it out, or use opt_level O1 for torch.float16 and O4 for torch.bfloat16."
         )
     return value
@@ -128,7 +123,7 @@ def _patch_torch_functions_type(properties: Properties, value: Any, refuse: Refu
 def _keep_batchnorm_fp32(properties: Properties, value: Any, refuse: Refuse) -> bool | None:
     if properties.casts_functions:
         refuse(
-            f"keep_batchnorm_fp32={value!r} was given with {properties.opt_level}, where batch norm is float32 anyhow. "
+            f"keep_batchnorm_fp32={value!r} was given with {properties.opt_level}, where batch norm is always float32. "
             "Leave it out (None, not the text 'None')."
         )
         return None
@@ -143,8 +138,8 @@ def _keep_batchnorm_fp32(properties: Properties, value: Any, refuse: Refuse) -> 
 def _master_weights(properties: Properties, value: Any, refuse: Refuse) -> Any:
     if properties.casts_functions:
         refuse(
-            f"master_weights={value} was given with {properties.opt_level}, whose weights are float32 and are their "
-            "own masters. Leave it out."
+            f"master_weights={value} was given with {properties.opt_level}, whose weights are float32 and "
+            "therefore their own masters. Leave it out."
         )
     return value
 

@@ -1,4 +1,4 @@
-"""The context around a backward pass (contract 1.3)."""
+"""``amp.scale_loss``: the context around a backward pass (contract 1.3)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex import exchange
-from harness.apex.amp import gradients, o1
-from harness.apex.amp.masters import AmpStash, all_params
+from harness.apex.accumulated_gradients import any_unreduced
+from harness.apex.amp import cast_engine, gradients
+from harness.apex.amp.master_weights import all_params
 from harness.apex.amp.scaler import LossScaler
+from harness.apex.amp.stash import AmpStash
 from harness.apex.amp.state import _amp_state
 
 
@@ -24,15 +25,15 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[Tensor]:
-    """Context: yields ``loss.float()`` times the loss scale, for its ``backward()``; unscales the gradients at the end.
+    """Context that yields ``loss.float()`` times the loss scale, for ``backward()``, and unscales gradients at its end.
 
     ``optimizers``: every optimizer that owns parameters this loss reaches, one or an iterable. ``loss_id`` picks the
     scaler. ``delay_unscale=True`` in all but the last micro-batch of a step leaves gradients scaled and accumulating.
-    ``delay_overflow_check=True`` leaves the verdict on this context's gradients to the next one without it. ``model``
-    is accepted and ignored, as in Apex.
+    ``delay_overflow_check=True`` leaves the overflow check to the next context without it. ``model`` is accepted and
+    ignored, as in Apex.
 
-    After an overflow the next ``step()`` of each of ``optimizers`` does nothing (``_amp_stash.already_patched`` says so
-    until then). O1's casts are off inside, so the backward pass runs as the forward pass was recorded. When the body
+    After an overflow the next ``step()`` of each of ``optimizers`` does nothing; ``_amp_stash.already_patched`` is True
+    until then. O1's casts are off inside, so the backward pass runs as the forward pass was recorded. If the body
     raises, gradients accumulated before are kept and those of this context dropped (kept too under ``delay_unscale``).
     """
     if not _amp_state.initialized:
@@ -45,13 +46,13 @@ def scale_loss(
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     scaler = _scaler(loss_id)
     if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(map(_has_masters, chosen)):
-        return _unscaled(loss) if o1.engine.active else nullcontext(loss.float())
+        return _unscaled(loss) if cast_engine.engine.active else nullcontext(loss.float())
     return scaled(loss, chosen, scaler, delay_unscale, delay_overflow_check)
 
 
 @contextmanager
 def _unscaled(loss: Tensor) -> Iterator[Tensor]:
-    with o1.disable_casts():
+    with cast_engine.disable_casts():
         yield loss.float()
 
 
@@ -63,13 +64,13 @@ def scaled(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """``scale_loss`` by a given ``scaler``, without its short way at a scale of 1."""
+    """``scale_loss`` with a given ``scaler``, without the shortcut for a static scale of 1."""
     scale = scaler.loss_scale()
     for optimizer in optimizers:
         _stash(optimizer)
         gradients.prepare(optimizer, scale, delay_unscale)
     try:
-        with o1.disable_casts():
+        with cast_engine.disable_casts():
             yield loss.float() * scale
     except BaseException:
         for optimizer in optimizers:
@@ -86,22 +87,22 @@ def scaled(
     if delay_overflow_check:
         scaler.clear_overflow_state()
     elif not delay_unscale:
-        _judge(optimizers, scaler)
+        _update_or_defer(optimizers, scaler)
 
 
-def _judge(optimizers: list[Optimizer], scaler: LossScaler) -> None:
-    """Move the scale and arm the skip, or leave both to the context that reduces these gradients over the ranks."""
-    if exchange.any_local(parameter for optimizer in optimizers for parameter in _model_params(optimizer)):
+def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
+    """Update the scale and mark the step as skipped, or leave both to the context that reduces these gradients."""
+    if any_unreduced(parameter for optimizer in optimizers for parameter in _model_params(optimizer)):
         scaler.defer()
         for optimizer in optimizers:
-            _stash(optimizer).owed = scaler
+            _stash(optimizer).deferred_to = scaler
         return
     skip = scaler.update_scale()
     if skip:
         scaler.clear_overflow_state()
     for optimizer in optimizers:
         stash = _stash(optimizer)
-        stash.owed = None
+        stash.deferred_to = None
         stash.already_patched |= skip
 
 

@@ -1,34 +1,34 @@
 """The loss scaler: one scale, its growth and back-off, and the unscaling of gradients (contract 2).
 
-A scale is plain host data. The only device-to-host sync is in ``update_scale`` of a dynamic scaler; a static one has
-none. Which gradients belong to which context is not known here.
+A scale is plain host data. The only device-to-host sync is in ``update_scale`` of a dynamic scaler; a static scaler
+has none. Which gradients belong to which context is decided in ``gradients``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from harness.apex.amp.levels import LossScale
-from harness.apex.amp.state import warn
+from harness.apex.amp.messages import messages
+from harness.apex.tensor_groups import by_device_and_dtype
 
 INITIAL_SCALE = 2.0**16
 FACTOR = 2.0
 WINDOW = 2000  # clean updates between two growths
 DEFAULT_FLOOR = 1.0  # Apex had none and walked down to a division by zero (contract 2.2)
-LOWEST_FLOOR = 2.0**-126  # what min_loss_scale=0 means: the last scale whose inverse is finite in float32
+LOWEST_FLOOR = 2.0**-126  # for min_loss_scale=0: the smallest scale whose inverse is finite in float32
 COMPLAIN_EVERY = 50  # consecutive overflows between two warnings that training has stopped
 
 
 class LossScaler:
     """Scale for one loss.
 
-    Dynamic: starts at ``min(max_loss_scale, 2**16)``, but not under the floor; halves on overflow, doubles after 2000
-    clean updates. The floor is ``min_loss_scale``; 1.0 when None; none to speak of (2**-126) when 0. Static: the number
-    given; counts but never skips.
+    A dynamic scale starts at ``min(max_loss_scale, 2**16)``, but not below the floor, halves on overflow, and doubles
+    after 2000 clean updates. The floor is ``min_loss_scale``: 1.0 when None, 2**-126 when 0. A static scale is the
+    number given; it counts updates but never skips.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class LossScaler:
         self._in_a_row = 0
 
     def loss_scale(self) -> float:
-        """The scale the next loss is multiplied by."""
+        """Return the scale by which the next loss is multiplied."""
         return self._loss_scale
 
     @property
     def _overflow_buf(self) -> Tensor:
-        """A one-element tensor, not 0 once ``unscale_`` has met an inf or NaN since the last clear."""
+        """A one-element tensor, not 0 if ``unscale_`` has found an inf or NaN since the last clear."""
         for found in self._found.values():
             return found.view(1)
         return torch.zeros(1)
@@ -81,9 +81,9 @@ class LossScaler:
         inverse = 1.0 / scale
         if not self.dynamic and inverse == 1.0:
             return
-        for (device, _), group in _by_kind(gradients).items():
+        for group in by_device_and_dtype(gradients):
             if self.dynamic:
-                found, factor = self._buffers(device, inverse)
+                found, factor = self._buffers(group[0].device, inverse)
                 torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
             else:
                 torch._foreach_mul_(group, inverse)
@@ -91,24 +91,24 @@ class LossScaler:
     def unscale(
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float | None = None
     ) -> None:
-        """Apex's name: write ``model_grads`` divided by ``scale`` into ``master_grads`` and note overflow."""
+        """Write ``model_grads`` divided by ``scale`` into ``master_grads`` and note overflow. Apex's method."""
         torch._foreach_copy_(list(master_grads), list(model_grads))
         self.unscale_(master_grads, self._loss_scale if scale is None else scale)
 
     def defer(self) -> None:
-        """End a context whose gradients are still local to this rank: the one that reduces them gives the verdict."""
+        """End a context whose gradients are still local to this rank: the context that reduces them is checked."""
         self._deferred += 1
         self.clear_overflow_state()
 
     @property
-    def owes_verdict(self) -> bool:
-        """Whether earlier contexts wait for this one's verdict."""
+    def has_deferred(self) -> bool:
+        """True if earlier contexts wait for the overflow check of this one."""
         return self._deferred > 0
 
     def update_scale(self) -> bool:
-        """Move the scale after a context (and those deferred to it); return whether the step must be skipped.
+        """Update the scale after a context and those deferred to it; return True if the step must be skipped.
 
-        Reads the overflow flag from the device when dynamic: the one sync point of amp.
+        A dynamic scaler reads the overflow flag from the device: the one sync point of amp.
         """
         if self.dynamic and self._found:
             self._has_overflow = any(found.item() for found in self._found.values())
@@ -126,35 +126,28 @@ class LossScaler:
 
     def _back_off(self) -> None:
         before, self._unskipped = self._loss_scale, 0
-        # never upwards, also where the floor is above a scale that a script or a checkpoint wrote
+        # The outer min: a floor above a scale that a script or a checkpoint wrote must not raise it.
         self._loss_scale = min(before, max(self._min, before / FACTOR))
         self._in_a_row += 1
         if self._loss_scale != before:
-            warn(
+            messages.warn(
                 f"Gradient overflow: the next optimizer step is skipped; loss scaler {self.index} "
                 f"reduces the loss scale from {before:g} to {self._loss_scale:g}"
             )
         if self._loss_scale <= self._min and (self._loss_scale != before or self._in_a_row % COMPLAIN_EVERY == 0):
-            warn(
+            messages.warn(
                 f"Loss scaler {self.index} is at its floor of {self._min:g} after {self._in_a_row} overflows in a row: "
-                "no smaller scale is tried, and steps are skipped until gradients are finite. Usually the loss is "
-                "inf or NaN (look at data and learning rate), or zero_grad() was not called after a skipped step. "
+                "it tries no smaller scale, and steps are skipped until gradients are finite. Usually the loss is "
+                "inf or NaN (check data and learning rate), or zero_grad() was not called after a skipped step. "
                 f"If the loss is finite but large, type amp.initialize(..., min_loss_scale={self._min / 1024:g}).",
                 always=True,
             )
 
     def _buffers(self, device: torch.device, inverse: float) -> tuple[Tensor, Tensor]:
         if device not in self._found:
-            self._found[device] = torch.zeros((), device=device)  # a scalar is the same on all ranks to a DTensor
+            self._found[device] = torch.zeros((), device=device)  # 0-dim: a DTensor treats it as equal on all ranks
         cached = self._inverse.get(device)
         if cached is None or cached[0] != inverse:
             cached = (inverse, torch.full((), inverse, device=device))
             self._inverse[device] = cached
         return self._found[device], cached[1]
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.device, tensor.dtype].append(tensor)
-    return groups

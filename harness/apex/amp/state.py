@@ -1,36 +1,27 @@
-"""The state of amp in this process, and how amp speaks to the user.
-
-``amp._amp_state`` is read and written by scripts under the names below (contract 1.10), so they are fixed.
-"""
+"""The state of amp in this process. Scripts read and write it as ``amp._amp_state`` (contract 1.10)."""
 
 from __future__ import annotations
 
-import logging
 import weakref
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from typing import Any
 
 from harness.apex.amp.levels import Properties
-
-if TYPE_CHECKING:
-    from harness.apex.amp.scaler import LossScaler
-
-logger = logging.getLogger("harness.apex")
+from harness.apex.amp.messages import messages
+from harness.apex.amp.scaler import LossScaler
 
 
 class AmpState:
-    """All that ``initialize`` decides for the process; one instance, ``_amp_state``.
+    """Everything ``initialize`` decides for the process; one instance, ``_amp_state``. Scripts fix the names.
 
-    ``hard_override``: refused overrides become warnings. ``allow_incoming_model_not_fp32``: skip the check that
-    models arrive in float32. Both are set by the script, before ``initialize``.
+    ``hard_override`` turns refused overrides into warnings. ``allow_incoming_model_not_fp32`` skips the check that
+    models arrive in float32. Scripts set both before ``initialize``.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Back to the state before any ``initialize``."""
+        """Return to the state before any ``initialize``."""
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
@@ -43,22 +34,14 @@ class AmpState:
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    @property
+    def verbosity(self) -> int:
+        """0 is silent, 1 normal, 2 also prints every cast."""
+        return messages.verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        messages.verbosity = value
+
 
 _amp_state = AmpState()
-
-
-def is_rank_zero() -> bool:
-    """Whether this process speaks for the run: rank 0, or the only one."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-def announce(text: str) -> None:
-    """Print ``text`` on rank 0, unless verbosity is 0."""
-    if _amp_state.verbosity > 0 and is_rank_zero():
-        print(text)
-
-
-def warn(text: str, *, always: bool = False) -> None:
-    """Log ``text`` as a warning on rank 0, unless verbosity is 0 and it need not be heard ``always``."""
-    if (always or _amp_state.verbosity > 0) and is_rank_zero():
-        logger.warning(text)

@@ -1,6 +1,6 @@
-"""Half-precision models with float32 batch norm, and master weights kept by hand (contract 1.1, 6.1).
+"""Half-precision models with float32 batch norm, and master weights kept by the script (contract 1.1, 6.1).
 
-The optimizer that does all this by itself is in ``fp16_optimizer``; the levels of ``amp`` do more, and better.
+``fp16_optimizer`` does this automatically; the levels of ``amp`` do more.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.apex.amp.casting import cast_model, cast_tree
+from harness.apex.amp.model_casts import cast_model, cast_module, cast_tree
 
 clip_grad_norm = nn.utils.clip_grad_norm_
-
-
-# Models
+convert_module = cast_module
 
 
 class tofp16(nn.Module):
@@ -28,9 +26,9 @@ class tofp16(nn.Module):
 
 
 class FP16Model(nn.Module):
-    """``network`` in float16 but for its affine batch norms, with floating inputs cast to float16; outputs stay so.
+    """``network`` in float16 except for its affine batch norms; casts floating inputs to float16, and no outputs.
 
-    ``network`` is converted in place, and is the attribute ``network``.
+    ``network`` is converted in place and available as ``.network``.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -43,7 +41,7 @@ class FP16Model(nn.Module):
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """``network`` behind a cast of its input to float16, converted in place as by ``convert_network``.
+    """Return ``network``, converted in place by ``convert_network``, behind a cast of its input to float16.
 
     Batch norm keeps its float32 values; Apex rounded them to float16 on the way.
     """
@@ -51,21 +49,9 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast ``network`` to ``dtype`` in place, all but batch norms with affine parameters, and return it."""
+    """Cast ``network`` to ``dtype`` in place, except for batch norms with affine parameters, and return it."""
     cast_model(network, dtype, keep_batchnorm_fp32=True)
     return network
-
-
-def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating parameters, gradients and buffers of ``module`` itself, not of its children, in place."""
-    for parameter in module.parameters(recurse=False):
-        if parameter.is_floating_point():
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.to(dtype)
-            parameter.grad = None if gradient is None else gradient.to(dtype)
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point():
-            module._buffers[name] = buffer.to(dtype)
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
@@ -76,11 +62,8 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
     return module
 
 
-# Master weights
-
-
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(model_params, master_params): the trainable parameters of ``model`` and float32 copies to give an optimizer.
+    """Return (model_params, master_params): the trainable parameters of ``model``, float32 copies for an optimizer.
 
     With ``flat_master`` the copies are one flat parameter, alone in its list; the parameters must then be of one dtype.
     """
@@ -102,7 +85,7 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy the gradients of ``model_params`` to those of ``master_params``, in their dtype; both lists match.
 
-    A parameter without gradient gives its master none, or zeros where the master is flat.
+    The master of a parameter without gradient gets none, or zeros where the master is flat.
     """
     if flat_master:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
@@ -132,8 +115,7 @@ def master_params_to_model_params(
         pieces = master_params[0].split([parameter.numel() for parameter in model_params])
         for parameter, piece in zip(model_params, pieces, strict=True):
             parameter.copy_(piece.view_as(parameter))
-        return
-    if model_params:
+    elif model_params:
         torch._foreach_copy_(list(model_params), list(master_params))
 
 
@@ -142,7 +124,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def to_python_float(value: Any) -> float:
-    """The number in a one-element tensor, sequence or number. Waits for the device."""
+    """Return the number in a one-element tensor, sequence or number. Waits for the device."""
     if isinstance(value, int | float):
         return value
     number: float = value.item() if hasattr(value, "item") else value[0]

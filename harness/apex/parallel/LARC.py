@@ -1,10 +1,10 @@
 """``LARC``: layer-wise adaptive rate control around any optimizer (contract 5.4; You, Gitman and Ginsburg 2017).
 
-Old scripts say ``from apex.parallel.LARC import LARC`` and also ``from apex.parallel import LARC``, which gives this
+Old scripts write ``from apex.parallel.LARC import LARC`` and also ``from apex.parallel import LARC``, which gives this
 module. So the module can be used as the class: called, in ``isinstance``, as a base class.
 
-Differences to Apex: LARC is a torch optimizer, which learning-rate schedulers take; ``step`` takes a closure; weight
-decay is put back also when ``step`` raises; norms of half-precision tensors are taken in float32.
+Differences from Apex: LARC is a torch optimizer, so learning-rate schedulers accept it; ``step`` takes a closure;
+weight decay is restored also when ``step`` raises; norms of half-precision tensors are computed in float32.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from harness.apex.optimizer_proxy import OptimizerProxy
+from harness.apex.tensor_groups import by_device_and_dtype
 
-class LARC(Optimizer):
+
+class LARC(OptimizerProxy):
     """``optimizer`` whose gradients are scaled, before its step, by each parameter's own rate.
 
     With weights ``p``, gradient ``g`` and the group's ``lr`` and ``weight_decay``, for each parameter
@@ -32,47 +35,21 @@ class LARC(Optimizer):
     and then ``optimizer`` steps without weight decay of its own. Where ``|p|`` or ``|g|`` is 0, ``g`` stays as it is,
     without weight decay. Gradients are changed in place.
 
-    ``param_groups``, ``state``, ``defaults`` and state dicts are those of the wrapped optimizer, which is ``.optim``.
-    LARC may be given to ``amp.initialize``, or put around an optimizer that came from there; either way call its own
-    ``step``. Raises RuntimeError for sparse gradients.
+    ``param_groups``, ``state``, ``defaults`` and state dicts are those of the wrapped optimizer, ``.optim``. Give LARC
+    to ``amp.initialize``, or wrap an optimizer that it returned; call LARC's own ``step`` either way. Raises
+    RuntimeError for sparse gradients.
     """
 
-    _step_supports_amp_scaling = False  # a GradScaler must unscale before the norms are taken, whatever optim can do
+    inner_name = "optim"
 
     def __init__(self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"LARC is put around a torch optimizer; seen a {type(optimizer).__name__}. Type "
+                f"LARC wraps a torch optimizer; seen a {type(optimizer).__name__}. Type "
                 "LARC(torch.optim.SGD(model.parameters(), lr=0.1))."
             )
-        # not Optimizer.__init__: groups and state belong to the wrapped optimizer
+        # Optimizer.__setstate__ creates the hook registries that Optimizer.__init__ would, and nothing else.
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optim.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        """What else is asked of an optimizer, amp's marks among it, the wrapped one knows."""
-        if name == "optim" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "clip", "eps")}
@@ -101,7 +78,7 @@ class LARC(Optimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, as in Apex: the two load each other's."""
+        """Return the wrapped optimizer's, as in Apex: each can load the other's."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict = self.optim.state_dict()
@@ -120,14 +97,14 @@ class LARC(Optimizer):
 
     @contextmanager
     def _without_weight_decay(self) -> Iterator[list[float]]:
-        """Set the groups' weight decay to 0 and put it back after; yield what it was (0 where a group has none)."""
+        """Set the groups' weight decay to 0 inside; yield the former values (0 for a group without one)."""
         groups = [group for group in self.param_groups if "weight_decay" in group]
         decays = [group["weight_decay"] for group in groups]
+        former = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group in groups:
                 group["weight_decay"] = 0.0
-            before = {id(group): decay for group, decay in zip(groups, decays, strict=True)}
-            yield [before.get(id(group), 0.0) for group in self.param_groups]
+            yield former
         finally:
             for group, decay in zip(groups, decays, strict=True):
                 group["weight_decay"] = decay
@@ -135,20 +112,16 @@ class LARC(Optimizer):
     @torch.no_grad()
     def _scale_gradients(self, decays: list[float]) -> None:
         for group, decay in zip(self.param_groups, decays, strict=True):
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-            for parameters in alike.values():
+            for parameters in by_device_and_dtype(p for p in group["params"] if p.grad is not None):
                 self._scale(parameters, group["lr"], decay)
 
     def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> None:
-        """Scale the gradients of ``parameters``, of one device and dtype, with no wait for the device."""
+        """Scale the gradients of ``parameters``, of one device and dtype, without waiting for the device."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
             raise RuntimeError(
-                "LARC needs dense gradients, and one is sparse. Make the embedding with sparse=False, or leave its "
-                "parameters to an optimizer of their own."
+                "LARC needs dense gradients, and one is sparse. Make the embedding with sparse=False, or give its "
+                "parameters to a separate optimizer."
             )
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         weight_norms = torch.stack(torch._foreach_norm(parameters, 2, dtype))
@@ -156,8 +129,7 @@ class LARC(Optimizer):
         rates = self.trust_coefficient * weight_norms / (gradient_norms + decay * weight_norms + self.eps)
         if self.clip:
             rates = (rates / lr).clamp(max=1.0)
-        # A zero gradient must not take up weight decay: what is added to it now is multiplied away. (Zero weights add
-        # nothing.)
+        # Where the weights are zero, weight decay adds nothing; where the gradient is zero, the rate of 0 removes it.
         rates = torch.where(weight_norms == 0, 1.0, rates)
         rates = torch.where(gradient_norms == 0, 0.0, rates)
         if decay != 0:
@@ -166,7 +138,7 @@ class LARC(Optimizer):
 
 
 class _LARCModule(types.ModuleType):
-    """A module that may be used as the class of the same name in it."""
+    """A module that can be used as the class of the same name in it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> LARC:
         return LARC(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Data parallelism under the names of Apex's ``parallel``; wrap after ``amp.initialize``.
 
-``LARC`` is a module, as in Apex, that can be used as the class in it.
+``LARC`` is a module, as in Apex, that can be used as the class in it. Start reading at ``distributed``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from torch.distributed import ReduceOp
 
 from harness.apex.parallel import LARC
-from harness.apex.parallel.conversion import convert_syncbn_model, create_syncbn_process_group
-from harness.apex.parallel.distributed import DistributedDataParallel, Reducer
+from harness.apex.parallel.distributed import DistributedDataParallel
+from harness.apex.parallel.reducer import Reducer
 from harness.apex.parallel.sync_batchnorm import SyncBatchNorm
+from harness.apex.parallel.syncbn_conversion import convert_syncbn_model, create_syncbn_process_group
 
 __all__ = [
     "LARC",

@@ -1,12 +1,13 @@
-"""Flat buffers in which gradients cross the ranks.
+"""Flat buffers in which gradients are summed over ranks.
 
 A bucket is a fixed set of parameters of one device and dtype, with a persistent flat buffer: the gradients, then one
-flag a parameter that says whether this rank has something to reduce for it. The flags travel with the data, so ranks
-whose unused parameters differ agree without a message of their own: a parameter is reduced if any rank flags it.
+flag per parameter, nonzero if this rank has something to reduce for it. The flags are summed with the data, so ranks
+whose unused parameters differ need no extra collective: a parameter is reduced if any rank flags it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import Tensor
 
 
 class Scaling:
-    """What gradients are multiplied by on their way: ``before`` the sum over ranks and ``after`` it.
+    """Factors for gradients ``before`` and ``after`` the sum over ranks.
 
-    ``carry`` is what an amount that all ranks already agree on must be multiplied by to come out of a reduction
-    unchanged: 1 when averaging, ``predivide / world_size`` when summing (contract 5.1.5).
+    A gradient that is already equal on all ranks comes out of a reduction unchanged if it is first multiplied by
+    ``carry``: 1 when averaging, ``predivide / world_size`` when summing (contract 5.1.5).
     """
 
     def __init__(self, world_size: int, average: bool, predivide: float) -> None:
@@ -29,13 +30,13 @@ class Scaling:
 
 
 class Bucket:
-    """Gradients of ``parameters`` reduced together. ``indices`` are their places in the reducer's list."""
+    """Gradients of ``parameters``, reduced together. ``indices`` are their positions in the reducer's list."""
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.indices = list(indices)
         self.parameters = list(parameters)
         self.dtype = dtype
-        self.missing = len(self.indices)  # of the backward pass under way
+        self.missing = len(self.indices)  # gradients of the current backward pass that have not arrived
         self.work: Any = None
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
@@ -43,14 +44,15 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """The buffer, gradients only."""
+        """The gradients in the buffer, without the flags."""
         assert self._flat is not None
         return self._flat[: -len(self.parameters)]
 
     def launch(self, gradients: Sequence[Tensor | None], flagged: Sequence[bool], scaling: Scaling) -> None:
-        """Copy in and start the sum over ranks. ``flagged`` or not, a gradient that exists contributes.
+        """Copy ``gradients`` in and start the sum over ranks.
 
-        An unflagged one was reduced before: it is the same on all ranks, and should come out as it went in.
+        An existing gradient contributes even if it is not ``flagged``: it was reduced before, is equal on all ranks,
+        and comes out unchanged.
         """
         flat = self._buffer()
         present = [(view, g) for view, g in zip(self._views, gradients, strict=True) if g is not None and g is not view]
@@ -76,9 +78,9 @@ class Bucket:
         self.work = dist.all_reduce(flat, async_op=True)
 
     def finish(self, flagged: Sequence[bool]) -> list[tuple[int, Tensor]]:
-        """Wait for the sum; return (place in this bucket, sum) of every parameter some rank flagged.
+        """Wait for the sum; return (position in this bucket, sum) of every parameter that some rank flagged.
 
-        Sums are views of ``flat``, good until the next ``launch``. Reads the flags back from the device only when this
+        Sums are views of ``flat``, valid until the next ``launch``. Reads the flags back from the device only if this
         rank did not flag everything.
         """
         self.work.wait()
@@ -105,31 +107,27 @@ def layout(
     fp32: bool,
     triggers: Sequence[Tensor] | None = None,
 ) -> list[Bucket]:
-    """Buckets over ``parameters`` taken in ``order``.
+    """Return buckets over ``parameters`` in ``order``, each of one device and dtype.
 
-    A bucket of a kind closes at ``min_elements``, or behind each of ``triggers`` where these are given.
+    A bucket is closed once it holds ``min_elements``, or after each of ``triggers`` if these are given.
     """
-    done: list[Bucket] = []
+    closed: list[list[int]] = []
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    elements: dict[tuple[torch.device, torch.dtype], int] = {}
+    elements: Counter[tuple[torch.device, torch.dtype]] = Counter()
     ends = None if triggers is None else {id(parameter) for parameter in triggers}
-
-    def close(kind: tuple[torch.device, torch.dtype]) -> None:
-        indices = filling.pop(kind)
-        done.append(Bucket(indices, [parameters[i] for i in indices], comm_dtype(kind[1], fp32)))
-
     for i in order:
         kind = (parameters[i].device, parameters[i].dtype)
         filling.setdefault(kind, []).append(i)
-        elements[kind] = elements.get(kind, 0) + parameters[i].numel()
+        elements[kind] += parameters[i].numel()
         if elements[kind] >= min_elements if ends is None else id(parameters[i]) in ends:
-            close(kind)
+            closed.append(filling.pop(kind))
             elements[kind] = 0
-    for kind in list(filling):
-        close(kind)
-    return done
+    return [
+        Bucket(indices, [parameters[i] for i in indices], comm_dtype(parameters[indices[0]].dtype, fp32))
+        for indices in (*closed, *filling.values())
+    ]
 
 
 def comm_dtype(dtype: torch.dtype, fp32: bool) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` are summed."""
+    """Return the dtype in which gradients of ``dtype`` are summed."""
     return torch.float32 if fp32 and dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,10 +1,10 @@
 """``DistributedDataParallel`` under Apex's signature, on any device and backend (contract 5.1).
 
-Differences to Apex, all towards what a user expects: buffers are broadcast at construction as well as parameters;
-every floating dtype is reduced; ranks may differ in which parameters a pass uses (a parameter no rank used keeps no
-gradient); every backward pass is reduced, however many follow one forward; accumulating without reduction is right
-under every opt level; with ``gradient_average=False`` what was already reduced is not summed again; the wrapper can be
-copied and pickled. Buckets are laid out once, in reverse order of registration, not in the order of the first pass.
+Differences from Apex: buffers are broadcast at construction as well as parameters; every floating dtype is reduced;
+ranks may differ in which parameters a pass uses (a parameter that no rank used gets no gradient); every backward pass
+is reduced, also several after one forward; accumulation without reduction is correct at every opt level; with
+``gradient_average=False`` gradients reduced before are not summed again; the wrapper can be copied and pickled.
+Buckets are laid out once, in reverse order of registration, not in the order of the first pass.
 """
 
 from __future__ import annotations
@@ -16,46 +16,43 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.apex.parallel.agreement import broadcast_from_rank_zero
+from harness.apex.parallel.backward_reducer import BackwardReducer
 from harness.apex.parallel.buckets import Scaling
-from harness.apex.parallel.on_demand import Reducer
-from harness.apex.parallel.reducer import GradientReducer
-from harness.apex.parallel.sparse import sparse_parameters
+from harness.apex.parallel.rank_zero_broadcast import broadcast_from_rank_zero, require_process_group
+from harness.apex.parallel.sparse_gradients import sparse_parameters
 
-__all__ = ["DistributedDataParallel", "Reducer"]
-
-# Sent at the end, gradients still go in pieces: one is copied while another is on its way.
+# With delay_allreduce gradients still go in pieces of this many elements: one is copied while another is being sent.
 DELAYED_SIZE = 1_000_000
 
 
 class DistributedDataParallel(nn.Module):
     """``module`` whose gradients are averaged over all ranks when ``backward`` returns.
 
-    All ranks must construct it, around models of the same shape; rank 0's parameters and buffers are copied to the
-    others then. Needs a process group. Wrap after ``amp.initialize``.
+    All ranks must construct it, around models of the same shape; it copies rank 0's parameters and buffers to the
+    others. Needs a process group. Wrap after ``amp.initialize``.
 
-    Ranks may differ in which parameters a pass uses. Where the model holds a ``SyncBatchNorm`` as well, use
-    ``delay_allreduce=True`` then: its messages cross the ranks during the backward pass too, and all must come in the
+    Ranks may differ in which parameters a pass uses. If the model also holds a ``SyncBatchNorm``, use
+    ``delay_allreduce=True`` then: its collectives run during the backward pass too, and all collectives must run in the
     same order on every rank.
 
     Args:
-        module: the model; also found as ``.module``.
-        message_size: least number of elements sent at once while the backward pass runs.
+        module: the model; also available as ``.module``.
+        message_size: minimum number of elements sent at once while the backward pass runs.
         delay_allreduce: send everything at the end of the backward pass instead.
-        shared_param: Apex refuses it, so does this.
-        allreduce_trigger_params: close a bucket behind each of these, instead of by ``message_size``.
+        shared_param: raises ValueError, as in Apex.
+        allreduce_trigger_params: close a bucket after each of these, instead of by ``message_size``.
         retain_allreduce_buffers: let gradients be views of the buffers they were reduced in.
         allreduce_always_fp32: sum float16 and bfloat16 gradients in float32.
         num_allreduce_streams: accepted; the backend schedules its own streams.
         allreduce_communicators: (process groups, streams), ``num_allreduce_streams`` of each; accepted, the default
             process group is used.
         gradient_average: divide the sum by the number of ranks.
-        gradient_predivide_factor: divide by this before the sum and multiply by it in the average after it.
+        gradient_predivide_factor: divide by this before the sum; when averaging, multiply by it afterwards.
         gradient_average_split_factor: accepted and ignored, as in Apex.
-        prof: accepted; ``torch.profiler`` shows the reductions anyway.
+        prof: accepted and ignored; ``torch.profiler`` always shows the reductions.
     """
 
-    wraps_module = True  # what amp.initialize looks for
+    wraps_module = True  # amp.initialize refuses such a model
 
     def __init__(
         self,
@@ -74,7 +71,11 @@ class DistributedDataParallel(nn.Module):
         prof: bool = False,
     ) -> None:
         super().__init__()
-        _check(delay_allreduce, shared_param, allreduce_trigger_params)
+        require_process_group("DistributedDataParallel")
+        if shared_param is not None:
+            raise ValueError("shared_param is not supported. Leave it out; models with shared weights work without it.")
+        if delay_allreduce and allreduce_trigger_params is not None:
+            raise ValueError("allreduce_trigger_params needs delay_allreduce=False. Leave one of the two out.")
         _check_streams(delay_allreduce, num_allreduce_streams, allreduce_communicators)
         _check_devices(module)
         self.module = module
@@ -87,12 +88,12 @@ class DistributedDataParallel(nn.Module):
         self.gradient_predivide_factor = gradient_predivide_factor
         self.world_size = dist.get_world_size()
         self._enabled = True
-        self._reducer: GradientReducer | None = None
+        self._reducer: BackwardReducer | None = None
         broadcast_from_rank_zero([*module.parameters(), *module.buffers()])
         self._arm()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Call the module."""
         if self.world_size > 1 and self._trainable_changed():
             self._arm()
         return self.module(*inputs, **kwargs)
@@ -126,7 +127,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.enabled = enabled
 
     def _trainable_changed(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since the reducer was made (it is not, in a fresh copy)."""
+        """Return True if a parameter was frozen or unfrozen since the reducer was made, or in a fresh copy."""
         return self._reducer is None or self._armed_for != [parameter.requires_grad for parameter in self._known]
 
     def _arm(self) -> None:
@@ -137,7 +138,7 @@ class DistributedDataParallel(nn.Module):
         self._armed_for = [parameter.requires_grad for parameter in self._known]
         if self.world_size > 1:
             scaling = Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor)
-            self._reducer = GradientReducer(
+            self._reducer = BackwardReducer(
                 [parameter for parameter in self._known if parameter.requires_grad],
                 scaling,
                 message_size=min(self.message_size, DELAYED_SIZE) if self.delay_allreduce else self.message_size,
@@ -153,23 +154,9 @@ class DistributedDataParallel(nn.Module):
         return {**self.__dict__, "_reducer": None, "_known": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy reduces on its own, once its forward is called."""
+        """Restore a copy; it makes a reducer of its own when its forward is called."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _check(delay: bool, shared: Any, triggers: Any) -> None:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "DistributedDataParallel needs the default process group, and there is none. Call "
-            'torch.distributed.init_process_group("gloo") (or "nccl") first, under a launcher such as torchrun.'
-        )
-    if shared is not None:
-        raise ValueError(
-            "shared_param is not supported. Leave it out; for a model with shared weights nothing is needed."
-        )
-    if delay and triggers is not None:
-        raise ValueError("allreduce_trigger_params needs delay_allreduce=False. Leave one of the two out.")
 
 
 def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
@@ -178,7 +165,7 @@ def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
     if communicators is not None and [len(part) for part in communicators] != [streams, streams]:
         raise ValueError(
             f"allreduce_communicators must hold {streams} process groups and as many streams, as num_allreduce_streams "
-            f"says; seen {[len(part) for part in communicators]}. Leave it out: the default process group is used."
+            f"requires; seen {[len(part) for part in communicators]}. Leave it out: the default process group is used."
         )
 
 

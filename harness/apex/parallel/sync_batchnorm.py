@@ -1,10 +1,9 @@
 """``SyncBatchNorm``: batch norm over the batches of all ranks (contract 5.3).
 
-Its arithmetic and collectives are in ``batch_statistics``; turning over the batch norms of a model is in
-``conversion``.
+Its arithmetic and collectives are in ``syncbn_statistics``, the conversion of models in ``syncbn_conversion``.
 
-Differences to Apex: the CPU is a device like any other; unequal batches, ``momentum=None`` and
-``track_running_stats=False`` work everywhere; evaluation never communicates.
+Differences from Apex: it works on the CPU; unequal batches, ``momentum=None`` and ``track_running_stats=False`` work on
+every device; evaluation never communicates.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.apex.parallel.batch_statistics import global_statistics, normalize
+from harness.apex.parallel.syncbn_statistics import global_statistics, normalize
 
 
 class SyncBatchNorm(_BatchNorm):
     """Batch norm of ``(batch, num_features, ...)`` input whose training statistics cover ``process_group``.
 
     In training every rank of the group must call it, equally often and in the same order, and run the backward pass if
-    any does; a rank may come with an empty batch. In evaluation, and where there is no group or a group of one, it is
-    plain batch norm. Parameter gradients are those of this rank's batch alone: DistributedDataParallel averages them.
-    The result has the dtype and memory format of the input, whatever the dtype of the parameters.
+    any does; a rank's batch may be empty. In evaluation, and without a group or in a group of one, it is plain batch
+    norm. Parameter gradients are those of this rank's batch alone: DistributedDataParallel averages them. The result
+    has the dtype and memory format of the input, whatever the dtype of the parameters.
 
     Args:
         num_features: number of channels.
@@ -36,14 +35,14 @@ class SyncBatchNorm(_BatchNorm):
         channel_last: the channels are the last dimension of the input, not the second: ``(batch, ..., num_features)``.
         fuse_relu: apply ReLU to the result.
 
-    Raises ValueError, on every rank, if there is but one value per channel over all ranks.
+    Raises ValueError, on every rank, if there is only one value per channel over all ranks.
     """
 
-    # modules unpickled from Apex's checkpoints may come without
+    # class attributes, because modules unpickled from Apex's checkpoints may lack them
     process_group: Any = None
     channel_last: bool = False
     fuse_relu: bool = False
-    # set while this rank's rows only keep it in step with the others: they are normalized, and counted nowhere
+    # set while this rank's rows only keep it in step with the others: they are normalized, but not counted
     idle: bool = False
 
     def __init__(
@@ -74,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Normalize ``input``; then add ``z``, of the same shape, if given; then ReLU under ``fuse_relu``."""
         self._check_input_dim(input)
-        # rows of channels: the layout of channel_last, and one that batch norm's kernels know
+        # rows of channels: the layout of channel_last, and one that the kernels of batch norm take
         x = input.reshape(-1, self.num_features) if self.channel_last else input
         out = (self._synchronized(x) if self._world_size() > 1 else super().forward(x)).view(input.shape)
         if z is not None:
@@ -92,20 +91,20 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _world_size(self) -> int:
-        """Number of ranks to share statistics with, as things are now."""
+        """Return the number of ranks to share statistics with now."""
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return 1
         size = dist.get_world_size(self.process_group)
         if size < 1:
             raise ValueError(
-                f"Rank {dist.get_rank()} is not in the process group of this SyncBatchNorm. Give each rank a group it "
-                "belongs to: parallel.create_syncbn_process_group(group_size)."
+                f"Rank {dist.get_rank()} is not in the process group of this SyncBatchNorm. Give each rank the "
+                "group it belongs to: parallel.create_syncbn_process_group(group_size)."
             )
         return size
 
     def _synchronized(self, x: Tensor) -> Tensor:
         mean, var, count = global_statistics(x.detach()[:0] if self.idle else x.detach(), self.process_group)
-        if x.numel() <= x.shape[1]:  # only then can the total be less than two; else nothing is read from the device
+        if x.numel() <= x.shape[1]:  # only then can the total be below two; else nothing is read from the device
             total = int(count)
             if total == 1:
                 raise ValueError(
@@ -116,7 +115,7 @@ class SyncBatchNorm(_BatchNorm):
                 return super().forward(x)  # empty everywhere: leaves the running statistics alone
         if self.track_running_stats:
             self._update_running(mean, var, count)
-        if self.idle:  # the statistics do not depend on x: no gradient through them; the zeros keep the graph whole
+        if self.idle:  # x is not in the statistics: no gradient through them; the zeros keep x in the graph
             return self._normalized(x.detach().requires_grad_(x.requires_grad), mean, var, count) + x * 0
         return self._normalized(x, mean, var, count)
 
@@ -141,7 +140,7 @@ class SyncBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}, channel_last={self.channel_last}, fuse_relu={self.fuse_relu}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy synchronizes with the same group: a process group cannot be copied."""
+        """Copy the module; the copy uses the same process group, which cannot be copied."""
         memo[id(self.process_group)] = self.process_group
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin

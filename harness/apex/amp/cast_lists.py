@@ -1,10 +1,9 @@
 """Which operations O1 and O4 run in which precision: Apex's lists (contract 4.1), by ATen name.
 
-These are the *differences* to ``torch.autocast``. What a device's autocast already does as Apex did is not registered
-again (see ``o1``). Operations that Apex never knew follow autocast's choice for CUDA, on every device: what a script
-does on a CPU is what it does on a GPU. Names cover all overloads except in-place and
-``out=`` ones, which keep the dtype of the tensor they write to. Composite operations (``F.normalize``,
-``F.triplet_margin_loss``) follow from the ones they are made of.
+These are the *differences* to ``torch.autocast``: ``cast_kernels`` registers only what a device's autocast does not
+already do as Apex did. Operations that Apex never had follow autocast's choice for CUDA on every device, so a script
+does the same on a CPU as on a GPU. Names cover all overloads except in-place and ``out=`` ones, which keep the dtype of
+the tensor they write to. Composite operations (``F.normalize``, ``F.triplet_margin_loss``) follow from their parts.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ FLOAT32 = _names("""
     dist norm linalg_vector_norm linalg_matrix_norm prod std sum var renorm
 """)
 FLOAT32 += _names("log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm")  # autocast's choice
-FLOAT32 += _names("matrix_exp linalg_matrix_exp")  # in float16 it mixes dtypes once what it is made of is cast
+FLOAT32 += _names("matrix_exp linalg_matrix_exp")  # in float16 their parts, once cast, would mix dtypes
 
 # Everything else on Apex's promotion list (add, mul, eq, ...) is promoted by torch itself.
 WIDEST = _names("addcdiv addcmul atan2 cross linalg_cross bilinear dot")
 WIDEST += _names("index_put scatter_add tensordot vdot")  # autocast's choice
 
-# Left to torch, which promotes them; autocast's own rule raises on the reduced dtype that is not its own.
+# torch promotes these by itself; autocast's own rule raises on the reduced dtype that is not the active one.
 UNTOUCHED = _names("cat stack")
 
 # An error on reduced-precision input, because its gradient overflows there; float32 input is fine.
 BANNED = ["binary_cross_entropy"]
 
-# In-place methods of what runs in float32: the result cannot be written into a float16 tensor.
+# In-place methods of float32 operations: the result cannot be written into a float16 tensor.
 BANNED_IN_PLACE = _names("""
     acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ cumprod_ cumsum_ renorm_
 """)

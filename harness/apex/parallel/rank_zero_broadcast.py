@@ -1,4 +1,4 @@
-"""What ranks must agree on before they exchange gradients: the same tensors, with rank 0's values."""
+"""The broadcast of rank 0's parameters and buffers when a wrapper is constructed."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.apex.parallel.flat_collectives import apply_flat_dist_call
+from harness.apex.tensor_groups import by_device_and_dtype
 
-@torch.no_grad()
+
+def require_process_group(name: str) -> None:
+    """Raise ValueError if there is no default process group, which the class ``name`` needs."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{name} needs the default process group, and there is none. Call "
+            'torch.distributed.init_process_group("gloo") (or "nccl") first, under a launcher such as torchrun.'
+        )
+
+
 def broadcast_from_rank_zero(tensors: Sequence[Tensor]) -> None:
     """Copy rank 0's values of ``tensors`` to all ranks, in flat pieces by device and dtype. All ranks call it.
 
     Raises RuntimeError, on every rank, if number, shapes or dtypes of ``tensors`` differ between ranks.
     """
-    if dist.get_world_size() == 1 or not tensors:
-        return
-    check_alike(tensors)
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for group in groups.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        dist.broadcast(flat, src=0)
-        for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-            tensor.detach().copy_(piece.view(tensor.shape))
+    if dist.get_world_size() > 1 and tensors:
+        _check_alike(tensors)
+        for group in by_device_and_dtype(tensors):
+            apply_flat_dist_call(group, dist.broadcast, (0,))
 
 
-def check_alike(tensors: Sequence[Tensor]) -> None:
-    """Raise RuntimeError, on every rank, if number, shapes or dtypes of ``tensors`` differ between ranks.
-
-    All ranks call it, each with at least one tensor. Without it a difference would show as a hang.
-    """
+def _check_alike(tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError, on every rank, if the ranks' tensors differ, which would otherwise show as a hang."""
     shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     elements = sum(tensor.numel() for tensor in tensors)
     mine = torch.tensor([len(tensors), elements, zlib.crc32(repr(shapes).encode())], device=tensors[0].device)
-    extremes = torch.cat([mine, -mine])
+    extremes = torch.cat([mine, -mine])  # maxima and negated minima in one reduction
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     most, least = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if most != least:

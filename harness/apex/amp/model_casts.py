@@ -1,7 +1,7 @@
-"""Casting of whole models and of what goes through them (contract 3.1, 3.4, 3.5).
+"""Casts of whole models, of their inputs and outputs, and of their state dicts (contract 3.1, 3.4, 3.5).
 
-Forward casting hangs on forward hooks whose objects hold a dtype and nothing else, so a deep copy or a pickle of the
-model is independent of the original. Called directly, ``model.forward(x)`` runs no hooks: call ``model(x)``.
+Inputs and outputs are cast by forward hooks whose objects hold a dtype and nothing else, so a deep copy or a pickle of
+the model is independent of the original. ``model.forward(x)`` called directly runs no hooks: call ``model(x)``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ REDUCED = (torch.float16, torch.bfloat16)
 
 
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it cast to ``dtype``; containers keep their type.
+    """Return ``value`` with every floating tensor in it cast to ``dtype``; containers keep their type.
 
-    Goes into lists, tuples, named tuples, sets, mappings, dataclass instances, and objects with a ``to`` method. The
-    object itself comes back when nothing in it changes, and whenever its type cannot be rebuilt.
+    Handles lists, tuples, named tuples, sets, mappings, dataclass instances, and objects with a ``to`` method. Returns
+    the object itself when nothing in it changes, and when its type cannot be rebuilt.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -65,12 +65,13 @@ def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype) -> Any:
 def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
     result = copy.copy(value)
     for field in dataclasses.fields(value):
+        # past the __setattr__ of a frozen dataclass
         object.__setattr__(result, field.name, cast_tree(getattr(value, field.name, None), dtype))
     return result
 
 
 class CastInputs:
-    """Forward pre-hook: positional and keyword arguments to ``dtype``."""
+    """Forward pre-hook: casts positional and keyword arguments to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -81,7 +82,7 @@ class CastInputs:
 
 
 class CastOutputs:
-    """Forward hook: the result to ``dtype``."""
+    """Forward hook: casts the result to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -93,30 +94,33 @@ class CastOutputs:
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
     """Cast the floating parameters, their gradients and the buffers of ``model`` in place; parameters keep identity.
 
-    With ``keep_batchnorm_fp32`` modules of the batch norm family *with affine parameters* are left as they are; a batch
-    norm without them has its running statistics cast (contract 3.1).
+    With ``keep_batchnorm_fp32`` modules of the batch norm family *with affine parameters* stay as they are; the running
+    statistics of one without them are cast (contract 3.1).
     """
     if not keep_batchnorm_fp32:
         model.to(dtype)
         return
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
-            continue
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point():
-                gradient = parameter.grad
-                parameter.data = parameter.data.to(dtype)
-                if gradient is not None:
-                    parameter.grad = gradient.to(dtype)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+        if not (isinstance(module, _BatchNorm) and module.affine):
+            cast_module(module, dtype)
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating parameters, gradients and buffers of ``module`` in place, without those of its children."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+    for name, buffer in module._buffers.items():  # the dict itself: a buffer is replaced, not written to
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
 
 
 def _export_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """State-dict hook of one module: its own reduced-precision tensors leave as float32 copies."""
+    """State-dict hook of one module: replaces its own reduced-precision tensors by float32 copies."""
     for name in (*module._parameters, *module._buffers):
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and value.dtype in REDUCED:
@@ -124,20 +128,19 @@ def _export_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def attach(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None, fp32_state: bool) -> list[Any]:
-    """Hang the casts on ``model`` (top level only) and the state-dict hook on all its modules; return the handles."""
+    """Attach the casts to ``model`` (top level only), the state-dict hook to all its modules; return the handles."""
     handles: list[Any] = []
     if inputs is not None:
         handles.append(model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))
     if outputs is not None:
         handles.append(model.register_forward_hook(CastOutputs(outputs)))
     if fp32_state:
-        for module in model.modules():
-            handles.append(module._register_state_dict_hook(_export_fp32))
+        handles += [module.register_state_dict_post_hook(_export_fp32) for module in model.modules()]
     return handles
 
 
 def floating_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, tensor) of every floating parameter and buffer of ``model``."""
+    """Yield (kind, name, tensor) of every floating parameter and buffer of ``model``."""
     for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_floating_point():

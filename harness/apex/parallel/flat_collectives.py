@@ -1,6 +1,6 @@
-"""Collectives over lists of tensors by hand, as scripts did that reduced or broadcast without a wrapper.
+"""Collectives over lists of tensors, through one flat vector per dtype.
 
-They imported these from ``apex.parallel.distributed``. ``DistributedDataParallel`` and ``Reducer`` do not use them.
+Scripts that reduce or broadcast without a wrapper import these from ``apex.parallel.distributed``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One vector with all elements of ``tensors``, which have one dtype and device."""
+    """Return one vector with all elements of ``tensors``, which have one dtype and device."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views into the vector ``flat`` with the shapes of ``like``, one after the other."""
+    """Return views into the vector ``flat`` with the shapes of ``like``, one after the other."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
-    """``tensors`` by ``Tensor.type()``, in the order in which the types come up."""
+    """Return ``tensors`` by ``Tensor.type()``, in the order in which the types first appear."""
     found: OrderedDict[str, list[Tensor]] = OrderedDict()
     for tensor in tensors:
         found.setdefault(tensor.type(), []).append(tensor)
@@ -34,7 +34,7 @@ def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The float16, float32, float64 and bfloat16 ones among ``tensors``, a list for each dtype that comes up."""
+    """Return the float16, float32, float64 and bfloat16 tensors, one list for each dtype present, in that order."""
     kept = list(tensors)
     dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
     groups = [[tensor for tensor in kept if tensor.dtype is dtype] for dtype in dtypes]
@@ -52,7 +52,7 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
 
 @torch.no_grad()
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """``call(vector, *extra_args)`` on all of ``bucket`` as one vector, copied back. ``dist.all_reduce`` averages.
+    """Run ``call(vector, *extra_args)`` on all of ``bucket`` as one vector; ``dist.all_reduce`` averages.
 
     All ranks call it, with tensors of the same shapes.
     """
@@ -65,6 +65,6 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
 
 
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """``apply_flat_dist_call`` on ``tensors`` of each type. All ranks call it, with tensors of the same shapes."""
+    """Run ``apply_flat_dist_call`` on ``tensors`` of each type. All ranks call it, with tensors of the same shapes."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)

@@ -1,4 +1,4 @@
-"""Sparse gradients across the ranks: rows are gathered, not summed in a flat buffer of mostly zeros."""
+"""Reduction of sparse gradients: rows are gathered, not summed in a flat buffer of mostly zeros."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:
-    """Parameters of ``module`` whose gradients will be sparse."""
+    """Return the parameters of ``module`` whose gradients will be sparse."""
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     return [table.weight for table in tables]
 
 
 def sum_over_ranks(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """The coalesced sum of every rank's sparse ``gradient``; None contributes nothing. All ranks call it.
+    """Return the coalesced sum of every rank's sparse ``gradient``; None contributes nothing. All ranks call it.
 
     Returns None when no rank has any row.
     """

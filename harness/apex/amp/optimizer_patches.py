@@ -1,8 +1,8 @@
-"""What ``initialize`` does to an optimizer (contract 1.8): methods replaced on the instance, hooks on its state dict.
+"""Changes of ``initialize`` to an optimizer (contract 1.8): methods replaced on the instance, state-dict hooks.
 
-The names set on the instance are Apex's and scripts call them. Everything set is recorded in ``_amp_stash.undo``, so
-``release`` gives the optimizer back as it came. Learning-rate schedulers may be made before or after: the marks they
-put on ``step`` are carried over, and a skipped step counts as called.
+Scripts call the names set on the instance; they are Apex's. Every change is recorded in ``_amp_stash.undo`` for
+``release``. Learning-rate schedulers may be created before or after: the marks they put on ``step`` are carried over,
+and a skipped step counts as called.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp import gradients, masters, o1
-from harness.apex.amp.masters import SAVED, AmpStash
+from harness.apex.amp import cast_engine, gradients
+from harness.apex.amp.master_weights import all_params, recast_state
+from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.state import warn
+from harness.apex.amp.stash import SAVED, AmpStash, lazy_init, saved_masters, stash_of, take_saved
 
 NAMES = (
     "_amp_stash",
@@ -32,8 +33,7 @@ NAMES = (
 
 
 def check_fresh(optimizer: Optimizer) -> None:
-    """Raise RuntimeError if ``optimizer`` was already given to ``initialize``."""
-    # also of one that it wraps and whose attributes it hands on, such as LARC
+    """Raise RuntimeError if ``optimizer``, or one whose attributes it forwards (LARC), was already initialized."""
     taken = [name for name in NAMES if hasattr(optimizer, name)]
     if taken:
         raise RuntimeError(
@@ -43,12 +43,12 @@ def check_fresh(optimizer: Optimizer) -> None:
 
 
 def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> None:
-    """Teach ``optimizer`` to work with amp; masters themselves are created at its first use."""
+    """Make ``optimizer`` work with amp; masters themselves are created at its first use."""
     stash = AmpStash(master_weights)
     _set(optimizer, stash, "_amp_stash", stash)
     own: dict[str, Callable[..., Any]] = {
-        "_lazy_init_maybe_master_weights": masters.lazy_init,
-        "_amp_lazy_init": masters.lazy_init,
+        "_lazy_init_maybe_master_weights": lazy_init,
+        "_amp_lazy_init": lazy_init,
         "_prepare_amp_backward": gradients.prepare,
         "_post_amp_backward": _post_backward,
     }
@@ -60,11 +60,11 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
     else:
         own["step"] = _step(optimizer.step, casts_functions)
         _drop_saved_masters(optimizer)
-        # the optimizers of harness.apex keep float32 state for float16 parameters, torch's have it in their dtype
-        kept = getattr(optimizer, "keeps_wide_state", False)
-        for parameter in masters.all_params(optimizer):
-            if parameter in optimizer.state and not kept:
-                optimizer.state[parameter] = masters.recast_state(optimizer.state[parameter], parameter)
+        # harness.apex's optimizers keep float32 state for float16 parameters; torch's have it in the parameter's dtype
+        if not getattr(optimizer, "keeps_wide_state", False):
+            for parameter in all_params(optimizer):
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = recast_state(optimizer.state[parameter], parameter)
     for name, function in own.items():
         _set(optimizer, stash, name, MethodType(function, optimizer))
     stash.undo += [
@@ -92,44 +92,44 @@ def _set(optimizer: Optimizer, stash: AmpStash, name: str, value: Any) -> None:
 
 
 def _skip(optimizer: Optimizer, stash: AmpStash, closure: Any) -> None:
-    """The step after an overflow: nothing but forgetting the masters' gradients (contract 2.3)."""
+    """Do the step after an overflow: only clear the masters' gradients (contract 2.3)."""
     if closure is not None:
         raise RuntimeError(
-            "This step is to be skipped after a gradient overflow, and step(closure) would run the closure all the "
-            "same. Call step() without a closure under dynamic loss scaling."
+            "This step must be skipped after a gradient overflow, but step(closure) would run the closure anyway. "
+            "Call step() without a closure under dynamic loss scaling."
         )
     stash.already_patched = False
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say step() was never called
-    masters.drop_master_gradients(stash)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # else a scheduler warns that step() was never called
+    stash.drop_master_gradients()
 
 
 def _must_skip(optimizer: Optimizer, stash: AmpStash) -> bool:
-    """Whether this ``step()`` is to do nothing; also refuses to step on gradients that still carry a loss scale."""
+    """Return True if this ``step()`` is to be skipped; raise if gradients still carry a loss scale."""
     if stash.params_have_scaled_gradients and any(p.grad is not None for p in _scaled_params(optimizer, stash)):
         raise RuntimeError(
             "step() was called while gradients still carry the loss scale: the last scale_loss had delay_unscale=True. "
             "Leave delay_unscale out in the last micro-batch before step()."
         )
-    if stash.owed is not None:
-        scaler, stash.owed = stash.owed, None
-        stash.already_patched |= gradients.settle(optimizer, scaler)
+    if stash.deferred_to is not None:
+        scaler, stash.deferred_to = stash.deferred_to, None
+        stash.already_patched |= gradients.check_unreduced(optimizer, scaler)
     return stash.already_patched
 
 
 def _scaled_params(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
     return (
-        stash.all_fp16_params + stash.all_fp32_params if stash.master_weights else list(masters.all_params(optimizer))
+        stash.all_fp16_params + stash.all_fp32_from_fp32_params if stash.master_weights else list(all_params(optimizer))
     )
 
 
 def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., Any]:
     @functools.wraps(previous)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        stash: AmpStash = self._amp_stash  # type: ignore[attr-defined]
+        stash = stash_of(self)
         if _must_skip(self, stash):
             return _skip(self, stash, args[0] if args else kwargs.get("closure"))
         if casts_functions:
-            with o1.disable_casts():
+            with cast_engine.disable_casts():
                 return previous(*args, **kwargs)
         return previous(*args, **kwargs)
 
@@ -139,7 +139,7 @@ def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., 
 def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def step(self: Optimizer, closure: Any = None) -> Any:
-        stash: AmpStash = self._amp_stash  # type: ignore[attr-defined]
+        stash = stash_of(self)
         if _must_skip(self, stash):
             return _skip(self, stash, closure)
         if closure is not None:
@@ -147,11 +147,11 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
                 "An optimizer with master weights does not support a closure: seen step(closure). Compute the loss "
                 'before and call step() without arguments, or use opt_level="O1".'
             )
-        masters.lazy_init(self)
-        masters.refresh(stash)
+        lazy_init(self)
+        stash.refresh()
         result = previous()
-        masters.copy_to_model(stash)
-        masters.drop_master_gradients(stash)
+        stash.copy_to_model()
+        stash.drop_master_gradients()
         stash.saved = {}
         return result
 
@@ -160,12 +160,12 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
 
 def _zero_grad_with_masters(self: Optimizer, set_to_none: bool = True) -> None:
     """Clear the gradients of model parameters and masters; those of masters always become None."""
-    stash: AmpStash = self._amp_stash  # type: ignore[attr-defined]
-    masters.lazy_init(self)
-    masters.drop_master_gradients(stash)
+    stash = stash_of(self)
+    lazy_init(self)
+    stash.drop_master_gradients()
     stash.params_have_scaled_gradients = False
     zeroed: list[Tensor] = []
-    for parameter in (*stash.all_fp16_params, *stash.all_fp32_params, *stash.frozen):
+    for parameter in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params, *stash.frozen):
         if set_to_none:
             parameter.grad = None
         elif parameter.grad is not None:
@@ -178,9 +178,8 @@ def _zero_grad_with_masters(self: Optimizer, set_to_none: bool = True) -> None:
 def _add_param_group_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        masters.lazy_init(self)
-        previous(param_group)
-        masters.adopt_group(self, self.param_groups[-1])
+        lazy_init(self)
+        stash_of(self).add_group(self, previous, param_group)
 
     return add_param_group
 
@@ -190,43 +189,44 @@ def _post_backward(self: Optimizer, scaler: LossScaler) -> None:
 
 
 def _copy_to_model(self: Optimizer) -> None:
-    masters.copy_to_model(self._amp_stash)  # type: ignore[attr-defined]
+    stash_of(self).copy_to_model()
 
 
 def _save_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """State-dict hook: masters travel inside their param group, where a plain torch optimizer carries them along too,
-    so that they survive being loaded before ``initialize``."""
-    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    """State-dict hook: save masters inside their param group.
+
+    A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
+    """
+    stash = stash_of(optimizer)
     if not stash.master_weights:
         return state_dict
-    masters.lazy_init(optimizer)
-    masters.refresh(stash)
-    groups = zip(state_dict["param_groups"], masters.saved_masters(optimizer), strict=True)
+    lazy_init(optimizer)
+    stash.refresh()
+    groups = zip(state_dict["param_groups"], saved_masters(optimizer), strict=True)
     return {**state_dict, "param_groups": [{**group, SAVED: saved} for group, saved in groups]}
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load hook: masters must exist first, or the state would be rounded to the model's dtype (contract 3.5 B)."""
-    masters.lazy_init(optimizer)
+    """Load hook: create the masters first, or the state would be rounded to the model's dtype (contract 3.5 B)."""
+    lazy_init(optimizer)
 
 
 def _after_load(optimizer: Optimizer) -> None:
-    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
-    if stash.master_weights:
-        masters.take_saved(optimizer, optimizer.param_groups)
-        masters.record_versions(stash)
-        if stash.all_fp16_params and not stash.saved and optimizer.state:
-            warn(
-                "The optimizer state that was loaded holds no master weights: Apex saved none, nor do levels without "
-                "them. They start again from the model's weights, which a checkpoint of Apex rounded to "
-                f"{stash.all_fp16_params[0].dtype}; what the masters had beyond that is lost. The rest is as saved.",
-                always=True,
-            )
-    else:
+    stash = stash_of(optimizer)
+    if not stash.master_weights:
         _drop_saved_masters(optimizer)
+        return
+    take_saved(optimizer)
+    if stash.all_fp16_params and not stash.saved and optimizer.state:
+        messages.warn(
+            "The loaded optimizer state holds no master weights: Apex did not save them, nor do levels without them. "
+            "The masters are recreated from the model's weights, which a checkpoint of Apex rounded to "
+            f"{stash.all_fp16_params[0].dtype}; their extra precision is lost. Everything else is restored.",
+            always=True,
+        )
 
 
 def _drop_saved_masters(optimizer: Optimizer) -> None:
-    """Forget masters that came with a checkpoint of a level that has them; this level steps on the weights."""
+    """Remove masters that came with the checkpoint of another level; this level steps on the weights."""
     for group in optimizer.param_groups:
         group.pop(SAVED, None)

@@ -1,4 +1,4 @@
-"""Turning the batch norms of a model into ``SyncBatchNorm``, and groups of ranks for them (contract 5.3)."""
+"""Conversion of a model's batch norms to ``SyncBatchNorm``, and process groups for them (contract 5.3)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     """Replace every batch norm in ``module``, torch's SyncBatchNorm included, by ``SyncBatchNorm``; return the result.
 
     Containers are changed in place; a new object is returned only if ``module`` itself is a batch norm. Call it before
-    the optimizer is made, ``amp.initialize`` and DistributedDataParallel: weights and biases are copies. Running
-    statistics are shared with the old modules. Mode, ``requires_grad``, dtype, device, hooks (with their handles) and
-    names in the state dict carry over; a batch norm that stands in two places stays one. Instance norm is left alone.
+    creating the optimizer, ``amp.initialize`` and DistributedDataParallel, because weights and biases are copies.
+    Running statistics are shared with the old modules. Mode, ``requires_grad``, dtype, device, hooks (with their
+    handles) and names in the state dict carry over; a batch norm used in two places stays one. Instance norm is left
+    alone.
 
-    Raises TypeError for a lazy batch norm that has not seen its input yet. Warns about a subclass with a forward of
-    its own, which is lost.
+    Raises TypeError for a lazy batch norm that has not seen its input yet. Warns about a subclass with its own forward,
+    which is lost.
     """
     return _convert(module, process_group, channel_last, {}, {})
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """The group, of ``group_size`` consecutive ranks, that this rank is in; None, meaning all ranks, for 0.
+    """Return this rank's group of ``group_size`` consecutive ranks, or None, meaning all ranks, for 0.
 
-    All ranks must call it, in the same order as they make other groups. Raises ValueError if ``group_size`` does not
+    All ranks must call it, in the same order relative to other groups. Raises ValueError if ``group_size`` does not
     divide the number of ranks.
     """
     if group_size == 0:
@@ -42,7 +43,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
             f"together) and {', '.join(map(str, allowed))}."
         )
     blocks = [list(range(start, start + group_size)) for start in range(0, world, group_size)]
-    groups = [dist.new_group(block) for block in blocks]  # each rank must take part in making each
+    groups = [dist.new_group(block) for block in blocks]  # every rank must take part in creating every group
     return groups[dist.get_rank() // group_size]
 
 
@@ -69,8 +70,8 @@ def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[
         )
     if not type(old).forward.__module__.startswith(("torch.", SyncBatchNorm.__module__)):
         warnings.warn(
-            f"convert_syncbn_model replaces a {type(old).__name__}, whose own forward is lost. If it does more than "
-            "batch norm, set that module's children instead, or make it from parallel.SyncBatchNorm."
+            f"convert_syncbn_model replaces a {type(old).__name__}; its own forward is lost. If it does more than "
+            "batch norm, convert that module's children instead, or derive it from parallel.SyncBatchNorm."
         )
     new = SyncBatchNorm(
         old.num_features,
@@ -81,7 +82,7 @@ def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[
         group,
         channel_last,
         getattr(old, "fuse_relu", False),
-        device="meta",  # what is allocated here is replaced below
+        device="meta",  # all tensors are replaced below
     )
     for name, parameter in old._parameters.items():
         if parameter is not None and parameter not in copies:
@@ -89,7 +90,7 @@ def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[
         new._parameters[name] = None if parameter is None else copies[parameter]
     new._buffers.update(old._buffers)
     new.training = old.training
-    for name, value in vars(old).items():  # the very dictionaries, so that a handle can still remove its hook
+    for name, value in vars(old).items():  # the dictionaries themselves, so that a handle can still remove its hook
         if "_hook" in name:
             setattr(new, name, value)
     return new

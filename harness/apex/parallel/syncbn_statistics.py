@@ -1,9 +1,9 @@
 """The arithmetic of batch norm over ranks, for ``SyncBatchNorm``: statistics, result, gradients.
 
-One collective forward (each rank's mean, variance and count are gathered) and one backward (two sums per channel), on
-any device and backend, through kernels that torch has for both the CPU and CUDA. Statistics are float32 at least and
-merged by count (Chan, Golub and LeVeque 1979), so batches may differ in size between ranks, or be empty on some. The
-device is never waited for.
+One collective in the forward pass (gathers each rank's mean, variance and count) and one in the backward pass (two sums
+per channel), on any device and backend, with kernels that torch has for CPU and CUDA. Statistics are at least float32
+and merged by count (Chan, Golub and LeVeque 1979), so batches may differ in size between ranks, or be empty on some.
+Never waits for the device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.nn import functional
 
 @torch.no_grad()
 def global_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance ``(channels,)`` of ``x`` ``(batch, channels, ...)`` over ``group``; the count ``()``.
+    """Return mean and biased variance ``(channels,)`` of ``x`` ``(batch, channels, ...)`` over ``group``, count ``()``.
 
-    float32, or float64 for float64 ``x``. All ranks of ``group`` call it; for a count of 0 the others are nan.
+    They are float32, or float64 for float64 ``x``; if the count is 0 they are nan. All ranks of ``group`` call it.
     """
     channels, world = x.shape[1], dist.get_world_size(group)
     dtype = torch.promote_types(x.dtype, torch.float32)
     mine = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
     if x.numel() > 0:
-        # The kernel takes the dtype it computes in from the running statistics. These are scratch.
+        # The kernel computes in the dtype of the running statistics it is given; these are only for that.
         scratch = mine[: 2 * channels].view(2, channels).clone() if dtype is not x.dtype else (None, None)
         mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
         torch.cat([mean, var, mine.new_full((1,), x.numel() // channels)], out=mine)
@@ -51,10 +51,10 @@ def normalize(
     eps: float,
     group: Any,
 ) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` in the dtype of ``x``, given its ``global_statistics``.
+    """Return ``(x - mean) / sqrt(var + eps) * weight + bias`` in the dtype of ``x``, given its ``global_statistics``.
 
-    The gradient of ``x`` takes in that the loss of every rank depends on it through the statistics; those of ``weight``
-    and ``bias`` are of this rank's loss alone. All ranks of ``group`` must run the backward pass if any does.
+    The gradient of ``x`` includes that every rank's loss depends on it through the statistics; those of ``weight`` and
+    ``bias`` are of this rank's loss alone. All ranks of ``group`` must run the backward pass if any does.
     """
     result: Tensor = _Normalize.apply(x, weight, bias, mean, var, count, eps, group)
     return result
@@ -87,13 +87,13 @@ class _Normalize(torch.autograd.Function):
         channels, inverse_std = len(mean), (var + ctx.eps).rsqrt()
         sums = mean.new_zeros(2 * channels)
         if x.numel() > 0:
-            grad = grad.contiguous(memory_format=_memory_format(x))  # or the kernels take their slow way
+            grad = grad.contiguous(memory_format=_memory_format(x))  # else the kernels take a slow path
             _, times_x, plain = torch.ops.aten.native_batch_norm_backward(
                 grad, x, scale, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
             )
             torch.cat([times_x, plain], out=sums)
         local = sums.clone()
-        # Not only where x needs a gradient: that may differ between ranks, and all must come here.
+        # Even if x needs no gradient: that may differ between ranks, and all must run the collective.
         dist.all_reduce(sums, group=ctx.group)
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -108,7 +108,7 @@ class _Normalize(torch.autograd.Function):
 def _input_gradient(
     grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float, slope: Tensor, averages: Tensor
 ) -> Tensor:
-    """``slope * (grad - average of grad - normalized x * average of (grad * normalized x))``."""
+    """Return ``slope * (grad - average of grad - normalized x * average of (grad * normalized x))``."""
     times_x, plain = (-slope * average for average in averages.split(len(mean)))
     rest = functional.batch_norm(x, mean, var, times_x, plain, False, 0.0, eps)
     slopes = slope.view(1, -1, *[1] * (x.dim() - 2))

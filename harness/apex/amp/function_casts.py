@@ -1,8 +1,8 @@
-"""Precision for functions that amp does not know: decorators and registrations (contract 1.5).
+"""Precision for functions that amp does not list: decorators and registrations (contract 1.5).
 
-Until O1 or O4 is in force they call through, and inside ``disable_casts`` too. The arguments are cast; what the
-function does inside is cast as usual, except in a ``float_function`` and in registered torch operations, where the
-choice made here is final. float64 tensors are left alone.
+Without O1 or O4, and inside ``disable_casts``, they call through. The arguments are cast; operations inside the
+function are cast as usual, except in a ``float_function`` and in registered torch operations, where the script's choice
+is final. float64 tensors are left alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from harness.apex.amp.o1 import cast, disable_casts, engine, widest_dtype
+from harness.apex.amp.cast_engine import disable_casts, engine
+from harness.apex.amp.cast_kernels import cast, widest_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Rule = Callable[[list[Any]], torch.dtype | None]
+Rule = Callable[[list[Any]], torch.dtype | None]  # arguments -> the dtype to cast them to, or None
 
 _queue: list[tuple[Any, str, Rule]] = []
 _replaced: list[tuple[Any, str, Any]] = []
@@ -33,10 +34,6 @@ def _bfloat16(arguments: list[Any]) -> torch.dtype | None:
 
 def _float(arguments: list[Any]) -> torch.dtype | None:
     return torch.float32
-
-
-def _promote(arguments: list[Any]) -> torch.dtype | None:
-    return widest_dtype(arguments)
 
 
 def _casting() -> bool:
@@ -75,7 +72,7 @@ def float_function(fn: Function) -> Function:
 
 def promote_function(fn: Function) -> Function:
     """Decorator: under O1 and O4 ``fn`` receives its floating tensors in the widest of their dtypes."""
-    return _annotate(fn, _promote, final=False)
+    return _annotate(fn, widest_dtype, final=False)
 
 
 def _register(module: Any, name: str, rule: Rule) -> None:
@@ -88,27 +85,27 @@ def _register(module: Any, name: str, rule: Rule) -> None:
 
 
 def register_half_function(module: Any, function_name: str) -> None:
-    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``half_function``."""
+    """Make ``module.function_name`` a ``half_function`` from the next O1 or O4 ``initialize`` on."""
     _register(module, function_name, _half)
 
 
 def register_bfloat16_function(module: Any, function_name: str) -> None:
-    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``bfloat16_function``."""
+    """Make ``module.function_name`` a ``bfloat16_function`` from the next O1 or O4 ``initialize`` on."""
     _register(module, function_name, _bfloat16)
 
 
 def register_float_function(module: Any, function_name: str) -> None:
-    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``float_function``."""
+    """Make ``module.function_name`` a ``float_function`` from the next O1 or O4 ``initialize`` on."""
     _register(module, function_name, _float)
 
 
 def register_promote_function(module: Any, function_name: str) -> None:
-    """From the next O1 or O4 ``initialize`` on, ``module.function_name`` is a ``promote_function``."""
-    _register(module, function_name, _promote)
+    """Make ``module.function_name`` a ``promote_function`` from the next O1 or O4 ``initialize`` on."""
+    _register(module, function_name, widest_dtype)
 
 
 def apply_registrations() -> None:
-    """Replace what was registered since the last call; ``initialize`` calls it when it turns O1 or O4 on."""
+    """Replace the functions registered since the last call, when O1 or O4 starts."""
     while _queue:
         module, name, rule = _queue.pop(0)
         original = getattr(module, name)
@@ -118,13 +115,13 @@ def apply_registrations() -> None:
 
 
 def undo_registrations() -> None:
-    """Put every replaced function back and forget what is queued."""
+    """Put every replaced function back and clear the queue."""
     _queue.clear()
     restore_functions()
 
 
 def restore_functions() -> None:
-    """Put every replaced function back: O1 ends."""
+    """Put every replaced function back, when O1 or O4 ends."""
     while _replaced:
         module, name, original = _replaced.pop()
         setattr(module, name, original)

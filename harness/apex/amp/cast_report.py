@@ -1,8 +1,8 @@
-"""What ``verbosity=2`` prints: every cast that O1 or O4 inserts (contract 1.9).
+"""The output of ``verbosity=2``: a line for every cast that O1 or O4 inserts (contract 1.9).
 
-For debugging; it slows every operation. A function mode remembers which function the script called, a dispatch mode
-below autocast sees the copies it leads to. Casts in the backward pass, where autograd casts gradients back, and those
-the script asks for are not reported.
+For debugging; it slows every operation. A function mode records which function the script called; a dispatch mode
+below autocast sees the resulting copies. Casts in the backward pass, where autograd casts gradients back, and casts
+that the script asks for are not reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ASKED_FOR = {"to", "type", "type_as", "half", "float", "bfloat16", "double", "cp
 
 
 class _Calls(TorchFunctionMode):
-    """The name of the outermost torch function being called, as ``name``."""
+    """Keeps the name of the outermost torch function being called as ``name``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,19 +49,19 @@ class _Copies(TorchDispatchMode):
 
 
 class CastReport:
-    """The report, from ``start`` to ``stop``, of the calling thread."""
+    """Reports the casts of the calling thread from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
         calls = _Calls()
         self._modes: list[Any] = [calls, _Copies(calls)]
 
     def start(self) -> None:
-        """Report from now on."""
+        """Start reporting."""
         for mode in self._modes:
             mode.__enter__()
 
     def stop(self) -> None:
-        """Report no more."""
+        """Stop reporting."""
         for mode in reversed(self._modes):
             mode.__exit__(None, None, None)
 

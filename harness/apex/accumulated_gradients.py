@@ -1,0 +1,58 @@
+"""Gradients accumulated before the current ``scale_loss`` context, as far as amp and the reducers must share them.
+
+During a ``scale_loss`` context amp sets earlier gradients aside, so that it unscales only the new ones. Gradients that
+were accumulated without reduction would then never be reduced (contract 5.1.6). Therefore:
+
+- amp keeps what it sets aside on the parameter itself, where a reducer that still owes a reduction finds it;
+- a reducer reports that it holds unreduced gradients. amp then defers the overflow check to the context that reduces
+  them: checked on one rank's gradients, the loss scales of the ranks would drift apart.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+_ATTRIBUTE = "_amp_accumulated_grad"
+
+
+class HoldsGradients(Protocol):
+    """A reducer: ``holds_local`` while gradients of its parameters wait for a reduction."""
+
+    holds_local: bool
+
+    def owns(self, parameter: Tensor) -> bool: ...
+
+
+_reducers: weakref.WeakSet[HoldsGradients] = weakref.WeakSet()
+
+
+def register_reducer(reducer: HoldsGradients) -> None:
+    """Make ``reducer`` known to amp for as long as it lives."""
+    _reducers.add(reducer)
+
+
+def any_unreduced(parameters: Iterable[Tensor]) -> bool:
+    """Return True if a gradient of one of ``parameters`` still waits for its reduction."""
+    waiting = [reducer for reducer in _reducers if reducer.holds_local]
+    return bool(waiting) and any(reducer.owns(parameter) for parameter in parameters for reducer in waiting)
+
+
+def set_aside(parameter: Tensor, gradient: Tensor) -> None:
+    """Keep ``gradient``, without loss scale, as accumulated for ``parameter`` outside ``parameter.grad``."""
+    parameter.__dict__[_ATTRIBUTE] = gradient
+
+
+def get_aside(parameter: Tensor) -> Tensor | None:
+    """Return the gradient set aside for ``parameter``, or None."""
+    gradient: Tensor | None = parameter.__dict__.get(_ATTRIBUTE)
+    return gradient
+
+
+def take_aside(parameter: Tensor) -> Tensor | None:
+    """Like ``get_aside``, and remove it."""
+    gradient: Tensor | None = parameter.__dict__.pop(_ATTRIBUTE, None)
+    return gradient

@@ -1,0 +1,174 @@
+"""O1 and O4: casts around operations, for the whole process (contract 3.6, 4).
+
+The engine is ``torch.autocast``, left on from one ``initialize`` to the next, plus Apex's lists: where a device's
+autocast rules differ, a kernel under its autocast dispatch key casts (see ``cast_kernels``). So the dtypes are Apex's
+on every device, however an operation is reached (function, method, module, C++), and also under ``torch.compile``.
+float64 tensors are never cast.
+
+Chosen by measurement (``benchmarks/apex_o1_engine.py``; processor time per step on one CPU core, relative to autocast
+alone): these kernels x0.97 on a convolutional network and x1.11 on a small transformer, wrappers in the torch
+namespaces x0.94 and x1.10, a ``TorchFunctionMode`` x0.96 and x1.10. The cost is that of computing norms and gelu in
+float32, not the engine's (about 8 us per listed operation), so reach decides: wrapped namespaces miss every early
+``from torch.nn.functional import ...`` and every call that does not pass through them.
+
+There is no weight cache: a weight used twice in one forward is cast twice, and writes to a weight take effect at once.
+(The cache of ``torch.autocast`` lives until its outermost ``with`` ends; left on without one, it would serve stale
+weights.) Like all of autocast the state belongs to the calling thread; a forked child starts with casts off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.apex.amp import cast_kernels, cast_lists
+from harness.apex.amp.cast_report import CastReport
+from harness.apex.amp.model_casts import REDUCED
+
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+
+
+class CastEngine:
+    """Casts that are on or off for this process. One instance, ``engine``."""
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        self._libraries: dict[str, torch.library.Library] = {}
+        self._before: dict[str, tuple[bool, torch.dtype]] = {}
+        self._cache_before = True
+        self._methods: list[str] = []
+        self._allow_banned = False
+        self._report: CastReport | None = None
+
+    @property
+    def active(self) -> bool:
+        """True while O1 or O4 is in force, also inside ``disable_casts``."""
+        return self.dtype is not None
+
+    @property
+    def device_types(self) -> list[str]:
+        """The device types whose operations are cast."""
+        return list(self._before)
+
+    def start(
+        self, dtype: torch.dtype, device_types: Iterable[str], *, allow_banned: bool = False, verbose: bool = False
+    ) -> None:
+        """Turn casts to ``dtype`` on for operations on ``device_types``.
+
+        ``allow_banned``: a banned operation runs in float32 instead of raising. ``verbose``: print every cast.
+        """
+        self.stop()
+        self.dtype = dtype
+        self._allow_banned = allow_banned
+        self._report = CastReport() if verbose else None
+        if self._report is not None:
+            self._report.start()
+        self._cache_before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        for device_type in device_types:
+            self.add(device_type)
+        self._replace("cpu", _cpu_as_float32)
+        for name in cast_lists.BANNED_IN_PLACE:
+            self._replace(name, _banned_method)
+
+    def _replace(self, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        setattr(torch.Tensor, name, make(name, getattr(torch.Tensor, name)))
+        self._methods.append(name)
+
+    def add(self, device_type: str) -> None:
+        """Cast operations on ``device_type`` too."""
+        if self.dtype is None or device_type in self._before:
+            return
+        self._before[device_type] = (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        torch.set_autocast_dtype(device_type, self.dtype)
+        torch.set_autocast_enabled(device_type, True)
+        if device_type in _KEYS:
+            self._libraries[device_type] = cast_kernels.register(_KEYS[device_type], self.dtype, self._allow_banned)
+
+    def stop(self) -> None:
+        """Turn casts off and restore torch."""
+        if self.dtype is None:
+            return
+        for device_type, (enabled, dtype) in self._before.items():
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        for library in self._libraries.values():
+            library._destroy()  # torch has no public way to deregister kernels
+        torch.set_autocast_cache_enabled(self._cache_before)
+        if self._report is not None:
+            self._report.stop()
+        for name in self._methods:
+            delattr(torch.Tensor, name)  # uncovers the inherited method
+        self._libraries, self._before, self.dtype, self._report, self._methods = {}, {}, None, None, []
+
+
+engine = CastEngine()
+
+
+def _start_child_without_casts() -> None:
+    for device_type in engine.device_types:
+        torch.set_autocast_enabled(device_type, False)
+
+
+# A data loader's worker prepares data and does not train: its tensors stay as they are, as on a GPU run.
+os.register_at_fork(after_in_child=_start_child_without_casts)
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Context in which operations run in the dtype of their arguments. Nests, and ends also when its body raises."""
+    before = {device_type: torch.is_autocast_enabled(device_type) for device_type in engine.device_types}
+    for device_type in before:
+        torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        for device_type, enabled in before.items():
+            if device_type in engine.device_types:  # an initialize inside may have turned O1 off
+                torch.set_autocast_enabled(device_type, enabled)
+
+
+class FollowDevice:
+    """Forward pre-hook of a model under O1: casts on its device too, if it has moved since ``initialize``."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters():
+            engine.add(parameter.device.type)
+            return
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    """Return True for a reduced-precision tensor on a device whose operations are being cast."""
+    return tensor.dtype in REDUCED and torch.is_autocast_enabled(tensor.device.type)
+
+
+def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make ``Tensor.cpu`` of O1: reduced precision arrives as float32, as numpy wants it (contract 4.1)."""
+
+    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(self, *args, **kwargs).float() if _is_cast(self) else plain(self, *args, **kwargs)
+
+    return cpu
+
+
+def _banned_method(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make an in-place method refuse float16, into which O1's float32 result cannot be written (contract 4.1).
+
+    Only the method, not the operation: torch uses these in place internally, on tensors of its own.
+    """
+
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _is_cast(self):
+            raise NotImplementedError(
+                f"{name} was called under O1 on a {self.dtype} tensor. {name[:-1]} is computed in float32 there, and "
+                f"that cannot be written into the tensor. Type x = x.{name[:-1]}(...), or leave O1 with "
+                f"amp.disable_casts() around x.{name}(...)."
+            )
+        return plain(self, *args, **kwargs)
+
+    return method

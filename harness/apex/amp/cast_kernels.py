@@ -1,0 +1,122 @@
+"""The kernels with which O1 and O4 cast: under an autocast dispatch key, for operations where Apex's lists differ.
+
+Each kernel casts its arguments, then calls the operation with the key excluded, so nothing below it is cast again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.apex.amp import cast_lists
+from harness.apex.amp.model_casts import REDUCED
+
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a float32, float16 or bfloat16 tensor, or a list or tuple of only such; return anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in _CASTABLE else value
+    if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) and v.dtype in _CASTABLE for v in value):
+        return type(value)([v.to(dtype) for v in value])
+    return value
+
+
+def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
+    """Return the promotion of the floating dtypes among the tensors in ``values``; None if they are all the same."""
+    tensors = [t for value in values for t in (value if isinstance(value, list | tuple) else (value,))]
+    dtypes = {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+    if len(dtypes) < 2:
+        return None
+    first, *others = dtypes
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
+
+
+def register(key: str, dtype: torch.dtype, allow_banned: bool) -> torch.library.Library:
+    """Register the kernels for casts to ``dtype`` under the dispatch key ``key``; ``_destroy()`` removes them."""
+    library = torch.library.Library("aten", "IMPL")
+    makers: list[tuple[list[str], Callable[..., Any]]] = [
+        (cast_lists.REDUCED, lambda op, below: _reduced_kernel(op, below, dtype)),
+        (cast_lists.FLOAT32, _float32_kernel),
+        (cast_lists.WIDEST, _widest_kernel),
+        (cast_lists.BANNED, _float32_kernel if allow_banned else _banned_kernel),
+        (cast_lists.UNTOUCHED, lambda op, below: torch.library.fallthrough_kernel),
+    ]
+    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    for names, make in makers:
+        for name in names:
+            for op in _functional_overloads(name):
+                built_in = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+                if not built_in or name in cast_lists.REPLACED:
+                    _implement(library, op, make(op, below), key)
+    return library
+
+
+def _functional_overloads(name: str) -> Iterator[Any]:
+    """Yield the overloads of an ATen operation that return new tensors; none if this torch lacks the operation."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        # Overloads on plain numbers belong to TorchScript alone and have no kernels.
+        if not op._schema.is_mutable and torch._C._dispatch_has_kernel(op.name()):
+            yield op
+
+
+def _implement(library: torch.library.Library, op: Any, kernel: Callable[..., Any], key: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # older torch has no allow_override and warns about each replaced kernel
+        if "allow_override" in inspect.signature(library.impl).parameters:
+            library.impl(op, kernel, key, allow_override=True)
+        else:
+            library.impl(op, kernel, key)
+
+
+def _float32_kernel(op: Any, below: Any) -> Callable[..., Any]:
+    guard, half, bfloat = torch._C._ExcludeDispatchKeyGuard, torch.float16, torch.bfloat16
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with guard(below):
+            if kwargs.get("dtype") is not None or (len(args) > 2 and isinstance(args[2], torch.dtype)):
+                return op(*args, **kwargs)  # the caller chose the dtype
+            wide = [a.float() if isinstance(a, Tensor) and (a.dtype is half or a.dtype is bfloat) else a for a in args]
+            return op(*wide, **kwargs)
+
+    return kernel
+
+
+def _reduced_kernel(op: Any, below: Any, dtype: torch.dtype) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return op(*[cast(arg, dtype) for arg in args], **kwargs)
+
+    return kernel
+
+
+def _widest_kernel(op: Any, below: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            widest = widest_dtype(args)
+            return op(*([cast(arg, widest) for arg in args] if widest is not None else args), **kwargs)
+
+    return kernel
+
+
+def _banned_kernel(op: Any, below: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, Tensor) and arg.dtype in REDUCED for arg in args):
+            raise NotImplementedError(
+                "binary_cross_entropy was called under O1 with a float16 or bfloat16 input, where its gradient "
+                "overflows. Leave the sigmoid out and use torch.nn.BCEWithLogitsLoss, or pass input.float()."
+            )
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return op(*args, **kwargs)
+
+    return kernel

@@ -1,0 +1,159 @@
+"""float32 master weights of an optimizer's float16 and bfloat16 parameters (contract 3.2).
+
+``param_groups`` holds the masters in place of the parameters, in the same dictionaries and lists. ``amp`` creates them
+at the first use of an optimizer (see ``stash``), ``fp16_utils`` at once.
+
+The model's weights decide. The version counter of a tensor reveals that somebody wrote to it (``load_state_dict``, an
+EMA swap); each element of its master that no longer rounds to the model's element then takes the model's value, and
+the others keep their extra bits. This makes every order of loading right: masters saved with the optimizer survive the
+loading of the rounded weights they belong to, and give way to any others. Writes through ``.data`` go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.apex.amp.model_casts import REDUCED
+
+
+def all_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield every parameter of ``optimizer``, group by group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class MasterWeights:
+    """The masters of one optimizer, under the names scripts use (contract 1.10).
+
+    ``all_fp16_params`` and ``all_fp32_from_fp16_params`` are parallel lists: model parameter and its master.
+    ``all_fp32_from_fp32_params`` are float32 parameters, which are their own masters. The lists called ``..._groups``
+    hold the same per parameter group. ``frozen`` parameters have no master.
+    """
+
+    def __init__(self) -> None:
+        self.all_fp16_params: list[Tensor] = []
+        self.all_fp32_from_fp16_params: list[Tensor] = []
+        self.all_fp32_from_fp32_params: list[Tensor] = []
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        self.frozen: list[Tensor] = []
+        self.saved: dict[Tensor, Tensor] = {}  # master -> the value loaded for it, until the first step
+        self._versions: list[int] = []
+
+    def adopt_all(self, optimizer: Optimizer) -> None:
+        """Put masters into all groups of ``optimizer``; on TypeError nothing has changed."""
+        for group in optimizer.param_groups:
+            _check_dtypes(group)
+        for group in optimizer.param_groups:
+            self._adopt_group(optimizer, group)
+
+    def add_group(self, optimizer: Optimizer, add: Callable[[dict[str, Any]], Any], group: dict[str, Any]) -> None:
+        """Call ``add(group)`` and put masters into the new group; on TypeError it is removed again."""
+        add(group)
+        added = optimizer.param_groups[-1]
+        try:
+            _check_dtypes(added)
+        except TypeError:
+            optimizer.param_groups.pop()
+            raise
+        self._adopt_group(optimizer, added)
+
+    def adopt_unfrozen(self, optimizer: Optimizer) -> None:
+        """Create masters for parameters that were frozen when their group was adopted and now require gradients."""
+        ids = {id(parameter) for parameter in self.frozen if parameter.requires_grad}
+        if not ids:
+            return
+        for place, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) in ids:
+                    _check_dtypes({"params": [parameter]})
+                    group["params"][i] = self._adopt(optimizer, parameter, place)
+        self.frozen = [parameter for parameter in self.frozen if id(parameter) not in ids]
+
+    def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        for groups in (self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups):
+            groups.append([])
+        for i, parameter in enumerate(group["params"]):
+            if parameter.requires_grad:
+                group["params"][i] = self._adopt(optimizer, parameter, -1)
+            else:
+                self.frozen.append(parameter)
+
+    def _adopt(self, optimizer: Optimizer, parameter: Tensor, place: int) -> Tensor:
+        """Return what the optimizer steps on in place of ``parameter`` of group ``place``."""
+        if parameter.dtype is torch.float32:
+            self.all_fp32_from_fp32_params.append(parameter)
+            self.fp32_from_fp32_groups[place].append(parameter)
+            return parameter
+        master = parameter.detach().float().requires_grad_()
+        self.all_fp16_params.append(parameter)
+        self.all_fp32_from_fp16_params.append(master)
+        self.fp16_groups[place].append(parameter)
+        self.fp32_from_fp16_groups[place].append(master)
+        self._versions.append(parameter._version)
+        if parameter in optimizer.state:
+            optimizer.state[master] = recast_state(optimizer.state.pop(parameter), master)
+        return master
+
+    def record_versions(self) -> None:
+        """Note that model weights and masters correspond as they are now."""
+        self._versions = [parameter._version for parameter in self.all_fp16_params]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Update the masters of model weights that were written since they were last seen."""
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, self._versions, strict=True)
+        if stale := [(parameter, master) for parameter, master, version in pairs if parameter._version != version]:
+            self._reconcile(stale)
+            self.record_versions()
+
+    @torch.no_grad()
+    def load(self, saved: dict[Tensor, Tensor]) -> None:
+        """Take over saved values ({master: value}) as far as they round to the model's weights.
+
+        They are kept until the first step, because the weights they belong to may be loaded after them.
+        """
+        self.saved = saved
+        self._reconcile(list(zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)))
+        self.record_versions()
+
+    def _reconcile(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for parameter, master in pairs:
+            candidate = self.saved.get(master, master)
+            master.copy_(torch.where(candidate.to(parameter.dtype) == parameter, candidate, parameter.float()))
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Round the masters into the model."""
+        if self.all_fp16_params:
+            torch._foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
+            self.record_versions()
+
+
+def recast_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return the ``state`` of one parameter with its element-wise tensors in the parameter's dtype.
+
+    Counters stay as they are: rounded to float16, a step count would stop at 2048.
+    """
+    return {
+        key: value.to(parameter.dtype)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and key != "step"
+        else value
+        for key, value in state.items()
+    }
+
+
+def _check_dtypes(group: dict[str, Any]) -> None:
+    for parameter in group["params"]:
+        if parameter.requires_grad and parameter.dtype not in (*REDUCED, torch.float32):
+            raise TypeError(
+                f"The optimizer holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}; with master "
+                "weights only float32, float16 and bfloat16 are allowed. Cast it with .float() first; with amp, "
+                'opt_level="O1" takes it as it is.'
+            )

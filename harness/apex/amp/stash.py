@@ -1,0 +1,73 @@
+"""``optimizer._amp_stash``: what amp keeps about one optimizer, and how masters travel in its state dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.apex.accumulated_gradients import take_aside
+from harness.apex.amp.master_weights import MasterWeights
+
+SAVED = "master_params"  # key in each param group of a saved optimizer: one tensor or None per parameter
+
+
+class AmpStash(MasterWeights):
+    """The masters of an optimizer, if its level has them, and the state of its next step.
+
+    ``already_patched``: the next ``step()`` will be skipped. ``params_have_scaled_gradients``: gradients of delayed
+    contexts wait to be unscaled; they carry the scale ``scaled_by``.
+    """
+
+    def __init__(self, master_weights: bool) -> None:
+        super().__init__()
+        self.master_weights = master_weights
+        self.already_patched = False
+        self.lazy_init_called = not master_weights
+        self.params_have_scaled_gradients = False
+        self.scaled_by = 1.0
+        self.deferred_to: Any = None  # the scaler whose overflow check waits for a reduction over ranks
+        self.undo: list[Any] = []
+
+    def drop_master_gradients(self) -> None:
+        """Clear the gradients of masters that were made from model parameters."""
+        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            master.grad = None
+            take_aside(parameter)
+
+
+def stash_of(optimizer: Optimizer) -> AmpStash:
+    """Return the stash of an optimizer that ``amp.initialize`` has prepared."""
+    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    return stash
+
+
+def lazy_init(optimizer: Optimizer) -> None:
+    """Create the masters of ``optimizer``, once, at its first use; gradients that already exist are kept."""
+    stash = stash_of(optimizer)
+    if not stash.lazy_init_called:
+        stash.adopt_all(optimizer)
+        stash.lazy_init_called = True
+        take_saved(optimizer)
+
+
+def take_saved(optimizer: Optimizer) -> None:
+    """Move the saved masters out of the groups of ``optimizer`` (see ``SAVED``) into its masters.
+
+    Without saved masters (a checkpoint of Apex or of another level) the masters follow the model's weights.
+    """
+    stash = stash_of(optimizer)
+    masters = {id(master) for master in stash.all_fp32_from_fp16_params}
+    saved: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        for master, value in zip(group["params"], group.pop(SAVED, None) or [], strict=False):
+            if value is not None and id(master) in masters and value.shape == master.shape:
+                saved[master] = value.to(master.device, master.dtype)
+    stash.load(saved)
+
+
+def saved_masters(optimizer: Optimizer) -> list[list[Tensor | None]]:
+    """Return per group and parameter the master (an alias, like all of a state dict), or None where there is none."""
+    masters = {id(master) for master in stash_of(optimizer).all_fp32_from_fp16_params}
+    return [[p.detach() if id(p) in masters else None for p in group["params"]] for group in optimizer.param_groups]
