@@ -1,10 +1,11 @@
-"""Casting of models and of what goes through them (contract 3.1, 3.4, 3.5)."""
+"""Casts of models, of their inputs and outputs, and of their state dicts (contract 3.1, 3.4, 3.5)."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.apex import amp
-from harness.apex.amp.model_casts import cast_tree
+from harness.apex import amp, fp16_utils
+from tests.apex.shared import same
 
 HALF = torch.float16
 Point = namedtuple("Point", "x y")  # noqa: PYI024
@@ -50,48 +51,39 @@ def f(*shape):
     return torch.ones(*shape or (2,))
 
 
+half = fp16_utils.tofp16()
+
+
+# name: (value, how to reach its tensor)
+CONTAINERS: dict[str, tuple[Any, Callable[[Any], torch.Tensor]]] = {
+    "list": ([f(), 1, "text"], lambda v: v[0]),
+    "nested": ({"a": [(f(), 1)]}, lambda v: v["a"][0][0]),
+    "named tuple": (Point(f(), torch.tensor([1])), lambda v: v.x),
+    "dataclass": (Output(f(), None), lambda v: v.logits),
+    "frozen dataclass": (Frozen(f()), lambda v: v.logits),
+    "ordered dict": (OrderedDict(a=f()), lambda v: v["a"]),
+    "default dict": (defaultdict(list, a=f()), lambda v: v["a"]),
+    "model output": (ModelOutput(logits=f()), lambda v: v.logits),
+    "object with to()": (Batch(f()), lambda v: v.x),
+    "packed sequence": (nn.utils.rnn.pack_padded_sequence(f(3, 2, 4), [3, 2]), lambda v: v.data),
+    "float64": (f().double(), lambda v: v),
+    "bfloat16": (f().bfloat16(), lambda v: v),
+}
+
+
 @pytest.mark.contract("3.4", "7.2")
-def test_trees_keep_their_types():
-    half = cast_tree(
-        {
-            "list": [f(), (f(), 1, "text")],
-            "named": Point(f(), torch.tensor([1])),
-            "dataclass": Output(f(), None),
-            "frozen": Frozen(f()),
-            "ordered": OrderedDict(a=f()),
-            "default": defaultdict(list, a=f()),
-            "model output": ModelOutput(logits=f()),
-            "batch": Batch(f()),
-            "double": f().double(),
-            "bfloat16": f().bfloat16(),
-        },
-        HALF,
-    )
-    assert half["list"][0].dtype is HALF
-    assert half["list"][1][0].dtype is HALF
-    assert half["list"][1][1:] == (1, "text")
-    assert type(half["named"]) is Point
-    assert half["named"].x.dtype is HALF
-    assert half["named"].y.dtype is torch.int64
-    assert type(half["dataclass"]) is Output
-    assert half["dataclass"].logits.dtype is HALF
-    assert half["frozen"].logits.dtype is HALF
-    assert type(half["ordered"]) is OrderedDict
-    assert half["ordered"]["a"].dtype is HALF
-    assert half["default"].default_factory is list
-    assert half["model output"].logits.dtype is HALF
-    assert half["model output"]["logits"].dtype is HALF
-    assert half["batch"].x.dtype is HALF
-    assert half["double"].dtype is HALF
-    assert half["bfloat16"].dtype is HALF
-
-
-@pytest.mark.contract("3.4")
-def test_originals_are_not_changed():
-    value = {"a": Output(f()), "b": ModelOutput(x=f())}
-    cast_tree(value, HALF)
-    assert value["a"].logits.dtype is torch.float32
-    assert value["b"].x.dtype is torch.float32
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers_keep_their_type_and_are_not_changed(name):
+    value, tensor = CONTAINERS[name]
+    before = tensor(value).dtype
+    found = half(value)
+    assert type(found) is type(value)
+    assert tensor(found).dtype is HALF
+    assert tensor(value).dtype is before
+    if name == "model output":
+        assert found["logits"].dtype is HALF, "as a key too"
+    if name == "default dict":
+        assert found.default_factory is list
 
 
 @pytest.mark.contract("3.4")
@@ -99,25 +91,17 @@ def test_originals_are_not_changed():
     "value",
     [None, 1, 2.0, "text", b"bytes", range(3), torch.Size([1]), torch.tensor([1]), {"a": 1}, [1, "b"], int, object()],
 )
-def test_what_holds_nothing_to_cast_comes_back_itself(value):
-    assert cast_tree(value, HALF) is value
+def test_value_without_floating_tensors_is_returned_itself(value):
+    assert half(value) is value
 
 
 @pytest.mark.contract("3.4")
 def test_generators_and_modules_pass_through():
     generator, module = (t for t in [f()]), nn.Linear(1, 1)
-    assert cast_tree(generator, HALF) is generator
+    assert half(generator) is generator
     assert next(generator).dtype is torch.float32
-    assert cast_tree(module, HALF) is module
+    assert half(module) is module
     assert module.weight.dtype is torch.float32
-
-
-@pytest.mark.contract("3.4")
-def test_packed_sequences():
-    packed = nn.utils.rnn.pack_padded_sequence(f(3, 2, 4), [3, 2])
-    half = cast_tree(packed, HALF)
-    assert type(half) is type(packed)
-    assert half.data.dtype is HALF
 
 
 class Net(nn.Module):
@@ -157,7 +141,7 @@ def test_o2_keeps_affine_batch_norm_only(level, dtype):
 
 
 @pytest.mark.contract("3.1")
-def test_overrides_of_casting():
+def test_overrides_change_what_is_cast():
     assert start("O3").norm.weight.dtype is HALF
     assert start("O3", keep_batchnorm_fp32=True).norm.weight.dtype is torch.float32
     assert start("O2", keep_batchnorm_fp32=False).norm.weight.dtype is HALF
@@ -169,7 +153,7 @@ def test_overrides_of_casting():
 
 
 @pytest.mark.contract("3.1")
-def test_o0_is_a_cast_to_float32():
+def test_o0_casts_to_float32():
     net = amp.initialize(Net().double(), [], opt_level="O0", verbosity=0)[0]
     assert net.first.weight.dtype is torch.float32
 
@@ -195,9 +179,7 @@ def test_state_dicts_are_float32_and_load_back(level):
     assert set(wrapped.state_dict()) == {f"0.{name}" for name in saved}
     twin = start(level)
     twin.load_state_dict(saved)
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert a.dtype is b.dtype
+    assert same(net.parameters(), twin.parameters())
 
 
 @pytest.mark.contract("3.5", "7.2")

@@ -1,4 +1,4 @@
-"""fp16_utils: half-precision models, masters by hand, the scalers, and FP16_Optimizer (contract 1.1, 6.1)."""
+"""fp16_utils: half-precision models, masters by hand, loss scalers, and FP16_Optimizer (contract 1.1, 6.1)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from harness.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from tests.apex.shared import copies, same, through_a_file
 
 pytestmark = pytest.mark.contract("1.1")
 HALF = torch.float16
+INF = float("inf")
 
 NAMES = """network_to_half BN_convert_float convert_network convert_module tofp16 FP16Model FP16_Optimizer LossScaler
 DynamicLossScaler prep_param_lists model_grads_to_master_grads master_params_to_model_params clip_grad_norm
@@ -101,7 +103,7 @@ def test_network_to_half_does_not_round_batch_norm():
     assert model(torch.randn(2, 3, 5, 5)).dtype == HALF
 
 
-def test_batch_norm_back_to_float():
+def test_affine_batch_norm_is_converted_back_to_float32():
     net = nn.Sequential(Net().half(), nn.BatchNorm1d(3).half(), nn.LayerNorm(3).half())
     assert BN_convert_float(net) is net
     assert dtypes(net[0]) == EXPECTED
@@ -118,7 +120,7 @@ def test_convert_network_keeps_parameters_and_gradients():
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16} == {weight.grad.dtype}
 
 
-def test_convert_module_converts_itself_alone():
+def test_convert_module_leaves_children_alone():
     net = Net()
     net.own = nn.Parameter(torch.ones(2))
     net.own.grad = torch.ones(2)
@@ -131,8 +133,7 @@ def test_convert_module_converts_itself_alone():
     assert net.conv.weight.dtype == torch.float32
 
 
-def test_tofp16():
-    assert tofp16()(torch.ones(2)).dtype == HALF
+def test_tofp16_casts_floating_tensors_in_containers():
     assert tofp16()(torch.tensor([70000])).item() == 70000
     assert [t.dtype for t in tofp16()([torch.ones(1), torch.ones(1)])] == [HALF, HALF]
 
@@ -151,36 +152,32 @@ def test_masters_by_hand(flat):
     assert all(m.requires_grad and m.is_leaf for m in masters)
 
     model[1](model[0](torch.ones(1, 3).half())).sum().backward()  # the last layer gets no gradient
-    model_grads_to_master_grads(params, masters, flat_master=flat)
     expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    if flat:
-        assert torch.equal(masters[0].grad, torch.cat([g.reshape(-1) for g in expected]).float())
-    else:
-        assert masters[-1].grad is None
-        assert all(torch.equal(m.grad, g.float()) for m, g in zip(masters[:3], expected, strict=False))
+    for _ in range(2):  # the second time gradients are replaced, not added to
+        model_grads_to_master_grads(params, masters, flat_master=flat)
+        if flat:
+            assert torch.equal(masters[0].grad, torch.cat([g.reshape(-1) for g in expected]).float())
+        else:
+            assert masters[-1].grad is None
+            assert same([m.grad for m in masters[:3]], [g.float() for g in expected[:3]])
 
     with torch.no_grad():
         for master in masters:
             master.add_(1.0)
-    before = [p.clone() for p in params]
+    before = copies(params)
     master_params_to_model_params(params, masters, flat_master=flat)
-    for param, old in zip(params, before, strict=True):
-        assert torch.equal(param, (old.float() + 1).half())
-    # once more: gradients are replaced, not added to, and those that are gone leave none
-    model_grads_to_master_grads(params, masters, flat_master=flat)
-    assert torch.equal(masters[0].grad.reshape(-1)[:12], expected[0].reshape(-1).float())
+    assert same(params, [(old.float() + 1).half() for old in before])
     params[0].grad = None
     model_grads_to_master_grads(params, masters, flat_master=flat)
     assert not masters[0].grad[:12].any() if flat else masters[0].grad is None
 
 
-def test_masters_are_no_aliases_of_float32_parameters():
-    model = nn.Linear(2, 2)
-    params, masters = prep_param_lists(model)
+def test_masters_by_hand_do_not_alias_float32_parameters():
+    params, masters = prep_param_lists(nn.Linear(2, 2))
     assert masters[0].data_ptr() != params[0].data_ptr()
 
 
-def test_a_flat_master_takes_one_dtype():
+def test_flat_master_takes_one_dtype():
     with pytest.raises(ValueError, match=r"one dtype; here are .*float16.*float32.*flat_master=False"):
         prep_param_lists(BN_convert_float(Net().half()), flat_master=True)
 
@@ -193,20 +190,30 @@ def test_to_python_float(value):
 # Scalers
 
 
-def test_static_scaler():
+def with_grad(values, dtype=torch.float32) -> torch.Tensor:
+    parameter = nn.Parameter(torch.zeros(len(values), dtype=dtype))
+    parameter.grad = torch.tensor(values, dtype=dtype)
+    return parameter
+
+
+def test_static_scaler_never_looks_for_overflow():
     scaler = LossScaler(128.0)
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.tensor([1.0, float("inf")])
-    assert scaler.has_overflow([weight]) is False
+    assert scaler.has_overflow([with_grad([1.0, INF])]) is False
     scaler.update_scale(True)
     assert scaler.loss_scale == 128.0
     assert LossScaler().loss_scale == 1
 
 
-def test_dynamic_scaler_starts_with_the_legacy_constants():
-    assert vars(DynamicLossScaler()) == {
+def test_dynamic_scaler_has_the_legacy_constants():
+    scaler = DynamicLossScaler()
+    assert vars(scaler) == {
         "cur_scale": 2.0**32, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000
     }  # fmt: skip
+    for _ in range(999):
+        scaler.update_scale(False)
+    assert scaler.loss_scale == 2.0**32
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 2.0**33
 
 
 def test_dynamic_scaler_trace():
@@ -218,45 +225,27 @@ def test_dynamic_scaler_trace():
     assert trace == [16, 16, 64, 16, 16, 16, 64, 16, 4, 1, 1]
     scaler.cur_scale = 0.5
     scaler.update_scale(True)
-    assert scaler.loss_scale == 0.5  # never upwards
-
-
-def test_default_window():
-    scaler = DynamicLossScaler(8.0)
-    for _ in range(999):
-        scaler.update_scale(False)
-    assert scaler.loss_scale == 8.0
-    scaler.update_scale(False)
-    assert scaler.loss_scale == 16.0
+    assert scaler.loss_scale == 0.5, "an overflow never raises the scale"
 
 
 @pytest.mark.parametrize("settings", [{"init_scale": 0}, {"scale_factor": 1.0}, {"scale_window": 0}])
-def test_impossible_settings(settings):
+def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         DynamicLossScaler(**settings)
 
 
-def with_grad(values, dtype=torch.float32) -> torch.Tensor:
-    parameter = nn.Parameter(torch.zeros(len(values), dtype=dtype))
-    parameter.grad = torch.tensor(values, dtype=dtype)
-    return parameter
-
-
-def test_what_is_an_overflow():
-    inf, scaler = float("inf"), DynamicLossScaler()
+def test_overflow_is_any_inf_or_nan_in_any_dtype():
+    scaler = DynamicLossScaler()
     finite = [with_grad([1.0, -2.0]), with_grad([3e38, 3e38]), with_grad([65504.0] * 9, HALF), with_grad([])]
-    without = nn.Parameter(torch.ones(1))
-    assert scaler.has_overflow([*finite, without]) is False
+    assert scaler.has_overflow([*finite, nn.Parameter(torch.ones(1))]) is False
     assert scaler.has_overflow([]) is False
-    for bad in (inf, -inf, float("nan")):
+    for bad in (INF, -INF, float("nan")):
         for dtype in (HALF, torch.bfloat16, torch.float32, torch.float64):
             assert scaler.has_overflow([*finite, with_grad([1.0, bad, 1.0], dtype)]) is True
-    table = nn.Embedding(5, 2, sparse=True)
-    table(torch.tensor([1, 1])).sum().backward()
-    assert scaler.has_overflow([table.weight]) is False
-    table.zero_grad()
-    (table(torch.tensor([1, 2])).sum() * inf).backward()
-    assert scaler.has_overflow([table.weight]) is True
+    for factor in (1.0, INF):
+        table = nn.Embedding(5, 2, sparse=True)
+        (table(torch.tensor([1, 1])).sum() * factor).backward()
+        assert scaler.has_overflow([table.weight]) is (factor == INF)
 
 
 def test_scale_gradient_is_a_backward_hook():
@@ -271,19 +260,31 @@ def test_scale_gradient_is_a_backward_hook():
 # FP16_Optimizer
 
 
+MAKERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
+
+
 def make_model(dtype=HALF) -> nn.Module:
     torch.manual_seed(3)
     return convert_network(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)), dtype)
 
 
-def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+def build(maker="sgd", dtype=HALF, **arguments) -> tuple[nn.Module, FP16_Optimizer]:
+    model = make_model(dtype)
+    inner = MAKERS[maker](model.parameters()) if isinstance(maker, str) else maker(model.parameters())
+    return model, FP16_Optimizer(inner, **arguments)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    x, target = data(step)
+    generator = torch.Generator().manual_seed(step)
+    x, target = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
     return nn.functional.mse_loss(model(x.to(model[0].weight.dtype)).float(), target)
+
+
+def masters_of(optimizer: FP16_Optimizer) -> list[torch.Tensor]:
+    return optimizer.param_groups[0]["params"]
 
 
 def train(model, optimizer, steps, clip=None) -> list[float]:
@@ -322,32 +323,23 @@ def by_hand(model, make_optimizer, steps, scale, clip=None) -> tuple[list[float]
     return losses, masters
 
 
-MAKERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-}
-
-
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_equals_the_recipe_by_hand(dtype, maker, dynamic, clip):
-    model, twin = make_model(dtype), make_model(dtype)
+def test_training_equals_the_recipe_by_hand(dtype, maker, dynamic, clip):
     arguments = {"dynamic_loss_args": {"init_scale": 1024.0}} if dynamic else {"static_loss_scale": 1024.0}
-    optimizer = FP16_Optimizer(MAKERS[maker](model.parameters()), dynamic_loss_scale=dynamic, **arguments)
+    model, optimizer = build(maker, dtype, dynamic_loss_scale=dynamic, **arguments)
+    twin = make_model(dtype)
     losses = train(model, optimizer, range(8), clip)
     expected, masters = by_hand(twin, MAKERS[maker], range(8), 1024.0, clip)
     assert losses == expected
     assert losses[-1] != losses[0]
-    for one, other in zip(optimizer.param_groups[0]["params"], masters, strict=True):
-        assert one.dtype == torch.float32
-        assert torch.equal(one, other)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert same(masters_of(optimizer), masters)
+    assert same(model.parameters(), twin.parameters())
 
 
-def test_masters_stand_where_half_parameters_stood():
+def test_masters_replace_half_parameters_in_the_groups():
     model = make_model()
     inside = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 1.0}], lr=0.1)
     optimizer = FP16_Optimizer(inside)
@@ -355,14 +347,13 @@ def test_masters_stand_where_half_parameters_stood():
     assert optimizer.param_groups is inside.param_groups
     assert optimizer.state is inside.state
     assert optimizer.fp16_groups == [[model[0].weight, model[0].bias], []]
-    assert inside.param_groups[1]["params"][0] is model[1].weight  # float32 is its own master
+    assert inside.param_groups[1]["params"][0] is model[1].weight, "float32 is its own master"
     assert optimizer.fp32_from_fp32_groups == [[], [model[1].weight, model[1].bias]]
-    for master, param in zip(optimizer.fp32_from_fp16_groups[0], optimizer.fp16_groups[0], strict=True):
-        assert torch.equal(master, param.float())
+    assert same(optimizer.fp32_from_fp16_groups[0], [p.float() for p in optimizer.fp16_groups[0]])
     assert isinstance(optimizer, torch.optim.Optimizer)
 
 
-def test_state_the_optimizer_already_has_moves_to_the_masters():
+def test_existing_optimizer_state_moves_to_the_masters():
     model = make_model()
     inside = MAKERS["adam"](model.parameters())
     loss_of(model, 0).backward()
@@ -377,75 +368,56 @@ def test_state_the_optimizer_already_has_moves_to_the_masters():
 # Overflow
 
 
-def snapshot(model, optimizer):
-    return copy.deepcopy([model.state_dict(), optimizer.optimizer.state_dict(), optimizer.param_groups[0]["params"]])
-
-
-def test_real_overflow_skips_and_halves(caplog):
-    model = make_model()
-    optimizer = FP16_Optimizer(MAKERS["adam"](model.parameters()), dynamic_loss_scale=True)
+def test_overflow_skips_the_step_and_halves_the_scale(caplog):
+    model, optimizer = build("adam", dynamic_loss_scale=True)
     assert optimizer.loss_scale == 2.0**32
     seen = []
     for _ in range(30):
-        params = [p.clone() for p in (*model.parameters(), *optimizer.param_groups[0]["params"])]
+        params = copies((*model.parameters(), *masters_of(optimizer)))
         optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        optimizer.backward(loss)
+        optimizer.backward(loss_of(model, 0))
         before, overflow = optimizer.loss_scale, optimizer.overflow
         if overflow:
             assert optimizer.clip_master_grads(1.0) == -1
             assert optimizer.inspect_master_grad_data() is None
         assert optimizer.step() is None
-        same = all(
-            torch.equal(a, b)
-            for a, b in zip(params, (*model.parameters(), *optimizer.param_groups[0]["params"]), strict=True)
-        )
-        assert same == overflow
+        assert same(params, (*model.parameters(), *masters_of(optimizer))) == overflow
         assert optimizer.loss_scale == (before / 2 if overflow else before)
         seen.append(overflow)
     assert seen[0]
     assert not seen[-1]
-    assert seen == sorted(seen, reverse=True)  # it finds its place and stays
+    assert seen == sorted(seen, reverse=True), "it finds a scale that fits and keeps it"
     assert f"loss scale {2.0**32:g}, now {2.0**31:g}" in caplog.text
 
 
-def test_a_nan_in_a_float32_parameter_skips_too():
-    model = make_model()
-    optimizer = FP16_Optimizer(
-        MAKERS["sgd"](model.parameters()), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0}, verbose=False
-    )
-    before = snapshot(model, optimizer)
+def test_nan_in_a_float32_parameter_skips_the_step():
+    arguments = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 8.0}, "verbose": False}
+    model, optimizer = build(**arguments)
+    before = copies((*model.parameters(), *masters_of(optimizer)))
     optimizer.backward(model[1].weight.sum() * float("nan"))
     assert optimizer.overflow
     optimizer.step()
     assert optimizer.loss_scale == 4.0
-    after = snapshot(model, optimizer)
-    assert str(before) == str(after)
+    assert same(before, (*model.parameters(), *masters_of(optimizer)))
+    assert not optimizer.state
 
 
-def test_quiet_when_asked(caplog):
-    model = make_model()
-    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), dynamic_loss_scale=True, verbose=False)
+def test_skipped_steps_are_not_logged_unless_verbose(caplog):
+    model, optimizer = build(dynamic_loss_scale=True, verbose=False)
     train(model, optimizer, range(2))
     assert optimizer.loss_scale == 2.0**30
     assert caplog.text == ""
 
 
-def test_a_static_scale_never_skips():
-    model = make_model()
-    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), static_loss_scale=2.0**32)
+def test_static_scale_never_skips():
+    model, optimizer = build(static_loss_scale=2.0**32)
     train(model, optimizer, [0])
     assert not optimizer.overflow
     assert not model[0].weight.isfinite().all()
 
 
-def test_scale_grows_by_steps():
-    model = make_model()
-    optimizer = FP16_Optimizer(
-        MAKERS["sgd"](model.parameters()),
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 8.0, "scale_window": 2},
-    )
+def test_scale_grows_by_steps_and_may_be_set():
+    model, optimizer = build(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0, "scale_window": 2})
     train(model, optimizer, range(4))
     assert optimizer.loss_scale == 32.0
     optimizer.loss_scale = 4.0
@@ -460,10 +432,10 @@ def grads(optimizer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("scale", [1.0, 256.0])
-def test_backwards_add_up_in_every_precision(scale):
+def test_backward_calls_add_up_in_every_precision(scale):
     """Apex divided the gradients of float32 parameters by the scale once for every backward."""
-    model = make_model().eval()
-    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), static_loss_scale=scale)
+    model, optimizer = build(static_loss_scale=scale)
+    model.eval()
     singles = []
     for step in (0, 1):
         optimizer.zero_grad()
@@ -481,22 +453,19 @@ def test_backwards_add_up_in_every_precision(scale):
             torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-4)
 
 
-def test_gradients_are_the_masters_after_backward():
-    model = make_model()
-    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), static_loss_scale=64.0)
+def test_masters_hold_unscaled_gradients_after_backward():
+    model, optimizer = build(static_loss_scale=64.0)
     optimizer.backward(loss_of(model, 0))
     assert torch.equal(grads(optimizer)[0], model[0].weight.grad.float() / 64)
-    total = optimizer.clip_master_grads(1e-3)
-    assert total > 1e-3
+    assert optimizer.clip_master_grads(1e-3) > 1e-3
     assert torch.stack([g.norm() for g in grads(optimizer)]).norm() == pytest.approx(1e-3, rel=1e-3)
-    assert optimizer.clip_master_grads(1.0, norm_type=float("inf")) == max(g.abs().max() for g in grads(optimizer))
+    assert optimizer.clip_master_grads(1.0, norm_type=INF) == max(g.abs().max() for g in grads(optimizer))
 
 
 @pytest.mark.parametrize("argument", ["set_grads_to_None", "set_to_none"])
 def test_zero_grad(argument):
-    model = make_model()
-    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()))
-    everything = [*model.parameters(), *optimizer.param_groups[0]["params"]]
+    model, optimizer = build()
+    everything = [*model.parameters(), *masters_of(optimizer)]
     optimizer.backward(loss_of(model, 0))
     assert any(p.grad.any() for p in everything)
     optimizer.zero_grad()
@@ -506,9 +475,8 @@ def test_zero_grad(argument):
     assert all(p.grad is None for p in everything)
 
 
-def test_parameters_without_gradient_stay():
-    model = make_model()
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
+def test_parameters_without_gradient_do_not_move():
+    model, optimizer = build(lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.5))
     train(model, optimizer, [0])
     optimizer.zero_grad(set_to_none=True)
     optimizer.backward(model[3].weight.float().sum())
@@ -533,8 +501,7 @@ def test_sparse_gradients():
 
 
 def test_retain_graph():
-    model = make_model()
-    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()))
+    model, optimizer = build()
     loss = loss_of(model, 0)
     optimizer.backward(loss, retain_graph=True)
     once = grads(optimizer)
@@ -548,10 +515,9 @@ def test_retain_graph():
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_closure_is_the_same_step(maker):
-    model, twin = make_model(), make_model()
-    optimizer = FP16_Optimizer(MAKERS[maker](model.parameters()), static_loss_scale=128.0)
-    plain = FP16_Optimizer(MAKERS[maker](twin.parameters()), static_loss_scale=128.0)
+def test_step_with_a_closure_equals_the_plain_step(maker):
+    model, optimizer = build(maker, static_loss_scale=128.0)
+    twin, plain = build(maker, static_loss_scale=128.0)
     for step in range(4):
 
         def closure(step=step):
@@ -561,14 +527,14 @@ def test_a_closure_is_the_same_step(maker):
             return loss
 
         assert [optimizer.step(closure).item()] == train(twin, plain, [step])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model.parameters(), twin.parameters())
     assert optimizer.first_closure_call_this_step
 
 
-def test_a_closure_called_again_sees_the_moved_weights_and_finds_a_scale():
-    model = make_model()
-    inside = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
-    optimizer = FP16_Optimizer(inside, dynamic_loss_scale=True, verbose=False)
+def test_closure_is_called_again_on_moved_weights_and_at_smaller_scales():
+    model, optimizer = build(
+        lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4), dynamic_loss_scale=True, verbose=False
+    )
     weights, kept = [], []
 
     def closure():
@@ -578,21 +544,19 @@ def test_a_closure_called_again_sees_the_moved_weights_and_finds_a_scale():
         weights.append(model[0].weight.detach().clone())
         if not optimizer.overflow:
             kept.append(loss.item())
-            for p, master in zip(optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True):
-                assert torch.equal(p, master.half())
+            assert same(optimizer.fp16_groups[0], [m.half() for m in optimizer.fp32_from_fp16_groups[0]])
         return loss
 
     for _ in range(3):
         assert optimizer.step(closure).isfinite()
-    assert len(weights) > len(kept) > 3  # it was called again after overflows
+    assert len(weights) > len(kept) > 3, "it is called again after overflows"
     assert not torch.equal(weights[0], weights[-1])
     assert kept[-1] < kept[0] / 2
     assert 1.0 <= optimizer.loss_scale < 2.0**32
 
 
-def test_a_closure_that_is_never_finite_ends():
-    model = make_model()
-    optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()), dynamic_loss_scale=True, verbose=False)
+def test_closure_that_is_never_finite_raises():
+    model, optimizer = build(dynamic_loss_scale=True, verbose=False)
     calls = []
 
     def closure():
@@ -609,7 +573,7 @@ def test_a_closure_that_is_never_finite_ends():
 # Which parameters
 
 
-def test_groups_added_later():
+def test_groups_added_later_get_masters():
     model = make_model()
     optimizer = FP16_Optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), static_loss_scale=16.0)
     optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.2})
@@ -632,11 +596,11 @@ def test_other_dtypes_are_refused_before_anything_changes():
     assert inside.param_groups[0]["params"][0] is half
 
 
-def test_frozen_parameters_stay_and_may_not_thaw():
+def test_unfreezing_a_parameter_without_master_is_refused():
     model = make_model()
     model[0].requires_grad_(False)
     optimizer = FP16_Optimizer(MAKERS["sgd"](model.parameters()))
-    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert masters_of(optimizer)[0] is model[0].weight
     train(model, optimizer, range(2))
     model[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match="has no master"):
@@ -649,204 +613,13 @@ def test_only_an_optimizer_is_wrapped(what):
         FP16_Optimizer(what)
 
 
-def test_masters_twice_are_refused():
-    model = make_model()
+def test_optimizers_that_have_masters_are_refused():
     with pytest.raises(RuntimeError, match="has masters already"):
-        FP16_Optimizer(FP16_Optimizer(MAKERS["sgd"](model.parameters())))
+        FP16_Optimizer(build()[1])
     net = nn.Linear(2, 2)
     _, optimizer = amp.initialize(net, MAKERS["sgd"](net.parameters()), opt_level="O2", verbosity=0)
     with pytest.raises(RuntimeError, match="of amp"):
         FP16_Optimizer(optimizer)
-
-
-def test_weights_loaded_late_are_not_lost():
-    """In Apex the first step put back the weights from before."""
-    model = make_model()
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    loaded = {name: value + 1 for name, value in model.state_dict().items()}
-    model.load_state_dict(loaded)
-    train(model, optimizer, [0])
-    assert torch.equal(model[0].weight, loaded["0.weight"])
-    assert torch.equal(optimizer.state_dict()["fp32_from_fp16"][0][0], loaded["0.weight"].float())
-
-
-def test_schedulers_take_it():
-    model = make_model()
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    train(model, optimizer, [0])
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.5
-    assert "lr: 0.5" in repr(optimizer)
-
-
-def test_step_hooks_are_those_of_the_optimizer_inside():
-    model = make_model()
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    train(model, optimizer, range(3))
-    assert len(calls) == 3
-
-
-# Saving and loading
-
-
-def fresh(maker="adam", **arguments):
-    model = make_model()
-    arguments = arguments or {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**18}}
-    return model, FP16_Optimizer(MAKERS[maker](model.parameters()), verbose=False, **arguments)
-
-
-def through_a_file(value, weights_only=True):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_a_resume_is_the_unbroken_run(maker, order):
-    model, optimizer = fresh(maker)
-    unbroken = train(model, optimizer, range(12))
-
-    half, half_optimizer = fresh(maker)
-    before = train(half, half_optimizer, range(6))
-    saved = through_a_file({"model": half.state_dict(), "optimizer": half_optimizer.state_dict()})
-
-    resumed, resumed_optimizer = fresh(maker, static_loss_scale=1.0)
-    train(resumed, resumed_optimizer, range(20, 22))
-    loads = [
-        lambda: resumed.load_state_dict(saved["model"]),
-        lambda: resumed_optimizer.load_state_dict(saved["optimizer"]),
-    ]
-    for load in loads if order == "model first" else reversed(loads):
-        load()
-    assert before + train(resumed, resumed_optimizer, range(6, 12)) == unbroken
-    assert vars(resumed_optimizer.loss_scaler) == vars(optimizer.loss_scaler)
-    assert resumed_optimizer.dynamic_loss_scale
-    for one, other in zip(
-        resumed_optimizer.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True
-    ):
-        assert torch.equal(one, other)
-
-
-def test_keys_and_types_of_the_state():
-    model, optimizer = fresh()
-    train(model, optimizer, range(3))
-    state = optimizer.state_dict()
-    assert set(state) == {
-        "loss_scaler",
-        "dynamic_loss_scale",
-        "overflow",
-        "first_closure_call_this_step",
-        "optimizer_state_dict",
-        "fp32_from_fp16",
-    }
-    assert state["loss_scaler"] == vars(optimizer.loss_scaler)
-    assert state["loss_scaler"] is not vars(optimizer.loss_scaler)
-    assert [[t.dtype for t in group] for group in state["fp32_from_fp16"]] == [[torch.float32] * 4]
-
-
-def test_a_state_saved_between_overflow_and_step_skips_that_step():
-    model, optimizer = fresh(dynamic_loss_scale=True)
-    optimizer.backward(loss_of(model, 0))
-    assert optimizer.overflow
-    resumed, resumed_optimizer = fresh(dynamic_loss_scale=True)
-    resumed_optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
-    resumed_optimizer.step()
-    assert resumed_optimizer.loss_scale == 2.0**31
-    assert not resumed_optimizer.state
-
-
-def test_the_saved_masters_are_those_of_the_model_as_it_is():
-    model, optimizer = fresh()
-    with torch.no_grad():
-        model[0].weight.fill_(0.5)
-    assert (optimizer.state_dict()["fp32_from_fp16"][0][0] == 0.5).all()
-
-
-def old_module(name: str, **classes) -> dict[str, types.ModuleType]:
-    parts = name.split(".")
-    modules = {".".join(parts[: i + 1]): types.ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
-    for class_name in classes:
-        old = type(class_name, (), {"__module__": name, "__qualname__": class_name})
-        setattr(modules[name], class_name, old)
-    return modules
-
-
-def old_file(monkeypatch, module: str, class_name: str, attributes: dict, optimizer: FP16_Optimizer) -> bytes:
-    """What Apex wrote: the state with the scaler in it as an object of a class that only Apex had."""
-    with monkeypatch.context() as patch:
-        for name, fake in old_module(module, **{class_name: None}).items():
-            patch.setitem(sys.modules, name, fake)
-        scaler = getattr(sys.modules[module], class_name)()
-        vars(scaler).update(attributes)
-        masters = [[nn.Parameter(t.clone()) for t in group] for group in optimizer.fp32_from_fp16_groups]
-        file = io.BytesIO()
-        torch.save({**optimizer.state_dict(), "loss_scaler": scaler, "fp32_from_fp16": masters}, file)
-        return file.getvalue()
-
-
-LEGACY = ("apex.fp16_utils.loss_scaler", "DynamicLossScaler")
-OLD = {
-    "dynamic": (*LEGACY, {"cur_scale": 64.0, "cur_iter": 7, "last_overflow_iter": 2, "scale_factor": 2.0,
-                          "scale_window": 1000}, 64.0, True),
-    "static": ("apex.fp16_utils.loss_scaler", "LossScaler", {"cur_scale": 128.0}, 128.0, False),
-    "of amp": ("apex.amp.scaler", "LossScaler", {"dynamic": True, "_loss_scale": 32.0, "_max_loss_scale": 2.0**24,
-               "_min_loss_scale": None, "_scale_seq_len": 2000, "_unskipped": 1999, "_has_overflow": False,
-               "_overflow_buf": torch.zeros(1, dtype=torch.int)}, 32.0, True),
-    "of amp, static": ("apex.amp.scaler", "LossScaler", {"dynamic": False, "_loss_scale": 16.0}, 16.0, False),
-}  # fmt: skip
-
-
-@pytest.mark.contract("7.2")
-@pytest.mark.parametrize("which", OLD)
-def test_what_apex_saved_loads(monkeypatch, which):
-    module, class_name, attributes, scale, dynamic = OLD[which]
-    model, optimizer = fresh()
-    train(model, optimizer, range(12))
-    content = old_file(monkeypatch, module, class_name, attributes, optimizer)
-    assert b"apex" in content
-    assert module not in sys.modules
-
-    resumed, resumed_optimizer = fresh()
-    resumed_optimizer.load_state_dict(torch.load(io.BytesIO(content), weights_only=True))
-    assert resumed_optimizer.loss_scale == scale
-    assert resumed_optimizer.dynamic_loss_scale is dynamic
-    for one, other in zip(resumed[0].parameters(), model[0].parameters(), strict=True):
-        assert torch.equal(one, other)  # the masters went into the model
-    if which == "dynamic":
-        assert vars(resumed_optimizer.loss_scaler) == attributes
-    train(resumed, resumed_optimizer, [12])
-    assert resumed_optimizer.loss_scale == (64.0 if which == "of amp" else scale)  # its 2000th clean step
-
-
-def test_a_state_that_does_not_fit_changes_nothing():
-    model, optimizer = fresh()
-    train(model, optimizer, range(3))
-    before = str(snapshot(model, optimizer))
-    state = copy.deepcopy(optimizer.state_dict())
-    state["fp32_from_fp16"][0].pop()
-    with pytest.raises(ValueError, match="saved masters do not fit"):
-        optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match="no loss scaler of fp16_utils"):
-        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": {"scale": 1}})
-    assert str(snapshot(model, optimizer)) == before
-
-
-def test_a_deep_copy_trains_by_itself():
-    model, optimizer = fresh()
-    train(model, optimizer, range(3))
-    twin, twin_optimizer = copy.deepcopy((model, optimizer))
-    before = [p.clone() for p in model.parameters()]
-    expected = train(twin, twin_optimizer, range(3, 12))
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert train(model, optimizer, range(3, 12)) == expected
-
-
-# With amp
 
 
 @pytest.mark.contract("1.2.types")
@@ -857,3 +630,149 @@ def test_amp_refuses_it(form):
     with pytest.raises(RuntimeError, match="FP16_Optimizer"):
         amp.initialize(model, form(optimizer), opt_level="O2", verbosity=0)
     assert model.weight.dtype == torch.float32
+
+
+def test_weights_loaded_late_are_kept():
+    """In Apex the first step restored the weights from before."""
+    model, optimizer = build(lambda params: torch.optim.SGD(params, lr=0.0))
+    loaded = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    assert torch.equal(optimizer.state_dict()["fp32_from_fp16"][0][0], loaded["0.weight"].float())
+    train(model, optimizer, [0])
+    assert torch.equal(model[0].weight, loaded["0.weight"])
+
+
+def test_schedulers_and_step_hooks_work():
+    model, optimizer = build(lambda params: torch.optim.SGD(params, lr=1.0))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train(model, optimizer, [0])
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.5
+    assert "lr: 0.5" in repr(optimizer)
+    assert calls == [1]
+
+
+# Saving and loading
+
+DYNAMIC = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**18}, "verbose": False}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_resumed_run_equals_the_uninterrupted_one(maker, order):
+    model, optimizer = build(maker, **DYNAMIC)
+    uninterrupted = train(model, optimizer, range(12))
+
+    half, half_optimizer = build(maker, **DYNAMIC)
+    before = train(half, half_optimizer, range(6))
+    saved = through_a_file({"model": half.state_dict(), "optimizer": half_optimizer.state_dict()})
+
+    resumed, resumed_optimizer = build(maker, static_loss_scale=1.0)
+    train(resumed, resumed_optimizer, range(20, 22))
+    loads = [
+        lambda: resumed.load_state_dict(saved["model"]),
+        lambda: resumed_optimizer.load_state_dict(saved["optimizer"]),
+    ]
+    for load in loads if order == "model first" else reversed(loads):
+        load()
+    assert before + train(resumed, resumed_optimizer, range(6, 12)) == uninterrupted
+    assert vars(resumed_optimizer.loss_scaler) == vars(optimizer.loss_scaler)
+    assert resumed_optimizer.dynamic_loss_scale
+    assert same(masters_of(resumed_optimizer), masters_of(optimizer))
+
+
+def test_state_has_the_keys_of_apex_and_plain_data():
+    model, optimizer = build("adam", **DYNAMIC)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    assert " ".join(sorted(state)) == (
+        "dynamic_loss_scale first_closure_call_this_step fp32_from_fp16 loss_scaler optimizer_state_dict overflow"
+    )
+    assert state["loss_scaler"] == vars(optimizer.loss_scaler)
+    assert state["loss_scaler"] is not vars(optimizer.loss_scaler)
+    assert [[t.dtype for t in group] for group in state["fp32_from_fp16"]] == [[torch.float32] * 4]
+
+
+def test_state_saved_between_overflow_and_step_skips_that_step():
+    model, optimizer = build("adam", dynamic_loss_scale=True)
+    optimizer.backward(loss_of(model, 0))
+    assert optimizer.overflow
+    _, resumed_optimizer = build("adam", dynamic_loss_scale=True)
+    resumed_optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed_optimizer.step()
+    assert resumed_optimizer.loss_scale == 2.0**31
+    assert not resumed_optimizer.state
+
+
+def old_file(monkeypatch, module: str, class_name: str, attributes: dict, optimizer: FP16_Optimizer) -> bytes:
+    """A file as Apex wrote it: the state, with the scaler as an object of a class that only Apex had."""
+    parts = module.split(".")
+    with monkeypatch.context() as patch:
+        for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+        old_class = type(class_name, (), {"__module__": module, "__qualname__": class_name})
+        setattr(sys.modules[module], class_name, old_class)
+        scaler = old_class()
+        vars(scaler).update(attributes)
+        masters = [[nn.Parameter(t.clone()) for t in group] for group in optimizer.fp32_from_fp16_groups]
+        file = io.BytesIO()
+        torch.save({**optimizer.state_dict(), "loss_scaler": scaler, "fp32_from_fp16": masters}, file)
+        return file.getvalue()
+
+
+# module and class of the scaler, its attributes, scale, dynamic
+OLD = {
+    "dynamic": ("apex.fp16_utils.loss_scaler", "DynamicLossScaler", {"cur_scale": 64.0, "cur_iter": 7,
+                "last_overflow_iter": 2, "scale_factor": 2.0, "scale_window": 1000}, 64.0, True),
+    "static": ("apex.fp16_utils.loss_scaler", "LossScaler", {"cur_scale": 128.0}, 128.0, False),
+    "of amp": ("apex.amp.scaler", "LossScaler", {"dynamic": True, "_loss_scale": 32.0, "_max_loss_scale": 2.0**24,
+               "_min_loss_scale": None, "_scale_seq_len": 2000, "_unskipped": 1999, "_has_overflow": False,
+               "_overflow_buf": torch.zeros(1, dtype=torch.int)}, 32.0, True),
+    "of amp, static": ("apex.amp.scaler", "LossScaler", {"dynamic": False, "_loss_scale": 16.0}, 16.0, False),
+}  # fmt: skip
+
+
+@pytest.mark.contract("7.2")
+@pytest.mark.parametrize("which", OLD)
+def test_files_of_apex_load(monkeypatch, which):
+    module, class_name, attributes, scale, dynamic = OLD[which]
+    model, optimizer = build("adam", **DYNAMIC)
+    train(model, optimizer, range(12))
+    content = old_file(monkeypatch, module, class_name, attributes, optimizer)
+    assert b"apex" in content
+    assert module not in sys.modules
+
+    resumed, resumed_optimizer = build("adam", **DYNAMIC)
+    resumed_optimizer.load_state_dict(torch.load(io.BytesIO(content), weights_only=True))
+    assert resumed_optimizer.loss_scale == scale
+    assert resumed_optimizer.dynamic_loss_scale is dynamic
+    assert same(resumed[0].parameters(), model[0].parameters()), "the masters are copied to the model"
+    if which == "dynamic":
+        assert vars(resumed_optimizer.loss_scaler) == attributes
+    train(resumed, resumed_optimizer, [12])
+    assert resumed_optimizer.loss_scale == (64.0 if which == "of amp" else scale)  # its 2000th clean step
+
+
+def test_state_that_does_not_fit_changes_nothing():
+    model, optimizer = build("adam", **DYNAMIC)
+    train(model, optimizer, range(3))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["fp32_from_fp16"][0].pop()
+    with pytest.raises(ValueError, match="saved masters do not fit"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="no loss scaler of fp16_utils"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": {"scale": 1}})
+    assert str((model.state_dict(), optimizer.state_dict())) == str(before)
+
+
+def test_deep_copy_trains_independently():
+    model, optimizer = build("adam", **DYNAMIC)
+    train(model, optimizer, range(3))
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    before = copies(model.parameters())
+    expected = train(twin, twin_optimizer, range(3, 12))
+    assert same(model.parameters(), before)
+    assert train(model, optimizer, range(3, 12)) == expected

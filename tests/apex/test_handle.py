@@ -17,7 +17,7 @@ def half_linear() -> bool:
 
 
 @pytest.mark.contract("1.7")
-def test_init_casts_until_it_is_deactivated():
+def test_init_casts_until_deactivated():
     handle = amp.init()
     assert amp._amp_state.handle is handle
     assert handle.is_active()
@@ -30,12 +30,12 @@ def test_init_casts_until_it_is_deactivated():
 
 
 @pytest.mark.contract("1.7", "1.10")
-def test_initialize_at_o1_has_a_handle_and_ends_an_older_one():
+def test_initialize_replaces_an_older_handle():
     older = amp.init()
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert amp._amp_state.handle.is_active()
     assert not older.is_active()
-    older._deactivate()  # of no effect on what is in force now
+    older._deactivate()  # has no effect on the casts in force
     assert half_linear()
     with amp._amp_state.handle._disable_casts():
         assert not half_linear()
@@ -57,7 +57,7 @@ def test_allow_banned_and_patch_type():
 
 
 @pytest.mark.contract("1.7")
-def test_no_cache_to_speak_of():
+def test_cache_methods_exist_and_do_nothing():
     for handle in (amp.init(), amp.init(enabled=False)):
         assert not handle.has_cache
         assert handle.cache == {}
@@ -76,7 +76,7 @@ X = torch.tensor([[1.0, 2.0]])
 
 @pytest.mark.contract("1.7")
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_wrapped_optimizer_sums_its_losses_and_steps(enabled):
+def test_wrapped_optimizer_sums_its_losses_and_steps(enabled):
     handle = amp.init(enabled=enabled, loss_scale=128.0)
     model, inner = model_and_optimizer()
     optimizer = handle.wrap_optimizer(inner, num_loss=2)
@@ -92,7 +92,7 @@ def test_a_wrapped_optimizer_sums_its_losses_and_steps(enabled):
 
 
 @pytest.mark.contract("1.7")
-def test_an_overflow_in_one_loss_skips_the_step_and_moves_its_scaler_alone():
+def test_overflow_in_one_loss_skips_the_step_and_halves_only_its_scale():
     model, inner = model_and_optimizer()
     optimizer = amp.init().wrap_optimizer(inner, num_loss=2)
     for factor in (1e-4, float("inf")):
@@ -104,7 +104,7 @@ def test_an_overflow_in_one_loss_skips_the_step_and_moves_its_scaler_alone():
 
 
 @pytest.mark.contract("1.7")
-def test_wrong_use_of_a_wrapped_optimizer():
+def test_wrong_use_of_a_wrapped_optimizer_is_explained():
     model, inner = model_and_optimizer()
     optimizer = amp.init(loss_scale=2.0).wrap_optimizer(inner)
     with pytest.raises(RuntimeError, match="after 0 of 1 losses"):
@@ -122,7 +122,7 @@ def test_wrong_use_of_a_wrapped_optimizer():
 
 
 @pytest.mark.contract("1.7")
-def test_scale_loss_of_the_handle():
+def test_handle_scales_and_unscales():
     model, optimizer = model_and_optimizer()
     handle = amp.init(loss_scale=4.0)
     with handle.scale_loss(model(X).sum(), optimizer) as loss:

@@ -36,7 +36,7 @@ def start(level, **overrides):
 
 @pytest.mark.contract("1.2.properties", "8")
 @pytest.mark.parametrize("level", PROPERTIES)
-def test_properties_of_each_level(level):
+def test_each_level_has_its_properties(level):
     start(level)
     p = amp._amp_state.opt_properties
     found = (p.cast_model_type, p.patch_torch_functions, p.patch_torch_functions_type)
@@ -53,7 +53,7 @@ def test_default_is_o1():
 
 @pytest.mark.contract("1.2.order")
 @pytest.mark.parametrize("level", [None, "o1", "O6", "O", 1, ""])
-def test_unknown_level(level):
+def test_unknown_level_is_refused(level):
     with pytest.raises(RuntimeError, match="Unexpected optimization level"):
         start(level)
 
@@ -81,7 +81,7 @@ def test_unknown_level(level):
         ("O2", {"num_losses": 0}, ValueError),
     ],
 )
-def test_refused_overrides(level, overrides, error):
+def test_overrides_a_level_does_not_allow_are_refused(level, overrides, error):
     with pytest.raises(error) as caught:
         start(level, **overrides)
     assert str(caught.value), "says nothing"
@@ -125,32 +125,22 @@ def test_hard_override_turns_refusals_into_warnings(caplog):
 
 
 @pytest.mark.contract("1.2.returns")
-def test_return_shapes_are_the_objects_passed():
-    def lists():
-        m, o = pair()
-        return m, o, [m], [o]
-
-    for level in PROPERTIES:
-        amp.reset()
-        m, o, ms, os = lists()
-        assert amp.initialize(m, opt_level=level, verbosity=0) is m
-        assert amp.initialize(ms, opt_level=level, verbosity=0, enabled=False) is ms
-        amp.reset()
-        m, o, ms, os = lists()
-        assert amp.initialize(ms, None, opt_level=level, verbosity=0) is ms
-        for first, second in ((0, 1), (0, 3), (2, 1), (2, 3)):
-            amp.reset()
-            given = lists()
-            found = amp.initialize(given[first], given[second], opt_level=level, verbosity=0)
-            assert isinstance(found, tuple)
-            assert found[0] is given[first]
-            assert found[1] is given[second]
-        amp.reset()
-        empty: list = []
-        m, _, _, _ = lists()
-        found = amp.initialize(m, empty, opt_level=level, verbosity=0)
-        assert found[0] is m
-        assert found[1] is empty
+@pytest.mark.parametrize("level", PROPERTIES)
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("model_form", [lambda m: m, lambda m: [m]], ids=["model", "list"])
+@pytest.mark.parametrize(
+    "optimizer_form", [lambda o: None, lambda o: o, lambda o: [o], lambda o: []], ids=["none", "one", "list", "empty"]
+)
+def test_returns_the_objects_passed(level, enabled, model_form, optimizer_form):
+    model, optimizer = pair()
+    models, optimizers = model_form(model), optimizer_form(optimizer)
+    found = amp.initialize(models, optimizers, opt_level=level, verbosity=0, enabled=enabled)
+    if optimizers is None:
+        assert found is models
+    else:
+        assert isinstance(found, tuple)
+        assert found[0] is models
+        assert found[1] is optimizers
 
 
 @pytest.mark.contract("1.2.types", "1.3.1")
@@ -165,36 +155,36 @@ def test_disabled_validates_nothing_and_does_nothing():
     amp.load_state_dict({})
 
 
-@pytest.mark.contract("1.2.types", "1.2.order")
-@pytest.mark.parametrize("models", [(nn.Linear(1, 1),), "model", [1], None])
-def test_wrong_models(models):
-    with pytest.raises(TypeError, match="models must be either"):
-        amp.initialize(models, verbosity=0)
+LINEAR = nn.Linear(1, 1)
 
 
 @pytest.mark.contract("1.2.types", "1.2.order")
-@pytest.mark.parametrize("optimizers", ["sgd", (1,), [1], 3])
-def test_wrong_optimizers(optimizers):
-    with pytest.raises(TypeError, match="optimizers must be either"):
-        amp.initialize(nn.Linear(1, 1), optimizers, verbosity=0)
+@pytest.mark.parametrize(
+    ("models", "optimizers", "match"),
+    [((LINEAR,), None, "models"), ("model", None, "models"), ([1], None, "models"), (None, None, "models")]
+    + [(LINEAR, wrong, "optimizers") for wrong in ("sgd", (1,), [1], 3)],
+    ids=str,
+)
+def test_wrong_types_are_refused(models, optimizers, match):
+    with pytest.raises(TypeError, match=f"{match} must be either"):
+        amp.initialize(models, optimizers, verbosity=0)
 
 
 @pytest.mark.contract("1.2.types")
-def test_a_level_in_the_place_of_enabled_is_refused():
+def test_level_in_the_position_of_enabled_is_refused():
     with pytest.raises(TypeError, match="Type opt_level='O2'"):
         amp.initialize(*pair(), "O2")
 
 
 @pytest.mark.contract("1.2.types")
-def test_fp16_optimizer_is_refused():
-    kind = type("FP16_Optimizer", (), {})
-    for optimizers in (kind(), [kind()]):
-        with pytest.raises(RuntimeError, match="FP16_Optimizer, which does amp's work itself"):
-            amp.initialize(nn.Linear(1, 1), optimizers)
+def test_any_fp16_optimizer_is_refused():
+    """Also Apex's own, by its name; for the one of harness.apex see test_fp16_utils."""
+    with pytest.raises(RuntimeError, match="FP16_Optimizer, which does amp's work itself"):
+        amp.initialize(LINEAR, type("FP16_Optimizer", (), {})())
 
 
 @pytest.mark.contract("1.2.fp32")
-def test_model_not_in_float32():
+def test_model_in_half_precision_is_refused():
     model, optimizer = pair()
     with pytest.raises(RuntimeError, match="Found param 0.weight"):
         amp.initialize(model.half(), optimizer, verbosity=0)
@@ -203,7 +193,7 @@ def test_model_not_in_float32():
 
 
 @pytest.mark.contract("1.2.again")
-def test_an_optimizer_only_once():
+def test_optimizer_is_initialized_only_once():
     model, optimizer = pair()
     with pytest.raises(RuntimeError, match="once"):
         amp.initialize(model, [optimizer, optimizer], opt_level="O2", verbosity=0)
@@ -215,14 +205,14 @@ def test_an_optimizer_only_once():
 
 
 @pytest.mark.contract("5.1.7")
-def test_wrapped_too_early():
+def test_model_wrapped_too_early_is_refused():
     model, optimizer = pair()
     with pytest.raises(RuntimeError, match="AFTER"):
         amp.initialize(nn.DataParallel(model), optimizer, verbosity=0)
 
 
 @pytest.mark.contract("1.2.again")
-def test_same_model_twice_is_cast_once():
+def test_model_initialized_twice_is_cast_once():
     model, optimizer = pair()
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
     amp.initialize(model, [], opt_level="O0", verbosity=0)
@@ -230,7 +220,7 @@ def test_same_model_twice_is_cast_once():
 
 
 @pytest.mark.contract("1.2.again")
-def test_reset_gives_back_what_was_hung_on():
+def test_reset_restores_model_and_optimizer():
     model, optimizer = pair()
     plain_step = optimizer.step
     amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
@@ -245,7 +235,7 @@ def test_reset_gives_back_what_was_hung_on():
 
 
 @pytest.mark.contract("1.9")
-def test_the_level_is_printed_unless_silenced(capsys):
+def test_level_is_printed_unless_silenced(capsys):
     amp.initialize(*pair(), opt_level="O2")
     out = capsys.readouterr().out
     assert "O2" in out
@@ -255,28 +245,27 @@ def test_the_level_is_printed_unless_silenced(capsys):
 
 
 @pytest.mark.contract("1.8", "7.2")
-def test_schedulers_made_before_and_after(recwarn):
-    for make_before in (True, False):
-        for level in ("O1", "O2"):
-            amp.reset()
-            model, optimizer = pair()
-            if make_before:
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-            if not make_before:
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            with amp.scale_loss(model(torch.randn(4, 4)).sum() * float("inf"), optimizer) as loss:
-                loss.backward()
-            assert optimizer._amp_stash.already_patched
-            optimizer.step()
-            scheduler.step()
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-            optimizer.zero_grad()
-            weight = model[0].weight.detach().clone()
-            with amp.scale_loss(model(torch.randn(4, 4)).float().pow(2).mean() / 8, optimizer) as loss:
-                loss.backward()
-            optimizer.step()
-            assert (model[0].weight != weight).any()
+@pytest.mark.parametrize("make_before", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_schedulers_work_created_before_or_after(make_before, level, recwarn):
+    model, optimizer = pair()
+    if make_before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if not make_before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with amp.scale_loss(model(torch.randn(4, 4)).sum() * float("inf"), optimizer) as loss:
+        loss.backward()
+    assert optimizer._amp_stash.already_patched
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    optimizer.zero_grad()
+    weight = model[0].weight.detach().clone()
+    with amp.scale_loss(model(torch.randn(4, 4)).float().pow(2).mean() / 8, optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert (model[0].weight != weight).any()
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
 

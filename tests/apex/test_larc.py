@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from harness.apex import amp
 from harness.apex.parallel import LARC as LARC_MODULE
 from harness.apex.parallel.LARC import LARC
+from tests.apex.shared import LEVELS, copies, same
 
 pytestmark = pytest.mark.contract("5.4")
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 def _parameter(values, gradient=None, dtype=torch.float32):
@@ -27,7 +27,7 @@ def _parameter(values, gradient=None, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("clip", "expected"), [(True, [2.94, 3.92]), (False, [2.994, 3.992])])
-def test_check_values(clip, expected):
+def test_values_of_the_contract(clip, expected):
     p = _parameter([3.0, 4.0], [0.6, 0.8])
     larc = LARC(SGD([p], lr=0.1, weight_decay=0.5), clip=clip)
     larc.step()
@@ -49,7 +49,7 @@ def _by_hand(p, g, lr, decay, trust, clip, eps):
 
 @pytest.mark.parametrize(("clip", "trust", "eps"), [(True, 0.02, 1e-8), (False, 0.02, 1e-8), (False, 0.5, 0.3)])
 def test_arithmetic_of_every_parameter(clip, trust, eps):
-    """Shapes and dtypes mixed; zero weights and zero gradients left alone; groups with their own settings."""
+    """Mixed shapes and dtypes; zero weights and zero gradients are left alone; groups have their own settings."""
     generator = torch.Generator().manual_seed(0)
 
     def make(shape, dtype=torch.float32, scale=1.0):
@@ -57,14 +57,8 @@ def test_arithmetic_of_every_parameter(clip, trust, eps):
         p.grad = torch.randn(shape, generator=generator).to(dtype)
         return p
 
-    first = [
-        make((3, 4)),
-        make((5,), torch.float64),
-        make(()),
-        make((0,)),
-        make((4,), scale=0.0),
-        make((6,), scale=9.0),
-    ]
+    first = [make((3, 4)), make((5,), torch.float64), make(()), make((0,)), make((4,), scale=0.0)]
+    first += [make((6,), scale=9.0)]
     second = [make((2, 2, 2)), make((7,), torch.float16), make((7,), torch.bfloat16)]
     first[0].grad.zero_()
     unused = nn.Parameter(torch.ones(2))
@@ -79,11 +73,10 @@ def test_arithmetic_of_every_parameter(clip, trust, eps):
     larc.step()
     for p, gradient, before in expected:
         tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(p.dtype, 1e-6)
-        torch.testing.assert_close(p.grad.double(), gradient, rtol=tolerance, atol=tolerance * 1e-2)
+        close = {"rtol": tolerance, "atol": tolerance * 1e-2}
+        torch.testing.assert_close(p.grad.double(), gradient, **close)
         lr = 0.1 if any(p is q for q in first) else 0.01
-        torch.testing.assert_close(
-            p.detach().double(), before.double() - lr * gradient, rtol=tolerance, atol=tolerance * 1e-2
-        )
+        torch.testing.assert_close(p.detach().double(), before.double() - lr * gradient, **close)
     assert torch.equal(first[0].detach(), expected[0][2]), "no weight decay where the gradient is zero"
     assert unused.grad is None
     assert unused.tolist() == [1.0, 1.0]
@@ -105,7 +98,7 @@ def test_tensor_learning_rate_and_zero_learning_rate():
     assert p.grad.tolist() == pytest.approx([2.1, 2.8]), "clipped to 1, not nan"
 
 
-def test_no_value_is_read_by_the_host(monkeypatch):
+def test_step_does_not_wait_for_the_device(monkeypatch):
     p = [_parameter([3.0, 4.0], [0.6, 0.8]) for _ in range(3)]
     larc = LARC(SGD(p, lr=0.1, weight_decay=0.5, foreach=True), clip=False)
 
@@ -128,7 +121,7 @@ def test_sparse_gradients_are_refused():
 
 
 @pytest.mark.contract("1.1")
-def test_the_module_is_usable_as_the_class():
+def test_module_can_be_used_as_the_class():
     from harness.apex import parallel
 
     assert parallel.LARC is LARC_MODULE
@@ -149,7 +142,7 @@ def test_the_module_is_usable_as_the_class():
         LARC_MODULE([_parameter([1.0])])
 
 
-def test_it_is_an_optimizer_that_stands_for_the_wrapped_one():
+def test_it_is_an_optimizer_with_everything_of_the_wrapped_one():
     p, q = _parameter([3.0, 4.0], [0.6, 0.8]), _parameter([1.0], [1.0])
     inner = SGD([p], lr=0.1, momentum=0.9, weight_decay=0.5)
     larc = LARC(inner)
@@ -174,7 +167,7 @@ def test_it_is_an_optimizer_that_stands_for_the_wrapped_one():
         larc.no_such_thing  # noqa: B018
 
 
-def test_schedulers_and_hooks():
+def test_schedulers_and_hooks_work():
     calls = []
     for wrap in (lambda larc: larc, lambda larc: larc.optim):
         calls.clear()
@@ -192,7 +185,7 @@ def test_schedulers_and_hooks():
     LambdaLR(larc, lambda epoch: 0.1)
 
 
-def test_closure():
+def test_closures_are_scaled_at_each_call():
     p = _parameter([3.0, 4.0])
     larc = LARC(SGD([p], lr=0.1, weight_decay=0.5), clip=False)
     calls = []
@@ -208,7 +201,7 @@ def test_closure():
     assert len(calls) == 1
     assert p.tolist() == pytest.approx([2.994, 3.992], abs=1e-6)
     q = _parameter([3.0, 4.0])
-    lbfgs = LARC(torch.optim.LBFGS([q], lr=0.1, max_iter=3), clip=False)  # has no weight decay, calls again and again
+    lbfgs = LARC(torch.optim.LBFGS([q], lr=0.1, max_iter=3), clip=False)  # has no weight decay, calls repeatedly
     evaluations = []
 
     def quadratic():
@@ -259,7 +252,7 @@ def test_state_dicts_interchange_with_the_wrapped_optimizer():
     assert seen == [1]
 
 
-def test_copies_and_pickles():
+def test_copies_and_pickles_train_on():
     p = _parameter([3.0, 4.0], [0.6, 0.8])
     larc = LARC(SGD([p], lr=0.1, momentum=0.9, weight_decay=0.5), trust_coefficient=0.5, clip=False, eps=1e-3)
     larc.step()
@@ -275,8 +268,8 @@ def test_copies_and_pickles():
         StepLR(twin, 1)
 
 
-def test_under_a_torch_grad_scaler():
-    """Also around an optimizer that unscales by itself: the norms must be those of unscaled gradients."""
+def test_grad_scaler_unscales_before_norms_are_taken():
+    """Also around an optimizer that could unscale by itself, such as fused Adam."""
     p = _parameter([3.0, 4.0])
     larc = LARC(Adam([p], lr=0.01, fused=True))  # a rate of 10 times lr is clipped; with the scale it would not be
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -294,7 +287,7 @@ def _model():
 
 
 def _train(level, wrap, steps=3, overflow_at=None, scale=8.0, given="larc"):
-    """Masters after some steps. ``wrap``: 'before' or 'after' initialize, or 'list'; ``given``: to scale_loss."""
+    """Return masters and amp state. ``wrap``: 'before' or 'after' initialize, or 'list'; ``given``: to scale_loss."""
     amp.reset()
     model = _model()
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
@@ -319,15 +312,14 @@ def _train(level, wrap, steps=3, overflow_at=None, scale=8.0, given="larc"):
         assert larc.param_groups[0]["weight_decay"] == 0.1
         larc.zero_grad()
         assert all(p.grad is None for p in model.parameters())
-    masters = [p.detach().clone() for p in amp.master_params(larc)]
-    for master, parameter in zip(masters, model.parameters(), strict=True):
-        assert torch.equal(master.to(parameter.dtype), parameter), "the model follows its masters"
+    masters = copies(amp.master_params(larc))
+    assert same([m.to(p.dtype) for m, p in zip(masters, model.parameters(), strict=True)], model.parameters())
     return masters, amp.state_dict()
 
 
 @pytest.mark.contract("6.1.test_larc", "1.8")
 @pytest.mark.parametrize("level", LEVELS)
-def test_at_every_level(level):
+def test_every_level_trains_like_float32(level):
     amp.reset()
     model = _model()
     larc = LARC(SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1))
@@ -344,26 +336,23 @@ def test_at_every_level(level):
         assert a.dtype is expected_dtype
         torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=tolerance)
     for wrap, given in (("list", "larc"), ("after", "larc"), ("after", "inner")):
-        others, _ = _train(level, wrap, given=given)
-        for a, b in zip(found, others, strict=True):
-            assert torch.equal(a, b), (wrap, given)
+        assert same(found, _train(level, wrap, given=given)[0]), (wrap, given)
 
 
 @pytest.mark.contract("2.3")
 @pytest.mark.parametrize(("level", "wrap"), [*itertools.product(LEVELS, ["before", "list", "after"])])
-def test_an_overflow_skips_exactly_one_step(level, wrap):
+def test_overflow_skips_exactly_one_step(level, wrap):
     found, state = _train(level, wrap, steps=3, overflow_at=2, scale="dynamic")
     two_steps, _ = _train(level, wrap, steps=2, scale="dynamic")
-    for a, b in zip(found, two_steps, strict=True):
-        assert torch.isfinite(a).all()
-        assert torch.equal(a, b)
+    assert all(torch.isfinite(a).all() for a in found)
+    assert same(found, two_steps)
     assert state["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
     first, _ = _train(level, wrap, steps=2, overflow_at=0, scale="dynamic")
     assert not torch.equal(first[0], _train(level, wrap, steps=0, scale="dynamic")[0][0]), "the next step is taken"
 
 
 @pytest.mark.contract("1.8")
-def test_the_optimizer_inside_is_refused_clearly_where_larc_was_given():
+def test_scale_loss_refuses_the_inner_optimizer_where_larc_was_initialized():
     model = _model()
     larc = LARC(SGD(model.parameters(), lr=0.1))
     amp.initialize(model, larc, opt_level="O2", verbosity=0)
@@ -372,14 +361,13 @@ def test_the_optimizer_inside_is_refused_clearly_where_larc_was_given():
 
 
 @pytest.mark.contract("3.5", "10.1")
-@pytest.mark.parametrize("wrap", ["before", "after"])
-def test_masters_and_state_resume(wrap):
+def test_larc_around_an_initialized_optimizer_resumes():
+    """``test_resume`` covers LARC given to initialize."""
+
     def make():
         amp.reset()
         model = _model()
         inner = Adam(model.parameters(), lr=0.01, weight_decay=0.1)
-        if wrap == "before":
-            return amp.initialize(model, LARC(inner), opt_level="O2", verbosity=0, loss_scale=4.0)
         model, inner = amp.initialize(model, inner, opt_level="O2", verbosity=0, loss_scale=4.0)
         return model, LARC(inner)
 
@@ -395,10 +383,9 @@ def test_masters_and_state_resume(wrap):
     run(model, larc, 0, 3)
     saved = copy.deepcopy((model.state_dict(), larc.state_dict()))
     run(model, larc, 3, 6)
-    expected = [p.detach().clone() for p in amp.master_params(larc)]
+    expected = copies(amp.master_params(larc))
     model, larc = make()
     model.load_state_dict(saved[0])
     larc.load_state_dict(saved[1])
     run(model, larc, 3, 6)
-    for a, b in zip(amp.master_params(larc), expected, strict=True):
-        assert torch.equal(a, b)
+    assert same(amp.master_params(larc), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 
 import pytest
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.apex import amp
+from tests.apex.shared import LEVELS, copies, same, tensors_in, through_a_file
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-3, eps=1e-4),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=1e-3),
@@ -44,42 +43,24 @@ def train(model, optimizer, steps, start=0):
     return losses
 
 
-def on_disk(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def everything(model, optimizer):
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-    state = [
-        value.clone()
-        for p in amp.master_params(optimizer)
-        for value in optimizer.state[p].values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return masters + state + [v.clone() for v in model.state_dict().values()]
-
-
-def assert_same(a, b):
-    for first, second in zip(a, b, strict=True):
-        assert first.dtype is second.dtype
-        assert torch.equal(first, second)
+    masters = list(amp.master_params(optimizer))
+    state = [list(optimizer.state[p].values()) for p in masters]
+    return copies(tensors_in([masters, state, model.state_dict()]))
 
 
 ORDERS = list(itertools.permutations(["model", "optimizer", "amp"]))
 MOMENTS = ["before initialize", "before first use", "after first use", "after training"]
 
 
-@pytest.mark.contract("3.5", "10.1")
+@pytest.mark.contract("3.5", "10.1", "6.1.test_checkpointing")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_resumed_run_equals_the_unbroken_one(level, kind, moment):
+def test_resumed_run_equals_the_uninterrupted_one(level, kind, moment):
     model, optimizer = build(level, kind)
     train(model, optimizer, 12)
-    saved = on_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
     expected_losses = train(model, optimizer, 6, start=12)
     expected = everything(model, optimizer)
     for order in ORDERS if level in ("O2", "O5") else ORDERS[::5]:
@@ -93,7 +74,7 @@ def test_a_resumed_run_equals_the_unbroken_one(level, kind, moment):
             optimizer.zero_grad()
         if moment == "after training":
             train(model, optimizer, 3)
-        checkpoint = on_disk(saved)
+        checkpoint = through_a_file(saved)
         for what in order:
             if what == "model":
                 model.load_state_dict(checkpoint["model"])
@@ -105,12 +86,12 @@ def test_a_resumed_run_equals_the_unbroken_one(level, kind, moment):
             amp.initialize(model, optimizer, opt_level=level, verbosity=0)
             amp.load_state_dict(checkpoint["amp"])
         assert train(model, optimizer, 6, start=12) == expected_losses, order
-        assert_same(everything(model, optimizer), expected)
+        assert same(everything(model, optimizer), expected), order
 
 
 @pytest.mark.contract("3.2")
 def test_masters_hold_more_than_the_model():
-    """Else the test above could not tell masters from rounded weights."""
+    """Otherwise the test above could not tell masters from rounded weights."""
     model, optimizer = build("O2", "adam")
     train(model, optimizer, 5)
     master = next(amp.master_params(optimizer))
@@ -120,10 +101,10 @@ def test_masters_hold_more_than_the_model():
 
 @pytest.mark.contract("3.5")
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_checkpoint_without_masters_follows_the_model(level, caplog):
+def test_without_saved_masters_they_follow_the_model(level, caplog):
     model, optimizer = build(level, "adam")
     train(model, optimizer, 5)
-    weights, state = on_disk(model.state_dict()), on_disk(optimizer.state_dict())
+    weights, state = through_a_file(model.state_dict()), through_a_file(optimizer.state_dict())
     for group in state["param_groups"]:
         del group["master_params"]
     for order in itertools.permutations("mo"):
@@ -131,10 +112,9 @@ def test_a_checkpoint_without_masters_follows_the_model(level, caplog):
         model, optimizer = build(level, "adam", seed=3)
         optimizer.zero_grad()
         for what in order:
-            model.load_state_dict(weights) if what == "m" else optimizer.load_state_dict(on_disk(state))
+            model.load_state_dict(weights) if what == "m" else optimizer.load_state_dict(through_a_file(state))
         assert "holds no master weights" in caplog.text
         caplog.clear()
-        train(model, optimizer, 0)
         with amp.scale_loss(model(torch.randn(4, 6)).sum(), optimizer):
             pass
         assert torch.equal(next(amp.master_params(optimizer)), weights["0.weight"])
@@ -147,38 +127,34 @@ def test_weights_loaded_late_are_not_overwritten():
     train(model, optimizer, 3)
     other = {name: value + 1 if value.is_floating_point() else value for name, value in net(9).state_dict().items()}
     model.load_state_dict(other)
-    optimizer.step()  # no gradients: nothing may move
+    optimizer.step()  # without gradients nothing may move
     for name, value in model.state_dict().items():
-        assert torch.equal(
-            value, other[name].half().float() if "1." not in name and value.is_floating_point() else value
-        )
-    assert torch.equal(model[0].weight, other["0.weight"].half())
+        assert torch.equal(value, other[name] if name.startswith("1.") else other[name].half().float())
 
 
 @pytest.mark.contract("3.5")
 def test_weights_swapped_out_and_back_keep_the_masters():
     model, optimizer = build("O2", "adam")
     train(model, optimizer, 3)
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    masters = copies(amp.master_params(optimizer))
     backup = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(net(4).state_dict())
     model.load_state_dict(backup)
     with amp.scale_loss(model(torch.randn(4, 6)).sum(), optimizer):
         pass
-    for a, b in zip(masters, amp.master_params(optimizer), strict=True):
-        assert torch.equal(a, b)
+    assert same(masters, amp.master_params(optimizer))
 
 
 @pytest.mark.contract("3.5")
-def test_a_checkpoint_with_masters_in_a_run_without_them():
+def test_saved_masters_are_dropped_at_a_level_without_them():
     model, optimizer = build("O2", "adam")
     train(model, optimizer, 3)
-    state, weights = on_disk(optimizer.state_dict()), on_disk(model.state_dict())
+    state, weights = through_a_file(optimizer.state_dict()), through_a_file(model.state_dict())
     for level in ("O0", "O1", "O3"):
         amp.reset()
         model, optimizer = build(level, "adam")
         model.load_state_dict(weights)
-        optimizer.load_state_dict(on_disk(state))
+        optimizer.load_state_dict(through_a_file(state))
         assert "master_params" not in optimizer.param_groups[0]
         train(model, optimizer, 2)
         assert "master_params" not in optimizer.state_dict()["param_groups"][0]
@@ -199,14 +175,14 @@ def test_masters_appear_at_first_use_in_the_same_groups():
     stash = optimizer._amp_stash
     assert stash.lazy_init_called
     assert [id(p) for p in stash.all_fp16_params] == [
-        id(model[i].weight if j == 0 else model[i].bias) for i in (0, 3) for j in (0, 1)
+        id(p) for layer in (model[0], model[3]) for p in (layer.weight, layer.bias)
     ]
     assert stash.all_fp32_from_fp16_params[0] is params[0]
     assert len(stash.fp16_groups[0]) == 4
 
 
 @pytest.mark.contract("1.10", "3.5")
-def test_apex_names_for_a_resume_by_hand():
+def test_private_names_of_apex_for_a_resume_by_hand():
     model, optimizer = build("O2", "adam")
     optimizer._lazy_init_maybe_master_weights()
     optimizer._amp_lazy_init()
@@ -224,7 +200,7 @@ def test_apex_names_for_a_resume_by_hand():
 
 @pytest.mark.contract("1.8", "7.2")
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none):
+def test_zero_grad_clears_model_and_masters(set_to_none):
     model, optimizer = build("O2", "adam")
     with amp.scale_loss(model(torch.randn(4, 6)).sum() * 1e-4, optimizer) as loss:
         loss.backward()
@@ -237,7 +213,7 @@ def test_zero_grad(set_to_none):
 
 
 @pytest.mark.contract("1.8")
-def test_step_with_masters_refuses_a_closure_and_returns_the_value():
+def test_step_with_masters_refuses_a_closure():
     model, optimizer = build("O2", "adam")
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: 0.0)
@@ -264,7 +240,7 @@ def test_parameters_unfrozen_later_get_masters():
 
 
 @pytest.mark.contract("3.2")
-def test_other_dtypes_are_refused():
+def test_masters_of_other_dtypes_are_refused():
     model = nn.Linear(2, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     amp.initialize(model, optimizer, opt_level="O2", cast_model_type=False, verbosity=0)

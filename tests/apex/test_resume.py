@@ -1,6 +1,6 @@
-"""Save at step 5, go on in a new process: bitwise the unbroken run, for every level and shape of training (3.5, 10.1).
+"""A run saved at step 5 and resumed in a new process equals the uninterrupted one bit for bit (contract 3.5, 10.1).
 
-The processes are real: what survives is what is in the file.
+At every level, for several shapes of training. The processes are real: only what is in the file survives.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.parallel.LARC import LARC
+from tests.apex.shared import LEVELS, tensors_in
 from tests.ranks import run_ranks
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 SHAPES = ("adam", "momentum", "larc", "two optimizers", "three losses")
 SAVED_AT, STEPS = 5, 10
 
@@ -25,20 +25,22 @@ class Training:
         amp.reset()
         torch.manual_seed(0)
         self.models = [self._net(), self._net()]
-        parameters = [list(model.parameters()) for model in self.models]
-        # O3 steps in float16, where Adam's usual eps is 0
+        first, second = (list(model.parameters()) for model in self.models)
+
+        def adam(parameters):
+            return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3)  # O3 steps in float16, where the usual eps is 0
+
+        def sgd(parameters, **options):
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **options)
+
         if shape == "adam":
-            self.optimizers = [torch.optim.Adam(parameters[0] + parameters[1], lr=1e-2, eps=1e-3)]
+            self.optimizers = [adam(first + second)]
         elif shape == "larc":
-            inner = torch.optim.SGD(parameters[0] + parameters[1], lr=0.1, momentum=0.9, weight_decay=1e-2)
-            self.optimizers = [LARC(inner)]
+            self.optimizers = [LARC(sgd(first + second, weight_decay=1e-2))]
         elif shape == "two optimizers":
-            self.optimizers = [
-                torch.optim.Adam(parameters[0], lr=1e-2, eps=1e-3),
-                torch.optim.SGD(parameters[1], lr=0.1, momentum=0.9),
-            ]
+            self.optimizers = [adam(first), sgd(second)]
         else:
-            self.optimizers = [torch.optim.SGD(parameters[0] + parameters[1], lr=0.1, momentum=0.9)]
+            self.optimizers = [sgd(first + second)]
         self.num_losses = 3 if shape == "three losses" else len(self.optimizers)
         amp.initialize(self.models, self.optimizers, opt_level=level, num_losses=self.num_losses, verbosity=0)
 
@@ -81,8 +83,8 @@ class Training:
         amp.load_state_dict(state["amp"])
 
 
-def unbroken(folder: str) -> None:
-    """Train every case through, saving in the middle and at the end."""
+def uninterrupted(folder: str) -> None:
+    """Train every case without a break, saving in the middle and at the end."""
     for level in LEVELS:
         for shape in SHAPES:
             run = Training(level, shape)
@@ -94,7 +96,7 @@ def unbroken(folder: str) -> None:
 
 
 def resumed(folder: str) -> None:
-    """Go on with every case from the middle."""
+    """Resume every case from the middle."""
     for level in LEVELS:
         for shape in SHAPES:
             run = Training(level, shape)
@@ -107,53 +109,37 @@ def resumed(folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    for process in (unbroken, resumed):
+    for process in (uninterrupted, resumed):
         run_ranks(1, process, str(folder), group=False, timeout_s=120)
     return folder
 
 
-def differences(one, other, path=()):
-    """Paths where two states differ in type, dtype, shape or a single bit."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.dtype is not other.dtype or not torch.equal(one, other):
-            yield path
-    elif type(one) is not type(other):
-        yield path
-    elif isinstance(one, dict):
-        if list(one) != list(other):
-            yield path
-        for key in one:
-            yield from differences(one[key], other.get(key), (*path, key))
-    elif isinstance(one, list | tuple):
-        if len(one) != len(other):
-            yield path
-        for index, (a, b) in enumerate(zip(one, other, strict=False)):
-            yield from differences(a, b, (*path, index))
-    elif one != other:
-        yield path
+def outline(value):
+    """``value`` with dtype and shape in place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape
+    if isinstance(value, dict):
+        return [(key, outline(inner)) for key, inner in value.items()]
+    return [outline(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def equal(one, other) -> bool:
+    """Whether two states are equal in types, dtypes, shapes and every bit."""
+    return repr(outline(one)) == repr(outline(other)) and all(map(torch.equal, tensors_in(one), tensors_in(other)))
 
 
 @pytest.mark.contract("3.5", "10.1", "10.2", "8")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_resumed_run_is_bitwise_the_unbroken_one(folder, level, shape):
+def test_resumed_run_equals_the_uninterrupted_one(folder, level, shape):
     middle, end, resumed = (
         torch.load(folder / f"{level} {shape} {when}.pt", weights_only=True) for when in ("middle", "end", "resumed")
     )
-    assert list(differences(middle, end)), "nothing was trained after the checkpoint"
-    assert list(differences(end, resumed)) == []
+    assert not equal(middle, end), "nothing was trained after the checkpoint"
+    assert equal(end, resumed)
     if level in ("O1", "O2"):
         scales = {name: scaler["loss_scale"] for name, scaler in end["amp"].items()}
         assert scales["loss_scaler0"] == 2.0**14, "the overflows are part of the run"
-    for path in (("models",), ("optimizers",)):
-        for tensor in _tensors(end[path[0]]):
-            assert torch.isfinite(tensor).all()
-            assert tensor.dtype is torch.float32 or level == "O3" or not tensor.is_floating_point()
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)
+    for tensor in tensors_in([end["models"], end["optimizers"]]):
+        assert torch.isfinite(tensor).all()
+        assert tensor.dtype is torch.float32 or level == "O3" or not tensor.is_floating_point()

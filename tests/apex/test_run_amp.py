@@ -1,9 +1,8 @@
-"""Apex's own amp tests that are not elsewhere, rebuilt in our words: cache, checkpointing, scale, state dict (6.1)."""
+"""Apex's own amp tests that are not elsewhere, rewritten: cache, loss scale, state dict (contract 6.1)."""
 
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 
 import pytest
@@ -12,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.apex import amp
+from tests.apex.shared import floating_dtypes
 
 
 class Weighted(nn.Module):
-    """Uses its weight twice a forward, through an operation of one of O1's lists."""
+    """Uses its weight twice per forward, through an operation of one of O1's lists."""
 
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -62,72 +62,6 @@ def test_training_evaluating_and_training_again_gives_the_same_gradient(kind, dt
     assert first.dtype is dtype
 
 
-def convolutional():
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-
-
-def train(model, optimizer, steps, num_losses, start=0):
-    """Outputs of ``steps`` steps; the losses take turns."""
-    outputs = []
-    for step in range(start, start + steps):
-        x = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(step))
-        output = model(x)
-        with amp.scale_loss(output.float().square().mean(), optimizer, loss_id=step % num_losses) as loss:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        outputs.append(output.detach().clone())
-    return outputs
-
-
-def dtypes(value) -> set[torch.dtype]:
-    if isinstance(value, torch.Tensor):
-        return {value.dtype} if value.is_floating_point() else set()
-    if isinstance(value, dict):
-        return set().union(*map(dtypes, value.values()))
-    if isinstance(value, list | tuple):
-        return set().union(*map(dtypes, value))
-    return set()
-
-
-@pytest.mark.contract("6.1.test_checkpointing", "3.5")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("num_losses", [1, 2])
-@pytest.mark.parametrize("load_first", [False, True])
-def test_restoring_in_the_middle(level, num_losses, load_first):
-    def make():
-        model = convolutional()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def start(model, optimizer):
-        amp.initialize(model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0)
-
-    model, optimizer = make()
-    start(model, optimizer)
-    train(model, optimizer, 5, num_losses)
-    file = io.BytesIO()
-    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-    torch.save(checkpoint, file)
-    assert dtypes(checkpoint) == {torch.float32}
-    expected = train(model, optimizer, 5, num_losses, start=5)
-
-    amp.reset()
-    file.seek(0)
-    loaded = torch.load(file)
-    restored, optimizer = make()
-    if not load_first:
-        start(restored, optimizer)
-    restored.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    if load_first:
-        start(restored, optimizer)
-    amp.load_state_dict(loaded["amp"])
-    for ours, theirs in zip(train(restored, optimizer, 5, num_losses, start=5), expected, strict=True):
-        assert torch.equal(ours, theirs)
-    for name, value in model.state_dict().items():
-        assert torch.equal(restored.state_dict()[name], value), name
-
-
 @pytest.mark.contract("6.1.test_loss_scale_decrease", "2.4")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_each_loss_scale_halves_as_often_as_its_loss_overflows(level):
@@ -167,11 +101,11 @@ def test_adam_learns_and_no_state_dict_holds_reduced_precision(level):
             losses.append(loss.item())
     assert len(losses) >= 8
     assert all(later < earlier for earlier, later in itertools.pairwise(losses))
-    assert dtypes(model.state_dict()) | dtypes(optimizer.state_dict()) == {torch.float32}
+    assert floating_dtypes([model.state_dict(), optimizer.state_dict()]) == {torch.float32}
 
 
 @pytest.mark.contract("2.5")
-def test_where_a_grad_scaler_differs():
+def test_differences_from_a_torch_grad_scaler():
     """Gradients are in true units right after the context, float16 gradients are unscaled too, and contexts count."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -182,7 +116,7 @@ def test_where_a_grad_scaler_differs():
         with amp.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as loss:
             loss.backward()
     assert model.weight.grad.dtype is torch.float16
-    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e9)  # without a call to unscale first
+    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e9)  # without unscaling first
     torch.testing.assert_close(norm.float(), torch.tensor(20.0).sqrt(), rtol=1e-3, atol=0)
     optimizer.step()
     assert scaler._unskipped == 2

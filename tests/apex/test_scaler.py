@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.amp.scaler import LossScaler
+from tests.apex.shared import through_a_file
 
 
 def overflow(scaler: LossScaler) -> bool:
@@ -26,7 +26,7 @@ def clean(scaler: LossScaler) -> bool:
 
 
 @pytest.mark.contract("2.1")
-def test_constants():
+def test_scale_starts_at_65536_and_doubles_after_2000_clean_updates():
     scaler = LossScaler("dynamic")
     assert (scaler.loss_scale(), scaler._unskipped) == (65536.0, 0)
     for _ in range(1999):
@@ -53,7 +53,7 @@ def test_any_bad_element_is_found(bad, dtype):
 
 
 @pytest.mark.contract("2.1", "2.2")
-def test_the_maximum_caps_growth_and_start():
+def test_maximum_limits_growth_and_start():
     scaler = LossScaler("dynamic", max_loss_scale=2.0**17)
     scaler._unskipped = 1999
     clean(scaler)
@@ -65,12 +65,12 @@ def test_the_maximum_caps_growth_and_start():
 
 
 @pytest.mark.contract("2.2")
-def test_the_floor_is_one_unless_given(caplog):
+def test_floor_is_one_by_default(caplog):
     scaler = LossScaler("dynamic")
     for _ in range(40):
         assert overflow(scaler)
     assert scaler.loss_scale() == 1.0
-    assert caplog.text.count("reduces the loss scale") == 16, "said once per change of scale"
+    assert caplog.text.count("reduces the loss scale") == 16, "logged once per change of scale"
     assert caplog.text.count("floor") == 1
     assert "zero_grad" in caplog.text
     for _ in range(10):
@@ -80,7 +80,7 @@ def test_the_floor_is_one_unless_given(caplog):
 
 
 @pytest.mark.contract("2.2")
-def test_no_floor_still_never_reaches_zero():
+def test_scale_without_floor_stays_above_zero():
     scaler = LossScaler("dynamic", min_loss_scale=0)
     for _ in range(300):
         overflow(scaler)
@@ -97,7 +97,7 @@ def test_back_off_never_raises_the_scale():
 
 
 @pytest.mark.contract("2.2")
-def test_a_static_scale_counts_and_never_skips():
+def test_static_scale_counts_and_never_skips():
     scaler = LossScaler(128.0)
     assert not overflow(scaler)
     assert not clean(scaler)
@@ -127,46 +127,41 @@ def test_state_dict_is_plain_and_in_apex_form():
     }
     assert type(saved["loss_scaler0"]["loss_scale"]) is float
     assert type(saved["loss_scaler0"]["unskipped"]) is int
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=True) == saved
+    assert through_a_file(saved) == saved
     mine = {"other": 1}
     assert amp.state_dict(mine) is mine
     assert set(mine) == {"other", "loss_scaler0", "loss_scaler1"}
 
 
+ENTRY = {"loss_scale": 4.0, "unskipped": 7}
+
+
 @pytest.mark.contract("1.4")
 def test_load_state_dict_restores_and_leaves_its_input_alone():
     start(num_losses=2)
-    given = {
-        "loss_scaler0": {"loss_scale": 4.0, "unskipped": 7},
-        "loss_scaler1": {"loss_scale": 2.0, "unskipped": 1},
-    }
+    given = {"loss_scaler0": ENTRY, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 1}}
     amp.load_state_dict(given)
     assert amp.state_dict() == given
 
 
 @pytest.mark.contract("1.4")
-def test_load_state_dict_of_another_length(caplog):
+def test_load_state_dict_of_another_length_warns(caplog):
     start()
-    entry = {"loss_scale": 4.0, "unskipped": 7}
-    amp.load_state_dict({"loss_scaler0": entry, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}})
-    assert amp.state_dict() == {"loss_scaler0": entry}
+    amp.load_state_dict({"loss_scaler0": ENTRY, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}})
+    assert amp.state_dict() == {"loss_scaler0": ENTRY}
     assert "2 loss scalers" in caplog.text
 
 
 @pytest.mark.contract("1.4")
-def test_load_state_dict_refuses_foreign_keys_after_applying_the_rest():
+def test_load_state_dict_applies_scalers_then_refuses_other_keys():
     start()
-    entry = {"loss_scale": 4.0, "unskipped": 7}
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        amp.load_state_dict({"model": {}, "loss_scaler0": entry})
-    assert amp.state_dict() == {"loss_scaler0": entry}
+        amp.load_state_dict({"model": {}, "loss_scaler0": ENTRY})
+    assert amp.state_dict() == {"loss_scaler0": ENTRY}
 
 
 @pytest.mark.contract("1.4", "10.12")
-def test_a_dynamic_scale_is_not_loaded_into_a_static_scaler(caplog):
+def test_dynamic_scale_is_not_loaded_into_a_static_scaler(caplog):
     start("O0")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}})
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
@@ -174,15 +169,9 @@ def test_a_dynamic_scale_is_not_loaded_into_a_static_scaler(caplog):
 
 
 @pytest.mark.contract("1.4")
-def test_state_before_initialize_is_empty():
+def test_state_is_empty_while_amp_is_off_and_loading_one_warns(caplog):
     assert amp.state_dict() == {}
     amp.load_state_dict({})
-
-
-@pytest.mark.contract("1.4")
-def test_loading_while_amp_is_off_is_said(caplog):
+    assert not caplog.text
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
     assert "amp is off here" in caplog.text
-    caplog.clear()
-    amp.load_state_dict({})
-    assert not caplog.text
