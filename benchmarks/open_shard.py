@@ -92,7 +92,7 @@ def read_table(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tup
     table = open_table(path, text=["path", "caption"], label="label", cache_dir=cache)
     start, stop = int(rank * table.num_rows / world), int((rank + 1) * table.num_rows / world)
     labels = np.array(table.vocabulary)[table.labels(np.arange(start, stop))]
-    captions = table.take("caption", np.arange(start, stop))
+    captions = table.slice("caption", start, stop)
     return (table, labels), (stop - start, int(labels.sum()), pc.sum(pc.utf8_length(captions)).as_py())
 
 

@@ -1,1 +1,5 @@
-"""Annotation tables, shard rules, image decoding and the resumable loader. Knows ranks as numbers only."""
+"""Data from a CSV to batches: annotation tables, shard rules, image decoding, the resumable loader, data sets.
+
+Not here: what a batch means (harness/tasks), or communication (harness/distributed); a rank is only a number here.
+Start at loader.py, then shards.py (which rank reads which rows) and table/table.py.
+"""

@@ -1,4 +1,4 @@
-"""The digits data set as a user's own would look: PNG files and two annotation CSVs.
+"""The digits data set in the form of a user's own: PNG files and two annotation CSVs.
 
 1,797 handwritten digits of 8x8 pixels, part of scikit-learn (https://archive.ics.uci.edu/dataset/80, CC BY 4.0).
 """
@@ -18,19 +18,19 @@ NUM_EVAL = 360
 
 
 def write(folder: Path) -> str:
-    """Write ``images/*.png``, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return what to say.
+    """Write ``images/*.png``, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return a sentence to print.
 
-    A complete folder is left as it is. An incomplete one never carries the name: it is written aside and renamed.
+    A complete folder is not changed. An incomplete one never has this name: files are written elsewhere, then renamed.
     """
-    folder = folder.resolve()  # "." has no name to write aside of
+    folder = folder.resolve()  # "." has no name to derive a temporary name from
     if (folder / "train.csv").exists() and (folder / "eval.csv").exists():
-        return f"{folder} has the digits already"
+        return f"{folder} already has the digits"
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
         raise ConfigError(
-            "the digits come with scikit-learn, which is not installed", hint="pip install 'apex-harness[digits]'"
+            "the digits are part of scikit-learn, which is not installed", hint="pip install 'apex-harness[digits]'"
         ) from None
     import torch
     from torchvision.io import write_png
@@ -45,17 +45,15 @@ def write(folder: Path) -> str:
         table = pd.DataFrame(
             {"path": [f"images/{i:04d}.png" for i in range(len(digits.target))], "label": digits.target}
         )
-        train, held_out = train_test_split(table, test_size=NUM_EVAL, stratify=table["label"], random_state=0)
+        train, validation = train_test_split(table, test_size=NUM_EVAL, stratify=table["label"], random_state=0)
         train.to_csv(temporary / "train.csv", index=False)
-        held_out.sort_index().to_csv(temporary / "eval.csv", index=False)
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        commit(temporary, folder)
+        validation.sort_index().to_csv(temporary / "eval.csv", index=False)
+        commit(temporary, folder)  # which replaces an empty folder
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if (folder / "train.csv").exists():
-            return f"{folder} has the digits already"  # another process was faster
+            return f"{folder} already has the digits"  # another process was faster
         raise DataError(
             f"the digits cannot be written: {error.strerror}", where=str(folder), hint="name an empty or new folder"
         ) from None
-    return f"wrote {len(train)} training and {len(held_out)} evaluation rows to {folder}"
+    return f"wrote {len(train)} training and {len(validation)} validation rows to {folder}"

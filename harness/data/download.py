@@ -1,6 +1,6 @@
-"""Published files, brought into a folder once: checked by hash, by one process at a time, never half there.
+"""Download published files into a folder: checked by hash, resumable, and safe for several processes at once.
 
-What a data set consists of is said in ``harness.data.published``.
+``harness.data.published`` lists the files of each data set.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 import filelock
 
 from harness.errors import ConfigError, DataError
-from harness.runs.files import commit, is_url, write_atomically
+from harness.runs.files import commit, is_url
 
-TIMEOUT_S = 30.0  # of a connection that says nothing
-_FAILURES = (OSError, http.client.HTTPException, ValueError)  # what urllib raises
+TIMEOUT_S = 30.0  # without any data from the server
+_FAILURES = (OSError, http.client.HTTPException, ValueError)  # raised by urllib
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Published:
-    """A file that anybody can get: its name, size and hash, and where."""
+class PublishedFile:
+    """The name, size, hash and URLs of a public file."""
 
     name: str
     num_bytes: int
@@ -36,8 +36,8 @@ class Published:
     def __str__(self) -> str:
         return f"{self.name}  {self.num_bytes} bytes  sha256 {self.sha256}"
 
-    def damage(self, path: Path) -> str:
-        """What is wrong with ``path``; empty where it is this file, whole."""
+    def mismatch(self, path: Path) -> str:
+        """How ``path`` differs from this file; "" if it does not."""
         try:
             size = path.stat().st_size
             if size != self.num_bytes:
@@ -48,117 +48,111 @@ class Published:
                     digest.update(block)
         except OSError as error:
             return error.strerror or str(error)
-        return "" if digest.hexdigest() == self.sha256 else "its hash is another one"
+        return "" if digest.hexdigest() == self.sha256 else "SHA-256 mismatch"
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """``folder``, made where it is missing, to one process at a time; the others wait. Raises DataError."""
+def locked(folder: Path) -> Iterator[None]:
+    """Create ``folder`` and lock it for this process; other processes wait. Raises DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / ".lock"):
             yield
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+    except (OSError, NotImplementedError) as error:  # the latter on a file system without locks
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
             f"the data cannot be written: {reason}", where=str(folder), hint="name a folder that can be written"
         ) from None
 
 
-def bring(
-    files: Sequence[Published], folder: Path, source: str | None, command: str, instead: Published | None = None
+def fetch(
+    files: Sequence[PublishedFile],
+    folder: Path,
+    source: str | None,
+    command: str,
+    alternative: PublishedFile | None = None,
 ) -> list[str]:
-    """Every one of ``files`` into ``folder``, from where each is published, or from ``source``: a path or a URL.
+    """Put all ``files`` into ``folder``, from their URLs or from ``source``, a path or a URL. Returns the new names.
 
-    Files that are there and whole are kept, broken ones replaced, interrupted downloads continued. Returns what was
-    brought. The hint of the DataError says what to type, ``command``, and which file would do ``instead``. Call it
-    ``alone``.
+    Intact files are kept, damaged ones replaced, and interrupted downloads resumed. The caller holds ``locked``. The
+    hint of the DataError is to type ``command``, and mentions a file that may be used as an ``alternative``.
     """
-    brought = []
+    fetched = []
     for file in files:
         target = folder / file.name
-        if not file.damage(target):
+        if not file.mismatch(target):
             continue
         failures = []
         for place in _places(file, source):
-            if not (failure := _fetched(file, place, target)):
+            if not (failure := _fetch(file, place, target)):
                 break
             failures.append(f"{place}: {failure}")
         else:
-            missing = "\n".join(f"       {file}" for file in files if file.damage(folder / file.name))
-            missing += f"\n       or in its place\n       {instead}" if instead else ""
+            missing = "\n".join(f"       {file}" for file in files if file.mismatch(folder / file.name))
+            missing += f"\n       or instead\n       {alternative}" if alternative else ""
             raise DataError(
-                f"{file.name} cannot be had: " + "; ".join(failures),
+                f"could not get {file.name}: " + "; ".join(failures),
                 where=str(folder),
                 hint=f"put these files into a folder and type {command} --from FOLDER\n{missing}",
             )
-        brought.append(file.name)
-    return brought
+        fetched.append(file.name)
+    return fetched
 
 
-def replace(path: Path, content: bytes) -> bool:
-    """``path`` holds ``content``, whole at any moment; whether it had to be written."""
-    with contextlib.suppress(OSError):
-        if path.stat().st_size == len(content) and path.read_bytes() == content:
-            return False
-    write_atomically(path, content)
-    return True
-
-
-def local(source: str) -> Path:
-    """The file or folder ``source`` names. Raises ConfigError where there is none."""
+def local_path(source: str) -> Path:
+    """The file or folder that ``source`` names. Raises ConfigError if it does not exist."""
     path = Path(source).expanduser()
     if not path.exists():
         raise ConfigError(
-            f"there is no {source}", where="--from", hint="name a folder with the files in it, or a URL (https://…)"
+            f"{source} does not exist", where="--from", hint="name a folder with the files, or a URL (https://…)"
         )
     return path
 
 
-def _places(file: Published, source: str | None) -> list[str]:
-    """Where ``file`` may be, the best first."""
+def _places(file: PublishedFile, source: str | None) -> list[str]:
+    """Possible paths or URLs of ``file``, the best first."""
     if source is None:
         return list(file.urls)
     if is_url(source):
         return [source if source.endswith(file.name) else f"{source.rstrip('/')}/{file.name}"]
-    path = local(source)
+    path = local_path(source)
     if path.is_file():
         return [str(path)]
-    nested = [*path.glob(f"raw/{file.name}"), *path.glob(f"*/raw/{file.name}")]  # as torchvision keeps them
+    nested = [*path.glob(f"raw/{file.name}"), *path.glob(f"*/raw/{file.name}")]  # torchvision's folders
     return [str(path / file.name), *map(str, nested)]
 
 
-def _fetched(file: Published, place: str, target: Path) -> str:
-    """Bring ``place`` to ``target``; why it failed, or nothing."""
+def _fetch(file: PublishedFile, place: str, target: Path) -> str:
+    """Copy or download ``place`` to ``target``. Returns why it failed, or ""."""
     part = target.with_name(target.name + ".part")
     try:
         if not is_url(place):
             shutil.copyfile(place, part)
-        elif _downloaded(file, place, part) and part.stat().st_size >= file.num_bytes and file.damage(part):
-            part.unlink()  # what was there before was the beginning of something else
-            _downloaded(file, place, part)
+        elif _download(file, place, part) and part.stat().st_size >= file.num_bytes and file.mismatch(part):
+            part.unlink()  # the existing part was the beginning of another file
+            _download(file, place, part)
     except _FAILURES as error:
         return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)
-    if damage := file.damage(part):
+    if mismatch := file.mismatch(part):
         if part.stat().st_size >= file.num_bytes or not is_url(place):
-            part.unlink()  # else the next try goes on from here
-        return damage
+            part.unlink()  # otherwise the next attempt resumes the download
+        return mismatch
     commit(part, target)
     return ""
 
 
-def _downloaded(file: Published, url: str, part: Path) -> bool:
-    """Append what ``part`` lacks of ``url``, where the server can do that; whether it could."""
+def _download(file: PublishedFile, url: str, part: Path) -> bool:
+    """Append the missing bytes of ``url`` to ``part``. Returns False if the server sent the file from its start."""
     have = part.stat().st_size if part.exists() else 0
     if have >= file.num_bytes:
         part.unlink()
         have = 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        goes_on = bool(have) and getattr(answer, "status", None) == 206
-        with open(part, "ab" if goes_on else "wb") as stream:
-            left = file.num_bytes + 1 - (have if goes_on else 0)  # one more tells that it is another file
+        resumed = bool(have) and getattr(answer, "status", None) == 206
+        with open(part, "ab" if resumed else "wb") as stream:
+            left = file.num_bytes + 1 - (have if resumed else 0)  # one more byte reveals a longer file
             while left > 0 and (block := answer.read(min(left, _BLOCK_BYTES))):
                 stream.write(block)
                 left -= len(block)
-    return goes_on
+    return resumed

@@ -1,7 +1,7 @@
-"""From a dataset to the batches of one rank: training groups from any position on, and evaluation batches.
+"""The batches of one rank: training steps from any position of an epoch, and evaluation batches.
 
-A dataset is anything with ``len()`` and ``batch(rows, epoch) -> Batch``. Loading runs in worker processes; which rows
-are asked for is decided here, in the training process, so a position needs no help from the workers.
+Worker processes load the batches. The training process decides which rows each batch has, so resuming at a position
+needs no state of the workers.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from harness.errors import HarnessError
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
+    """Rows for a worker to load. ``epoch`` is None in evaluation."""
+
     rows: np.ndarray
     epoch: int | None
 
 
 class _Requests(Sampler):
-    """What the workers are asked for next. One loader serves many epochs, so that its workers live on."""
+    """The pending requests. One loader serves all epochs, so its workers are started once."""
 
     def __init__(self) -> None:
-        self.pending: Iterable[Request] = ()
+        self.pending: Iterable[BatchRequest] = ()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return iter(self.pending)
 
 
 class _Fetch(torch.utils.data.Dataset):
-    """A batch for a request. An error comes back as a value: torch would bury its text in a worker's traceback."""
+    """A batch per request. Errors are returned, because torch would wrap the text of a raised one in a traceback."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, request: Request) -> Batch | HarnessError:
+    def __getitem__(self, request: BatchRequest) -> Batch | HarnessError:
         try:
             return self.dataset.batch(request.rows, request.epoch)
         except HarnessError as error:
@@ -56,7 +58,7 @@ class Loader:
 
     def __init__(self, dataset: Dataset, num_workers: int, device: torch.device) -> None:
         self.dataset, self.device = dataset, device
-        self.wait_s = 0.0  # time that training stood still for want of data
+        self.wait_s = 0.0  # time that training waited for data
         self._requests = _Requests()
         self._loader = DataLoader(
             _Fetch(dataset),
@@ -66,11 +68,11 @@ class Loader:
             persistent_workers=num_workers > 0,
             worker_init_fn=in_loader_worker,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # its own, or starting an epoch would advance the training stream
+            generator=torch.Generator(),  # without its own, starting an epoch would advance the training stream
         )
 
-    def fetch(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """The batches of ``requests``, in order, on the device."""
+    def fetch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        """Yield the batches of ``requests``, in order, on the device. Raises the HarnessErrors of the dataset."""
         self._requests.pending = requests
         batches = iter(self._loader)
         while True:
@@ -93,9 +95,11 @@ class Loader:
 
 @dataclass
 class MicroBatch:
-    """A part of a step on one rank; ``weight`` makes the sum over micro-batches and the average over ranks a mean over
-    all rows of the step, however they are spread. ``num_rows`` rows of the batch count; one without only keeps the
-    ranks in step.
+    """The rows of one forward and backward pass.
+
+    weight: factor of the mean loss, so that the sum over micro-batches, averaged over ranks, is the mean over all rows
+        of the step
+    num_rows: how many rows of the batch count; with 0, the pass only takes part in communication
     """
 
     batch: Batch
@@ -105,7 +109,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TrainData:
-    """The training rows of one rank, as groups: the micro-batches of one optimizer step."""
+    """The training rows of one rank, in groups: the micro-batches of one optimizer step."""
 
     loader: Loader
     rule: str
@@ -115,7 +119,7 @@ class TrainData:
     accumulate: int
     seed: int
     tail: str = "use"
-    batch_norm_spans_ranks: bool = False  # so that a single row of a rank is enough for it
+    batch_norm_spans_ranks: bool = False  # it then accepts a single row of a rank
 
     @property
     def num_rows(self) -> int:
@@ -125,12 +129,12 @@ class TrainData:
         return num_steps(self.num_rows, self.world_size, self.per_rank, self.tail)
 
     def steps_left(self, segments: Sequence[Segment]) -> int:
-        """Steps that remain of an epoch of which ``segments`` are done. The same number on every rank."""
+        """Number of steps of an epoch after ``segments``. The same on every rank."""
         left = self.num_rows - sum(self._rows_of(segments))
         return num_steps(left, self.world_size, self.per_rank, self.tail)
 
     def advance(self, segments: list[Segment]) -> None:
-        """Book one more step by the present gang of ranks, in place."""
+        """Add one step by the current ranks to ``segments``, in place."""
         if not segments or not self._ours(segments[-1]):
             segments.append(Segment(self.world_size, self.per_rank, 0))
         segments[-1].steps += 1
@@ -139,16 +143,16 @@ class TrainData:
         return segment.world_size == self.world_size and segment.per_rank == self.per_rank
 
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
-        """The groups of ``epoch`` from where ``segments`` end. All ranks yield the same number."""
+        """Yield the groups of ``epoch`` after ``segments``: the same number on every rank."""
         done, first = list(segments), 0
         if done and self._ours(done[-1]):
-            first = done.pop().steps  # the last stretch is ours: its deal goes on, it is not dealt anew
+            first = done.pop().steps  # the current ranks continue the last segment with the same assignment
         num_left = self.num_rows - sum(self._rows_of(done))
         rows = plan(self.rule, self.num_rows, self.rank, self.world_size, epoch, self.seed, done)
         steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
         filler = rows[:1] if len(rows) else np.zeros(1, np.int64)
         requests = (
-            Request(self._enough(part if len(part) else filler, num_left, step, index, len(parts)), epoch)
+            BatchRequest(self._at_least_two(part if len(part) else filler, num_left, step, index, len(parts)), epoch)
             for step in steps
             for parts in (self._micro_batches(rows, num_left, step),)
             for index, part in enumerate(parts)
@@ -163,22 +167,24 @@ class TrainData:
             ]
 
     def _micro_batches(self, rows: np.ndarray, num_left: int, step: int) -> list[np.ndarray]:
-        """This rank's rows of ``step``, in as many parts as every rank has. In the tail parts are uneven, even empty:
-        ranks must run the same backward passes, so an empty part is filled with a row of weight zero.
+        """This rank's rows of ``step``, in the same number of parts on every rank.
+
+        In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the
+        caller fills an empty part with a row of weight zero.
         """
         first = step * self.per_rank
         longest = min(self.per_rank, -(-num_left // self.world_size) - first)
         num_parts = -(-longest // (self.per_rank // self.accumulate))
         return np.array_split(rows[first : first + self.per_rank], num_parts)
 
-    def _enough(self, rows: np.ndarray, num_left: int, step: int, index: int, num_parts: int) -> np.ndarray:
-        """A single row twice where batch norm, which refuses that, would see it alone; the mean loss stays the same."""
-        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._gang_rows(num_left, step, index, num_parts) > 1):
+    def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, index: int, num_parts: int) -> np.ndarray:
+        """Repeat a single row if batch norm, which rejects one row, would see no other. The mean loss is unchanged."""
+        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._rows_of_all(num_left, step, index, num_parts) > 1):
             return rows
         return np.repeat(rows, 2)
 
-    def _gang_rows(self, num_left: int, step: int, index: int, num_parts: int) -> int:
-        """Rows of micro-batch ``index`` of ``step`` over all ranks."""
+    def _rows_of_all(self, num_left: int, step: int, index: int, num_parts: int) -> int:
+        """Number of rows in micro-batch ``index`` of ``step`` over all ranks."""
         short, num_long = divmod(num_left, self.world_size)
 
         def rows(length: int) -> int:
@@ -188,10 +194,11 @@ class TrainData:
         return num_long * rows(short + 1) + (self.world_size - num_long) * rows(short)
 
     def any_inputs(self) -> torch.Tensor:
-        """The inputs of a single row, on the device: for a pass that does not count."""
+        """The inputs of one row, on the device, for a pass that does not count."""
         return self.loader.dataset.batch(np.zeros(1, np.int64), 0).to(self.loader.device).inputs
 
     def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
+        """Number of rows in each segment, over all ranks."""
         left = self.num_rows
         for segment in segments:
             rows = sum(step_rows(left, segment.world_size, segment.per_rank, step) for step in range(segment.steps))
@@ -201,7 +208,7 @@ class TrainData:
 
 @dataclass(frozen=True)
 class EvalData:
-    """The evaluation rows of one rank: an unpadded contiguous shard, so that all ranks together see each row once."""
+    """The evaluation rows of one rank: a contiguous shard without padding, so the ranks together see each row once."""
 
     loader: Loader
     rank: int
@@ -213,11 +220,13 @@ class EvalData:
         return len(self.loader.dataset)
 
     def num_batches(self) -> int:
-        """Batches of the rank that has most: how often every rank must ask whether to stop."""
+        """The largest number of batches of any rank: how often every rank must check for a stop."""
         longest = -(-self.num_rows // self.world_size)
         return -(-longest // self.batch_size)
 
     def batches(self) -> Iterator[Batch]:
         start, stop = bounds(self.num_rows, self.rank, self.world_size)
         edges = range(start, stop, self.batch_size)
-        return self.loader.fetch(Request(np.arange(edge, min(edge + self.batch_size, stop)), None) for edge in edges)
+        return self.loader.fetch(
+            BatchRequest(np.arange(edge, min(edge + self.batch_size, stop)), None) for edge in edges
+        )

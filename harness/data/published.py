@@ -1,20 +1,21 @@
-"""The data sets that ``harness data`` brings: their files, where they are published, and the shape they are kept in.
+"""The data sets of ``harness data``: their files, where they are published, and the layout they are stored in.
 
-``mnist`` and ``fashion_mnist`` come into DIR/MNIST/raw and DIR/FashionMNIST/raw, where torchvision looks too;
-``pet_names`` as DIR/names.txt, a cleaned name a line, beside the file it is made of.
+``mnist`` and ``fashion_mnist`` are stored in DIR/MNIST/raw and DIR/FashionMNIST/raw, where torchvision looks too;
+``pet_names`` as DIR/names.txt, one cleaned name per line, beside the file it is made from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.data import names
-from harness.data.download import Published, alone, bring, local, replace
+from harness.data.download import PublishedFile, fetch, local_path, locked
 from harness.errors import DataError
-from harness.runs.files import is_url
+from harness.runs.files import is_url, write_atomically
 
 MNIST = (
     ("train-images-idx3-ubyte.gz", 9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
@@ -33,73 +34,85 @@ _NOTICE = (
     "These data were modified for use from their original source, which is the City of Seattle (data.seattle.gov); "
     "it gives no warranty for them."
 )
-PET_LICENSES = Published(
+PET_LICENSES = PublishedFile(
     "seattle_pet_licenses.csv", 3466759, "7fb4de4ef9dbbde6cb2eb43ff67402331b20e560a2fc6b4c64b6906dc135d515",
     (
         f"{_GITHUB}/jnolis/pet-names/009405125f3217b90e35cdb64610f1b3bbd122c0/seattle_pet_licenses.csv",
         f"{_GITHUB}/tmobile/r-tensorflow-api/883b93fae31d8a9460c79cd3170425e98bf07244/src/seattle_pet_licenses.csv",
     ),
 )  # fmt: skip
-# The names of that file alone, lower-case: accepted in its place.
-PET_NAMES = Published(
+# Only the names of that file, in lower case: an accepted alternative.
+PET_NAMES = PublishedFile(
     "seattle_pet_names_cleaned.json", 532338, "66f37c034174a681e9f26bcdff5d6058e0fe14547a7879a3917267c744c43f8b", ()
 )
 
 
 def mnist(folder: Path, source: str | None) -> str:
-    """MNIST (70,000 handwritten digits) below ``folder``; return what to say. Raises DataError or ConfigError."""
+    """Store MNIST (70,000 handwritten digits) below ``folder``. Raises DataError or ConfigError.
+
+    This and the other two return sentences to print.
+    """
     from torchvision.datasets import MNIST as TORCHVISION
 
     return _idx("mnist", TORCHVISION, MNIST, folder, source)
 
 
 def fashion_mnist(folder: Path, source: str | None) -> str:
-    """FashionMNIST (70,000 pictures of clothes) below ``folder``; return what to say."""
+    """Store FashionMNIST (70,000 images of clothes) below ``folder``."""
     from torchvision.datasets import FashionMNIST as TORCHVISION
 
     return _idx("fashion_mnist", TORCHVISION, FASHION_MNIST, folder, source)
 
 
 def pet_names(folder: Path, source: str | None) -> str:
-    """The names of Seattle's licensed pets as ``folder/names.txt``, one a line; return what to say."""
-    with alone(folder):
-        kept = [file for file in (PET_LICENSES, PET_NAMES) if not file.damage(folder / file.name)]
+    """Store the names of Seattle's licensed pets as ``folder/names.txt``, one per line."""
+    with locked(folder):
+        kept = [file for file in (PET_LICENSES, PET_NAMES) if not file.mismatch(folder / file.name)]
         wanted = kept[0] if kept else _offered(source)
         other = PET_NAMES if wanted is PET_LICENSES else PET_LICENSES
-        brought = bring([wanted], folder, source, f"harness data pet_names {folder}", instead=other)
+        written = fetch([wanted], folder, source, f"harness data pet_names {folder}", alternative=other)
         content = (folder / wanted.name).read_bytes()
         found = names.of_json(content) if wanted is PET_NAMES else names.of_csv(content, "Animal's Name")
-        brought += ["names.txt"] * replace(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
-    return _told(folder, brought, f"{len(found)} names, {len(set(found))} different ones") + f"\n{_NOTICE}"
+        written += _update(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
+    return _summary(folder, written, f"{len(found)} names, {len(set(found))} different ones") + f"\n{_NOTICE}"
 
 
-def _offered(source: str | None) -> Published:
-    """The form of the pet names that ``source`` holds; where it holds none, the one to ask for."""
+def _offered(source: str | None) -> PublishedFile:
+    """The form of the pet names that ``source`` has; by default the file of licenses."""
     if source is None:
         return PET_LICENSES
     if is_url(source):
-        return PET_NAMES if source.endswith(".json") else PET_LICENSES
-    path = local(source)
-    there = path.name == PET_NAMES.name if path.is_file() else (path / PET_NAMES.name).exists()
-    there = there or (path.is_file() and path.suffix == ".json")
-    return PET_NAMES if there else PET_LICENSES
+        has_names = source.endswith(".json")
+    elif (path := local_path(source)).is_file():
+        has_names = path.suffix == ".json"
+    else:
+        has_names = (path / PET_NAMES.name).exists()
+    return PET_NAMES if has_names else PET_LICENSES
 
 
 def _idx(name: str, kind: Any, parts: Sequence[tuple[str, int, str]], folder: Path, source: str | None) -> str:
-    """The four files of a data set like MNIST, and what is in them, where torchvision's class ``kind`` looks."""
+    """Store the four files of MNIST or FashionMNIST, and their unpacked content, where torchvision's ``kind`` looks."""
     raw = folder / kind.__name__ / "raw"
-    files = [Published(*part, urls=tuple(mirror + part[0] for mirror in kind.mirrors)) for part in parts]
-    with alone(raw):
-        brought = bring(files, raw, source, f"harness data {name} {folder}")
+    files = [PublishedFile(*part, urls=tuple(mirror + part[0] for mirror in kind.mirrors)) for part in parts]
+    with locked(raw):
+        written = fetch(files, raw, source, f"harness data {name} {folder}")
         for file in files:
             try:
                 content = gzip.decompress((raw / file.name).read_bytes())
             except (OSError, EOFError) as error:
-                raise DataError(f"it cannot be unpacked: {error}", where=str(raw / file.name)) from None
-            target = raw / file.name.removesuffix(".gz")
-            brought += [target.name] * replace(target, content)
-    return _told(raw, brought, "60000 training and 10000 evaluation images")
+                raise DataError(f"the file cannot be unpacked: {error}", where=str(raw / file.name)) from None
+            written += _update(raw / file.name.removesuffix(".gz"), content)
+    return _summary(raw, written, "60000 training and 10000 evaluation images")
 
 
-def _told(folder: Path, brought: list[str], what: str) -> str:
-    return f"{folder} has {what}" + (f" (written: {', '.join(brought)})" if brought else ", whole as it was")
+def _update(path: Path, content: bytes) -> list[str]:
+    """Write ``content`` to ``path`` unless it is there. Returns the names of written files."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == len(content) and path.read_bytes() == content:
+            return []
+    write_atomically(path, content)
+    return [path.name]
+
+
+def _summary(folder: Path, written: list[str], content: str) -> str:
+    return f"{folder} has {content} ({'written: ' + ', '.join(written) if written else 'unchanged'})"

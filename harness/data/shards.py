@@ -1,12 +1,12 @@
-"""Which rows a rank trains on, in which order. Pure functions of numbers; no rank is asked anything.
+"""Shard rules: which rows a rank trains on, and in which order. Pure functions of numbers, without communication.
 
-An epoch is a sequence of optimizer steps. Every row is in exactly one of them, over all ranks, and every rank takes
-the same number of steps. A run resumed inside an epoch at another world size deals only the rows still left.
+An epoch is a sequence of optimizer steps. Every row is in exactly one step of one rank, and every rank takes the same
+number of steps. If a run is resumed within an epoch at another world size, only the remaining rows are assigned.
 
-    contiguous  rank r owns rows [int(r*N/W), int((r+1)*N/W)) of the file, shuffled inside each epoch
-    strided     rank r owns rows r, r+W, r+2W, …, shuffled inside each epoch
-    global      one permutation of all rows an epoch, from (seed, epoch) alone; rank r takes r, r+W, … of it, so the
-                rows of step k are the same at every world size that has the same global batch
+    contiguous  rank r owns rows [int(r*N/W), int((r+1)*N/W)) of the file, shuffled within each epoch
+    strided     rank r owns rows r, r+W, r+2W, ..., shuffled within each epoch
+    global      one permutation of all rows per epoch, from (seed, epoch) only; rank r takes elements r, r+W, ... of it,
+                so step k has the same rows at every world size with the same global batch
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Rows = np.ndarray  # of int64, row numbers of the annotation table
+RowNumbers = np.ndarray  # int64
 
 RULES = ("contiguous", "strided", "global")
-_ORDER, _SHUFFLE = 11, 12  # keep the two uses of (seed, epoch) apart
+_ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
 
 
 def bounds(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and last+1 row of a contiguous shard.
+    """First row and end of a contiguous shard.
 
-    The recipe writes int(rank*rows/world); whole-number division gives the same up to 2^40 rows, and is exact beyond.
+    The recipe writes int(rank*rows/world). Integer division gives the same up to 2^40 rows, and is exact above.
     """
     return rank * num_rows // world_size, (rank + 1) * num_rows // world_size
 
 
-def shard(rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int) -> Rows:
-    """The rows of ``rank`` in ``epoch``, in training order. Disjoint over ranks, and together all rows."""
-    return _deal(rule, _order(rule, num_rows, epoch, seed), rank, world_size, (seed, epoch, 0))
+def shard(rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int) -> RowNumbers:
+    """The rows of ``rank`` in ``epoch``, in training order. Shards are disjoint and together have all rows."""
+    return _share(rule, _order(rule, num_rows, epoch, seed), rank, world_size, (seed, epoch, 0))
 
 
 @dataclass
 class Segment:
-    """A stretch of an epoch that one gang of ranks trained: ``steps`` steps of ``per_rank`` rows a rank."""
+    """Consecutive steps of an epoch at one world size: ``steps`` steps with ``per_rank`` rows per rank."""
 
     world_size: int
     per_rank: int
     steps: int
 
 
-def left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequence[Segment]) -> Rows | range:
-    """The rows of the epoch that ``segments`` have not used, in the order in which they are dealt next."""
+def left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequence[Segment]) -> RowNumbers | range:
+    """The rows of the epoch that ``segments`` have not used, in the order in which they are assigned next."""
     order = _order(rule, num_rows, epoch, seed)
     if not segments:
         return order
-    left: Rows = np.asarray(order)
+    left: RowNumbers = np.asarray(order)
     for part, segment in enumerate(segments):
         used = np.zeros(num_rows, dtype=bool)
         for rank in range(segment.world_size):
-            rows = _deal(rule, left, rank, segment.world_size, (seed, epoch, part))
+            rows = _share(rule, left, rank, segment.world_size, (seed, epoch, part))
             used[rows[: segment.steps * segment.per_rank]] = True
         left = left[~used[left]]
     return left
@@ -61,20 +61,20 @@ def left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequenc
 
 def plan(
     rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int, segments: Sequence[Segment]
-) -> Rows:
-    """The rows of ``rank`` for the rest of ``epoch``, after the stretches that are done."""
+) -> RowNumbers:
+    """The rows of ``rank`` for the rest of ``epoch``, after the completed ``segments``."""
     left = left_over(rule, num_rows, epoch, seed, segments)
-    return _deal(rule, left, rank, world_size, (seed, epoch, len(segments)))
+    return _share(rule, left, rank, world_size, (seed, epoch, len(segments)))
 
 
 def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") -> int:
-    """Optimizer steps that every rank takes to train ``num_rows`` rows. Shards differ by at most one row."""
+    """Number of optimizer steps, equal on every rank, for ``num_rows`` rows. Shards differ by at most one row."""
     longest, shortest = -(-num_rows // world_size), num_rows // world_size
     return -(-longest // per_rank) if tail == "use" else shortest // per_rank
 
 
 def step_rows(num_rows: int, world_size: int, per_rank: int, step: int) -> int:
-    """Rows of step ``step`` over all ranks: a full global batch, but for the tail."""
+    """Number of rows in step ``step`` over all ranks: a full global batch, except in the tail."""
     short, long = num_rows // world_size, -(-num_rows // world_size)
     num_long = num_rows % world_size
 
@@ -84,14 +84,14 @@ def step_rows(num_rows: int, world_size: int, per_rank: int, step: int) -> int:
     return num_long * rows(long) + (world_size - num_long) * rows(short)
 
 
-def _order(rule: str, num_rows: int, epoch: int, seed: int) -> Rows | range:
-    """All rows, before they are dealt; file order is a range, so that a shard of it costs only its own rows."""
+def _order(rule: str, num_rows: int, epoch: int, seed: int) -> RowNumbers | range:
+    """All rows before they are shared. File order is a range, so the cost of a shard depends on its own rows only."""
     if rule == "global":
         return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_rows)
     return range(num_rows)
 
 
-def _deal(rule: str, rows: Rows | range, rank: int, world_size: int, key: tuple[int, int, int]) -> Rows:
+def _share(rule: str, rows: RowNumbers | range, rank: int, world_size: int, key: tuple[int, int, int]) -> RowNumbers:
     """The part of ``rows`` that ``rank`` trains on, in order."""
     if rule == "global":
         return np.asarray(rows[rank::world_size])
@@ -100,5 +100,5 @@ def _deal(rule: str, rows: Rows | range, rank: int, world_size: int, key: tuple[
     elif rule == "contiguous":
         own = np.asarray(rows[slice(*bounds(len(rows), rank, world_size))], dtype=np.int64)
     else:
-        raise ValueError(f"unknown shard rule {rule!r}; there are {', '.join(RULES)}")
+        raise ValueError(f"unknown shard rule {rule!r}; use {', '.join(RULES)}")
     return np.random.default_rng((_SHUFFLE, *key, rank)).permutation(own)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
-from harness.data.loader import Loader, Request
+from harness.data.loader import BatchRequest, Loader
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, DataError, HarnessError, first_line
@@ -79,7 +79,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
     num_blocks = -(-num_rows // size)
     mine = range(runtime.rank, num_blocks, runtime.world_size)
     asked = [np.arange(block * size, min((block + 1) * size, num_rows)) for block in mine]
-    batches = loader.fetch(Request(rows, None) for rows in asked)
+    batches = loader.fetch(BatchRequest(rows, None) for rows in asked)
     table, failure = _File(out) if runtime.rank == 0 else None, None
     try:
         for turn in range(-(-num_blocks // runtime.world_size)):

@@ -29,8 +29,8 @@ from harness.training.metrics import Pairs, Report, Sums
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
-    "SupportsNewData", "SupportsPredictions", "SupportsSignature", "TaskSection", "model_builder", "row_seed",
-    "seeded_torch",
+    "SupportsLearned", "SupportsNewData", "SupportsPredictions", "SupportsSignature", "TaskSection", "model_builder",
+    "row_seed", "seeded_torch",
 ]  # fmt: skip
 
 Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)

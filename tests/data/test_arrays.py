@@ -1,4 +1,4 @@
-"""Data sets in memory: rows as they are stored, from files that are mapped, and checked before that."""
+"""Datasets of arrays, and arrays mapped from IDX files, which are checked first."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from harness.data.arrays import Arrays, map_idx
-from harness.data.loader import Loader, Request
+from harness.data.loader import BatchRequest, Loader
 from harness.errors import DataError
 from tests.datasets import write_idx
 
 
-def test_rows():
+def test_batch_is_a_copy_of_the_rows():
     images, labels = np.arange(24, dtype=np.uint8).reshape(6, 2, 2), np.arange(6) * 10
     rows = Arrays(images, labels)
     assert len(rows) == 6
@@ -24,10 +24,10 @@ def test_rows():
         assert batch.rows.tolist() == [4, 1, 4]
         assert batch.bad == []
     rows.batch(np.array([0]), 0).inputs.zero_()
-    assert rows.inputs[0, 0, 1] == 1  # a batch is a copy
+    assert rows.inputs[0, 0, 1] == 1
 
 
-def test_mapped(tmp_path):
+def test_map_idx(tmp_path):
     write_idx(tmp_path, "train", 12, size=5)
     images = map_idx(tmp_path / "train-images-idx3-ubyte", 3, "how")
     labels = map_idx(tmp_path / "train-labels-idx1-ubyte", 1, "how")
@@ -37,19 +37,19 @@ def test_mapped(tmp_path):
     assert labels.tolist() == [*range(10), 0, 1]
 
 
-def test_workers_read_the_same(tmp_path):
+def test_workers_read_mapped_arrays(tmp_path):
     write_idx(tmp_path, "train", 12, size=5)
     images = map_idx(tmp_path / "train-images-idx3-ubyte", 3, "how")
     loader = Loader(Arrays(images, np.arange(12)), 2, torch.device("cpu"))
     try:
-        batches = list(loader.fetch(Request(np.array(rows), 0) for rows in ([3, 1], [11])))
+        batches = list(loader.fetch(BatchRequest(np.array(rows), 0) for rows in ([3, 1], [11])))
     finally:
         loader.close()
     assert [batch.targets.tolist() for batch in batches] == [[3, 1], [11]]
     assert torch.equal(batches[0].inputs, torch.from_numpy(images[[3, 1]]))
 
 
-def test_what_is_no_idx_file(tmp_path):
+def test_damaged_idx_files(tmp_path):
     write_idx(tmp_path, "train", 12, size=5)
     path = tmp_path / "train-images-idx3-ubyte"
     content = path.read_bytes()
@@ -61,12 +61,12 @@ def test_what_is_no_idx_file(tmp_path):
         assert str(caught.value).endswith("-> type this")
         return caught.value.message
 
-    assert refused(content[:-1]) == "it is broken: 315 bytes instead of 316"
-    assert refused(content + b"!") == "it is broken: 317 bytes instead of 316"
-    assert "no IDX file" in refused(content, num_dims=1)
+    assert refused(content[:-1]) == "the file is damaged: 315 bytes instead of 316"
+    assert refused(content + b"!") == "the file is damaged: 317 bytes instead of 316"
+    assert "not an IDX file" in refused(content, num_dims=1)
     for bad in (b"", b"\x00\x00", content[:7], b"\x1f\x8b" + content):
-        assert "no IDX file" in refused(bad)
-    with pytest.raises(DataError, match="not here"):
+        assert "not an IDX file" in refused(bad)
+    with pytest.raises(DataError, match="does not exist"):
         map_idx(tmp_path / "none", 3, "type this")
     with pytest.raises(DataError, match="cannot be read"):
         map_idx(tmp_path, 3, "type this")

@@ -1,4 +1,4 @@
-"""The digits on disk: whole or not there, and left alone where they are."""
+"""``harness data digits`` writes a complete folder or none."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from torchvision.io import ImageReadMode, decode_image, read_file  # noqa: E402
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "new" / "digits"
-    assert digits.write(folder) == f"wrote 1437 training and 360 evaluation rows to {folder}"
+    assert digits.write(folder) == f"wrote 1437 training and 360 validation rows to {folder}"
     return folder
 
 
-def test_rows_are_all_there_once(folder):
-    train, held_out = pd.read_csv(folder / "train.csv"), pd.read_csv(folder / "eval.csv")
-    assert list(train) == list(held_out) == ["path", "label"]
-    both = pd.concat([train, held_out])
+def test_every_digit_is_in_one_table(folder):
+    train, validation = pd.read_csv(folder / "train.csv"), pd.read_csv(folder / "eval.csv")
+    assert list(train) == list(validation) == ["path", "label"]
+    both = pd.concat([train, validation])
     assert sorted(both["path"]) == [f"images/{i:04d}.png" for i in range(1797)]
     original = sklearn.load_digits()
     numbers = both["path"].str[7:11].astype(int)
     assert np.array_equal(original.target[numbers], both["label"])
-    assert held_out["label"].value_counts().min() >= 34  # stratified
+    assert validation["label"].value_counts().min() >= 34  # stratified
     image = decode_image(read_file(str(folder / train["path"][0])), mode=ImageReadMode.UNCHANGED)
     assert image.shape == (1, 8, 8)
     assert np.array_equal(image[0].numpy(), np.round(original.images[numbers.iloc[0]] * 255 / 16))
 
 
-def test_the_training_rows_are_shuffled(folder):
+def test_training_rows_are_shuffled(folder):
     paths = pd.read_csv(folder / "train.csv")["path"]
     assert not paths.is_monotonic_increasing
 
 
-def test_a_complete_folder_is_left_alone(folder):
+def test_complete_folder_is_not_changed(folder):
     before = (folder / "train.csv").stat().st_mtime_ns
-    assert digits.write(folder) == f"{folder} has the digits already"
+    assert digits.write(folder) == f"{folder} already has the digits"
     assert (folder / "train.csv").stat().st_mtime_ns == before
 
 
-def test_an_empty_folder_is_used_also_as_the_working_one(tmp_path, monkeypatch):
+def test_empty_working_directory_is_used(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     from pathlib import Path
@@ -57,7 +57,7 @@ def test_an_empty_folder_is_used_also_as_the_working_one(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-def test_a_folder_with_other_things_is_refused(tmp_path):
+def test_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(DataError, match="name an empty or new folder"):
@@ -65,13 +65,13 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.txt"]
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         digits.write(tmp_path / "file" / "digits")
 
 
-def test_scikit_learn_is_named_where_it_is_missing(tmp_path, monkeypatch):
+def test_missing_scikit_learn_is_named(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest):

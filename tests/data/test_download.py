@@ -1,4 +1,4 @@
-"""Published files: kept, replaced, continued; by one process at a time; and what is said where they cannot be had."""
+"""Downloads: kept, replaced, resumed, by one process at a time, and what to do offline."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pathlib import Path
 import pytest
 
 from harness.data import download
-from harness.data.download import Published, alone, bring, replace
+from harness.data.download import PublishedFile, fetch, locked
 from harness.errors import ConfigError, DataError
 from tests.ranks import start, wait_for
 
 CONTENT = bytes(range(256)) * 40
-OFFLINE = "http://127.0.0.1:9/"  # nobody listens on the discard port
+OFFLINE = "http://127.0.0.1:9/"  # the discard port refuses connections
 
 
 def published(name="a.gz", content=CONTENT, *urls):
-    return Published(name, len(content), hashlib.sha256(content).hexdigest(), urls)
+    return PublishedFile(name, len(content), hashlib.sha256(content).hexdigest(), urls)
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves CONTENT under any name, from where it is asked to; ``cut`` bytes of it, where that is set."""
+    """Serves CONTENT under any name, with Range requests; only ``cut`` bytes of it if that is set."""
 
-    asked: list
+    requests: list
     cut: int | None = None
     ranges = True
 
     def do_GET(self):
         wanted = self.headers.get("Range")
-        type(self).asked.append((self.path, wanted))
+        type(self).requests.append((self.path, wanted))
         first = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and self.ranges else 0
         self.send_response(206 if first else 200)
         self.send_header("Content-Length", str(len(CONTENT) - first))
@@ -46,7 +46,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(**settings):
-    handler = type("Handler", (Server,), {"asked": [], **settings})
+    handler = type("Handler", (Server,), {"requests": [], **settings})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=functools.partial(server.serve_forever, 0.01))
     thread.start()
@@ -62,67 +62,67 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_downloaded_once_and_broken_ones_again(tmp_path):
+def test_intact_files_are_kept_and_damaged_ones_replaced(tmp_path):
     with serving() as (url, server):
         file = published("a.gz", CONTENT, OFFLINE + "a.gz", url + "a.gz")  # the first mirror is down
-        assert bring([file], tmp_path, None, "x") == ["a.gz"]
-        assert bring([file], tmp_path, None, "x") == []
+        assert fetch([file], tmp_path, None, "x") == ["a.gz"]
+        assert fetch([file], tmp_path, None, "x") == []
         (tmp_path / "a.gz").write_bytes(CONTENT[:-1] + b"!")
-        assert bring([file], tmp_path, None, "x") == ["a.gz"]
+        assert fetch([file], tmp_path, None, "x") == ["a.gz"]
         (tmp_path / "a.gz").write_bytes(b"half")
-        assert bring([file], tmp_path, url, "x") == ["a.gz"]
-        assert bring([file], tmp_path / "..", url + "a.gz", "x") == ["a.gz"]
-    assert server.asked == [("/a.gz", None)] * 4
+        assert fetch([file], tmp_path, url, "x") == ["a.gz"]
+        assert fetch([file], tmp_path / "..", url + "a.gz", "x") == ["a.gz"]
+    assert server.requests == [("/a.gz", None)] * 4
     assert (tmp_path / "a.gz").read_bytes() == CONTENT
     assert files(tmp_path) == ["a.gz"]
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_interrupted_download_goes_on(tmp_path, ranges):
-    with serving(cut=5000) as (url, _), pytest.raises(DataError, match="cannot be had"):
-        bring([published("a.gz", CONTENT, url + "a.gz")], tmp_path, None, "x")
+def test_interrupted_download_is_resumed(tmp_path, ranges):
+    with serving(cut=5000) as (url, _), pytest.raises(DataError, match="could not get"):
+        fetch([published("a.gz", CONTENT, url + "a.gz")], tmp_path, None, "x")
     assert files(tmp_path) == ["a.gz.part"]
     assert (tmp_path / "a.gz.part").read_bytes() == CONTENT[:5000]
     with serving(ranges=ranges) as (url, server):
-        assert bring([published("a.gz", CONTENT, url + "a.gz")], tmp_path, None, "x") == ["a.gz"]
-    assert server.asked == [("/a.gz", "bytes=5000-")]
+        assert fetch([published("a.gz", CONTENT, url + "a.gz")], tmp_path, None, "x") == ["a.gz"]
+    assert server.requests == [("/a.gz", "bytes=5000-")]
     assert files(tmp_path) == ["a.gz"]
 
 
-def test_what_was_there_of_another_file_is_not_continued(tmp_path):
+def test_part_of_another_file_is_not_resumed(tmp_path):
     (tmp_path / "a.gz.part").write_bytes(b"x" * 5000)
     with serving() as (url, server):
-        assert bring([published("a.gz", CONTENT, url + "a.gz")], tmp_path, None, "x") == ["a.gz"]
-    assert [wanted for _, wanted in server.asked] == ["bytes=5000-", None]
+        assert fetch([published("a.gz", CONTENT, url + "a.gz")], tmp_path, None, "x") == ["a.gz"]
+    assert [wanted for _, wanted in server.requests] == ["bytes=5000-", None]
     assert (tmp_path / "a.gz").read_bytes() == CONTENT
 
 
-def test_another_file_under_the_name_is_refused(tmp_path):
+def test_other_content_is_refused(tmp_path):
     other = published("a.gz", b"?" * len(CONTENT))
-    with serving() as (url, _), pytest.raises(DataError, match="its hash is another one"):
-        bring([other], tmp_path, url, "x")
+    with serving() as (url, _), pytest.raises(DataError, match="SHA-256 mismatch"):
+        fetch([other], tmp_path, url, "x")
     shorter = published("a.gz", CONTENT[:300])
     with serving() as (url, _), pytest.raises(DataError, match="301 bytes instead of 300"):
-        bring([shorter], tmp_path, url, "x")
+        fetch([shorter], tmp_path, url, "x")
     assert files(tmp_path) == []
 
 
-def test_offline_it_says_what_to_put_where(tmp_path):
+def test_offline_error_lists_the_missing_files(tmp_path):
     missing = [published(name, CONTENT, OFFLINE + name) for name in ("a.gz", "b.gz", "c.gz")]
     (tmp_path / "b.gz").write_bytes(CONTENT)
     with pytest.raises(DataError) as caught:
-        bring(missing, tmp_path, None, "harness data mnist d")
-    told = str(caught.value)
-    assert f"{tmp_path}: a.gz cannot be had: {OFFLINE}a.gz: " in told
-    assert "put these files into a folder and type harness data mnist d --from FOLDER" in told
+        fetch(missing, tmp_path, None, "harness data mnist d")
+    message = str(caught.value)
+    assert f"{tmp_path}: could not get a.gz: {OFFLINE}a.gz: " in message
+    assert "put these files into a folder and type harness data mnist d --from FOLDER" in message
     digest = hashlib.sha256(CONTENT).hexdigest()
-    assert [line.strip() for line in told.splitlines()[2:]] == [
+    assert [line.strip() for line in message.splitlines()[2:]] == [
         f"{name}  10240 bytes  sha256 {digest}" for name in ("a.gz", "c.gz")
     ]
     assert caught.value.exit_code == 65
 
 
-def test_copied_from_a_folder_however_it_is_laid_out(tmp_path):
+def test_copy_from_folders_of_any_layout(tmp_path):
     file = published()
     for place in ("flat", "deep/raw", "root/MNIST/raw"):
         source = tmp_path / "from" / place
@@ -130,46 +130,38 @@ def test_copied_from_a_folder_however_it_is_laid_out(tmp_path):
         (source / "a.gz").write_bytes(CONTENT)
         target = tmp_path / "to" / place
         target.mkdir(parents=True)
-        assert bring([file], target, str(tmp_path / "from" / place.split("/")[0]), "x") == ["a.gz"]
+        assert fetch([file], target, str(tmp_path / "from" / place.split("/")[0]), "x") == ["a.gz"]
     target = tmp_path / "own"
     target.mkdir()
-    assert bring([file], target, str(tmp_path / "from" / "flat" / "a.gz"), "x") == ["a.gz"]
-    assert bring([file], target, str(target), "x") == []
+    assert fetch([file], target, str(tmp_path / "from" / "flat" / "a.gz"), "x") == ["a.gz"]
+    assert fetch([file], target, str(target), "x") == []
     (target / "a.gz").unlink()
     with pytest.raises(DataError, match="No such file"):
-        bring([file], target, str(target), "x")
-    with pytest.raises(ConfigError, match="there is no /nowhere"):
-        bring([file], target, "/nowhere", "x")
+        fetch([file], target, str(target), "x")
+    with pytest.raises(ConfigError, match="/nowhere does not exist"):
+        fetch([file], target, "/nowhere", "x")
 
 
-def test_replace(tmp_path):
-    assert replace(tmp_path / "x", b"1")
-    assert not replace(tmp_path / "x", b"1")
-    assert replace(tmp_path / "x", b"2")
-    assert files(tmp_path) == ["x"]
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"), alone(tmp_path / "file" / "d"):
+    with pytest.raises(DataError, match="cannot be written"), locked(tmp_path / "file" / "d"):
         pass
 
 
-def _bring(url: str, folder: str) -> None:
-    with alone(Path(folder)):
-        bring([published("a.gz", CONTENT, url + "a.gz")], Path(folder), None, "x")
+def _fetch_locked(url: str, folder: str) -> None:
+    with locked(Path(folder)):
+        fetch([published("a.gz", CONTENT, url + "a.gz")], Path(folder), None, "x")
 
 
-def test_processes_that_start_at_once_download_once(tmp_path):
-    """The tutorials' ranks all call download=True: they write over each other, or read half a file."""
+def test_processes_started_together_download_once(tmp_path):
     with serving() as (url, server):
-        ranks = [start(_bring, (url, str(tmp_path / "d"))) for _ in range(4)]
+        ranks = [start(_fetch_locked, (url, str(tmp_path / "d"))) for _ in range(4)]
         assert wait_for(ranks, 60) == [0] * 4
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
     assert files(tmp_path / "d") == [".lock", "a.gz"]
 
 
-def test_a_silent_server_is_given_up(tmp_path, monkeypatch):
+def test_silent_server_times_out(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "TIMEOUT_S", 0.2)
     import socket
 
@@ -178,4 +170,4 @@ def test_a_silent_server_is_given_up(tmp_path, monkeypatch):
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         with pytest.raises(DataError, match="timed out"):
-            bring([published()], tmp_path, url, "x")
+            fetch([published()], tmp_path, url, "x")

@@ -1,4 +1,4 @@
-"""Images as users have them: every common kind is decoded alike; what cannot be read is named, or replaced."""
+"""Images in common formats decode alike; unreadable ones are named or replaced; augmentation is reproducible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
-from harness.data.images import Batch, ImageTable
+from harness.data.batch import Batch
+from harness.data.images import ImageTable
 from harness.data.table.table import open_table
 from harness.errors import DataError
 from tests.fixtures import write_rows
@@ -30,7 +31,7 @@ def table(folder: Path, mode=GRAY, on_bad_image="error", augment=None, name="tra
 
 
 def single(folder: Path, name: str, content: bytes, mode) -> torch.Tensor:
-    """The image of a table of one row."""
+    """The image of a table with one row."""
     (folder / name).write_bytes(content)
     (folder / "one.csv").write_text(f"path,label\n{name},0\n")
     return table(folder, mode, name="one").batch(np.arange(1), None).inputs[0]
@@ -62,13 +63,13 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore:Webp does not support grayscale")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("mode", "channels"), [(GRAY, 1), (RGB, 3)])
-def test_every_kind_comes_as_asked(tmp_path, kind, mode, channels):
-    image = single(tmp_path, "x.png", KINDS[kind], mode)  # whatever it is called: the content counts
+def test_formats_decode_to_the_requested_channels(tmp_path, kind, mode, channels):
+    image = single(tmp_path, "x.png", KINDS[kind], mode)  # the content decides, not the name
     assert image.dtype is torch.uint8
     assert image.shape == (channels, 16, 12)
 
 
-def test_values(tmp_path):
+def test_pixel_values(tmp_path):
     expected = torch.from_numpy(PIXELS)
     assert torch.equal(single(tmp_path, "a.png", KINDS["gray png"], GRAY)[0], expected)
     assert torch.equal(single(tmp_path, "b.png", KINDS["16-bit png"], GRAY)[0], expected)  # 16 bits scaled to 8
@@ -78,7 +79,7 @@ def test_values(tmp_path):
 
 BROKEN = {
     "empty": b"",
-    "text": b"this is no image, but a page that says 404",
+    "text": b"<html>404 not found</html>",
     "half a png": KINDS["rgb png"][: len(KINDS["rgb png"]) // 2],
     "half a jpeg": KINDS["jpeg"][: len(KINDS["jpeg"]) // 2],
     "a corrupt png": KINDS["gray png"].replace(b"IDAT", b"IDAX"),
@@ -87,7 +88,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_image_is_named_by_line_and_file(tmp_path, kind):
+def test_broken_image_is_reported_with_line_and_file(tmp_path, kind):
     csv = write_rows(tmp_path, "train", 5)
     (tmp_path / "train_images" / "3.png").write_bytes(BROKEN[kind])
     with pytest.raises(DataError) as caught:
@@ -99,31 +100,31 @@ def test_broken_image_is_named_by_line_and_file(tmp_path, kind):
     assert caught.value.exit_code == 65
 
 
-def test_missing_image_hints_at_the_nearest(tmp_path):
+def test_missing_image_suggests_a_similar_name(tmp_path):
     csv = write_rows(tmp_path, "train", 12)
     (tmp_path / "train_images" / "11.png").rename(tmp_path / "train_images" / "11.PNG")
     with pytest.raises(DataError) as caught:
         table(tmp_path).batch(np.asarray([11]), epoch=None)
     assert f"{csv}:13: image not found: {tmp_path}/train_images/11.png" in str(caught.value)
-    assert "the nearest name there is 11.PNG" in str(caught.value)
+    assert "the most similar file there is 11.PNG" in str(caught.value)
 
 
-def test_missing_folder_hints_at_the_root(tmp_path):
+def test_missing_folder_suggests_task_root(tmp_path):
     (tmp_path / "train.csv").write_text("path,label\nnowhere/x.png,1\n")
     with pytest.raises(DataError, match="check task.root"):
         table(tmp_path).batch(np.arange(1), None)
 
 
-def test_a_folder_is_no_image(tmp_path):
+def test_folder_instead_of_an_image(tmp_path):
     (tmp_path / "train.csv").write_text("path,label\n.,1\n")
     with pytest.raises(DataError, match=r"train.csv:2: image cannot be decoded"):
         table(tmp_path).batch(np.arange(1), None)
 
 
-def test_differing_sizes_are_told_with_the_remedy(tmp_path):
+def test_different_sizes_suggest_image_size(tmp_path):
     csv = write_rows(tmp_path, "train", 4)
     GRAY_IMAGE.save(tmp_path / "train_images" / "2.png")
-    for on_bad_image in ("error", "skip"):  # not a bad image, but a missing setting
+    for on_bad_image in ("error", "skip"):  # the images are readable: a setting is missing
         with pytest.raises(DataError) as caught:
             table(tmp_path, on_bad_image=on_bad_image).batch(np.arange(4), epoch=0)
         assert str(caught.value).startswith(f"{csv}:4: images differ in size: (8, 8) and (16, 12) (height, width)")
@@ -133,7 +134,7 @@ def test_differing_sizes_are_told_with_the_remedy(tmp_path):
 # Batches
 
 
-def test_batch_holds_what_was_asked_for_in_order(tmp_path):
+def test_batch_has_the_requested_rows_in_order(tmp_path):
     write_rows(tmp_path, "train", 7)
     batch = table(tmp_path).batch(np.asarray([5, 0, 6]), epoch=2)
     assert isinstance(batch, Batch)
@@ -144,18 +145,18 @@ def test_batch_holds_what_was_asked_for_in_order(tmp_path):
     assert batch.inputs.shape == (3, 1, 8, 8)
 
 
-def test_skip_in_training_takes_the_next_readable_row(tmp_path):
+def test_skip_replaces_by_the_next_readable_row_in_training(tmp_path):
     write_rows(tmp_path, "train", 6)
     for bad in (2, 3, 5):
         (tmp_path / "train_images" / f"{bad}.png").unlink()
     batch = table(tmp_path, on_bad_image="skip").batch(np.asarray([1, 2, 5]), epoch=0)
-    assert batch.rows.tolist() == [1, 4, 0]  # from the last row on to the first
+    assert batch.rows.tolist() == [1, 4, 0]  # row 5 continues at row 0
     assert batch.inputs[:, 0, 0, 0].tolist() == [1, 4, 0]
     assert batch.targets.tolist() == [10, 10, 0]
     assert batch.bad == [2, 5]
 
 
-def test_skip_in_evaluation_leaves_the_row_out(tmp_path):
+def test_skip_omits_the_row_in_evaluation(tmp_path):
     write_rows(tmp_path, "train", 4)
     (tmp_path / "train_images" / "2.png").write_bytes(b"")
     batch = table(tmp_path, on_bad_image="skip").batch(np.arange(4), epoch=None)
@@ -166,7 +167,7 @@ def test_skip_in_evaluation_leaves_the_row_out(tmp_path):
     assert (batch.bad, batch.targets.dtype, batch.rows.tolist()) == ([2], torch.int64, [])
 
 
-def test_skip_gives_up_where_nothing_can_be_read(tmp_path):
+def test_skip_fails_if_no_row_is_readable(tmp_path):
     csv = write_rows(tmp_path, "train", 3)
     for row in range(3):
         (tmp_path / "train_images" / f"{row}.png").unlink()
@@ -184,7 +185,7 @@ class Noise(v2.Transform):
         return torch.randint(0, 256, image.shape, dtype=torch.uint8)
 
 
-def test_augmentation_depends_on_seed_epoch_and_row_alone(tmp_path):
+def test_augmentation_depends_on_seed_epoch_and_row_only(tmp_path):
     write_rows(tmp_path, "train", 6)
     images = table(tmp_path, augment=Noise())
     whole = images.batch(np.arange(6), epoch=1).inputs
@@ -197,7 +198,7 @@ def test_augmentation_depends_on_seed_epoch_and_row_alone(tmp_path):
     assert plain[:, 0, 0, 0].tolist() == list(range(6))  # evaluation is not augmented
 
 
-def test_augmentation_leaves_the_streams_of_training_alone(tmp_path, monkeypatch):
+def test_augmentation_does_not_advance_the_training_streams(tmp_path, monkeypatch):
     write_rows(tmp_path, "train", 3)
     images = table(tmp_path, augment=Noise())
     touched = []
@@ -209,13 +210,15 @@ def test_augmentation_leaves_the_streams_of_training_alone(tmp_path, monkeypatch
     touched.clear()
     images.batch(np.arange(3), epoch=0)
     assert torch.equal(torch.rand(3), expected)
-    assert not touched, "dropout on a GPU would be seeded by the last image"
+    assert not touched, "augmentation must not seed the GPU, whose stream belongs to dropout"
 
 
-def test_passing_over_bad_rows_does_not_read_the_csv_again(tmp_path, monkeypatch):
+def test_skipped_rows_do_not_read_the_csv(tmp_path, monkeypatch):
     write_rows(tmp_path, "train", 4)
     (tmp_path / "train_images" / "2.png").unlink()
     images = table(tmp_path, on_bad_image="skip")
-    monkeypatch.setattr(type(images.table), "where", lambda *_: pytest.fail("a large CSV takes seconds to search"))
+    monkeypatch.setattr(
+        type(images.table), "where", lambda *_: pytest.fail("finding a line takes seconds in a large CSV")
+    )
     assert images.batch(np.arange(4), epoch=0).bad == [2]
     assert images.batch(np.arange(4), epoch=None).bad == [2]

@@ -1,4 +1,4 @@
-"""``harness data``: the files of each data set, and the shape they are kept in."""
+"""``harness data``: the files of each data set and the layout they are stored in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torchvision.datasets
 
 from harness import cli
 from harness.data import published
-from harness.data.download import Published
+from harness.data.download import PublishedFile
 from tests.datasets import write_idx
 
 
@@ -17,29 +17,29 @@ from tests.datasets import write_idx
     ("parts", "kind"),
     [(published.MNIST, torchvision.datasets.MNIST), (published.FASHION_MNIST, torchvision.datasets.FashionMNIST)],
 )
-def test_files_are_those_of_torchvision(parts, kind, shared_data):
-    """Names by torchvision; sizes and hashes by the files that have torchvision's own hashes."""
+def test_files_equal_torchvision(parts, kind, shared_data):
+    """The files with torchvision's names and MD5 hashes have our sizes and SHA-256 hashes."""
     folder = shared_data / ("mnist" if kind is torchvision.datasets.MNIST else "fashion_mnist")
     assert [name for name, _, _ in parts] == [name for name, _ in kind.resources]
     for part, (name, md5) in zip(parts, kind.resources, strict=True):
         content = (folder / name).read_bytes()
         assert hashlib.md5(content).hexdigest() == md5
-        assert not Published(*part, urls=()).damage(folder / name)
+        assert not PublishedFile(*part, urls=()).mismatch(folder / name)
 
 
-def test_mnist_as_torchvision_reads_it(tmp_path, shared_data, capsys):
+def test_mnist_is_readable_by_torchvision(tmp_path, shared_data, capsys):
     folder = tmp_path / "mnist"
     assert cli.main(["data", "mnist", str(folder), "--from", str(shared_data / "mnist")]) == 0
     assert "60000 training and 10000 evaluation images (written: train-images-idx3-ubyte.gz" in capsys.readouterr().out
-    data = torchvision.datasets.MNIST(str(folder), train=False)  # no download: it must be there
+    data = torchvision.datasets.MNIST(str(folder), train=False)
     assert len(data) == 10_000
     raw = folder / "MNIST" / "raw"
-    (raw / "t10k-labels-idx1-ubyte").write_bytes(b"half")  # broken since
+    (raw / "t10k-labels-idx1-ubyte").write_bytes(b"half")
     (raw / "t10k-images-idx3-ubyte.gz").unlink()
     assert cli.main(["data", "mnist", str(folder), "--from", str(shared_data / "mnist")]) == 0
     assert "(written: t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte)" in capsys.readouterr().out
-    assert cli.main(["data", "mnist", str(folder)]) == 0  # asks nobody
-    assert "whole as it was" in capsys.readouterr().out
+    assert cli.main(["data", "mnist", str(folder)]) == 0  # offline
+    assert "(unchanged)" in capsys.readouterr().out
 
 
 def small(raw, kind):
@@ -61,7 +61,7 @@ def test_fashion_mnist_from_a_torchvision_folder(tmp_path, monkeypatch, capsys):
     assert len(kind(str(tmp_path / "ours"), train=False)) == 10
 
 
-def test_what_is_no_archive(tmp_path, monkeypatch, capsys):
+def test_damaged_archive(tmp_path, monkeypatch, capsys):
     raw = tmp_path / "theirs"
     parts = list(small(raw, torchvision.datasets.MNIST))
     (raw / parts[1][0]).write_bytes(b"no gzip")
@@ -79,12 +79,12 @@ JSON = b'["rex", "kit", "rex", ""]'
 def files(monkeypatch):
     for name, content, member in (("licenses.csv", CSV, "PET_LICENSES"), ("names.json", JSON, "PET_NAMES")):
         digest = hashlib.sha256(content).hexdigest()
-        monkeypatch.setattr(published, member, Published(name, len(content), digest, ("http://127.0.0.1:9/x",)))
+        monkeypatch.setattr(published, member, PublishedFile(name, len(content), digest, ("http://127.0.0.1:9/x",)))
 
 
 @pytest.mark.parametrize(("name", "content"), [("licenses.csv", CSV), ("names.json", JSON)])
 @pytest.mark.parametrize("whole_path", [True, False])
-def test_pet_names_of_either_file(tmp_path, files, capsys, name, content, whole_path):
+def test_pet_names_from_either_file(tmp_path, files, capsys, name, content, whole_path):
     source, folder = tmp_path / "from", tmp_path / "pets"
     source.mkdir()
     (source / name).write_bytes(content)
@@ -93,24 +93,24 @@ def test_pet_names_of_either_file(tmp_path, files, capsys, name, content, whole_
     assert f"3 names, 2 different ones (written: {name}, names.txt)" in capsys.readouterr().out
     assert (folder / "names.txt").read_text() == "rex\nkit\nrex\n"
     (folder / "names.txt").write_text("rex\n")
-    assert cli.main(["data", "pet_names", str(folder)]) == 0  # asks nobody: the file it is made of is there
+    assert cli.main(["data", "pet_names", str(folder)]) == 0  # offline: the original file is there
     assert "(written: names.txt)" in capsys.readouterr().out
 
 
-def test_pet_names_offline(tmp_path, files, capsys):
+def test_pet_names_offline_names_the_files(tmp_path, files, capsys):
     assert cli.main(["data", "pet_names", str(tmp_path / "pets")]) == 65
-    told = capsys.readouterr().err
-    assert f"type harness data pet_names {tmp_path}/pets --from FOLDER" in told
-    assert f"licenses.csv  {len(CSV)} bytes  sha256 " in told
-    assert f"or in its place\n       names.json  {len(JSON)} bytes" in told
+    error = capsys.readouterr().err
+    assert f"type harness data pet_names {tmp_path}/pets --from FOLDER" in error
+    assert f"licenses.csv  {len(CSV)} bytes  sha256 " in error
+    assert f"or instead\n       names.json  {len(JSON)} bytes" in error
     assert cli.main(["data", "pet_names", str(tmp_path / "pets"), "--from", "/nowhere"]) == 2
 
 
-def test_pet_names_as_they_are(tmp_path, shared_data, capsys):
+def test_published_pet_names(tmp_path, shared_data, capsys):
     assert cli.main(["data", "pet_names", str(tmp_path), "--from", str(shared_data / "pet_names")]) == 0
     assert "54826 names, 13992 different ones" in capsys.readouterr().out
 
 
-def test_the_digits_come_from_nowhere_else(tmp_path, capsys):
+def test_digits_have_no_source(tmp_path, capsys):
     assert cli.main(["data", "digits", str(tmp_path / "d"), "--from", "x"]) == 2
-    assert "remove it" in capsys.readouterr().err
+    assert "remove --from" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Shard rules: complete, disjoint, equal in steps, and exact across a change of world size in mid-epoch."""
+"""Shard rules: complete, disjoint, equal in steps, and exact across a change of world size within an epoch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ worlds = st.integers(1, 9)
 
 
 @given(rules, sizes, worlds, st.integers(0, 3), st.integers(0, 5))
-def test_every_row_once(rule, num_rows, world, epoch, seed):
+def test_shards_cover_every_row_once(rule, num_rows, world, epoch, seed):
     shards = [shard(rule, num_rows, rank, world, epoch, seed) for rank in range(world)]
     assert sorted(np.concatenate(shards).tolist()) == list(range(num_rows))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 @given(rules, sizes, worlds, st.integers(1, 20))
-def test_steps_are_equal_and_cover_all(rule, num_rows, world, per_rank):
+def test_step_counts_cover_all_rows(rule, num_rows, world, per_rank):
     lengths = [len(shard(rule, num_rows, rank, world, 0, 0)) for rank in range(world)]
     steps = num_steps(num_rows, world, per_rank)
     assert steps * per_rank >= max(lengths) > (steps - 1) * per_rank
@@ -35,7 +35,7 @@ def test_steps_are_equal_and_cover_all(rule, num_rows, world, per_rank):
 
 
 @given(st.integers(1, 10**12), st.integers(1, 5000), st.data())
-def test_bounds_are_the_recipes(num_rows, world, data):
+def test_bounds_equal_the_recipe(num_rows, world, data):
     rank = data.draw(st.integers(0, world - 1))
     assert bounds(num_rows, rank, world) == (int(rank * num_rows / world), int((rank + 1) * num_rows / world))
 
@@ -59,7 +59,7 @@ def test_global_batches_do_not_depend_on_world_size(num_rows, epoch, quarter):
 @given(
     rules, st.integers(1, 200), st.lists(st.tuples(worlds, st.integers(1, 8), st.integers(0, 4)), max_size=3), worlds
 )
-def test_resume_at_other_world_sizes_keeps_every_row_once(rule, num_rows, history, world):
+def test_changes_of_world_size_cover_every_row_once(rule, num_rows, history, world):
     segments, used = [], []
     for segment_world, per_rank, steps in history:
         left = len(left_over(rule, num_rows, 2, 5, segments))
@@ -73,25 +73,25 @@ def test_resume_at_other_world_sizes_keeps_every_row_once(rule, num_rows, histor
 
 
 def test_global_batches_continue_at_another_world_size():
-    """With one global batch of 12, stopping after 3 steps on 4 ranks and going on with 2 changes no batch."""
-    unbroken = shard("global", 100, 0, 1, 0, 0)
+    """Resuming on 2 ranks after 3 steps on 4 ranks changes no batch, with a global batch of 12."""
+    uninterrupted = shard("global", 100, 0, 1, 0, 0)
     done = Segment(world_size=4, per_rank=3, steps=3)
     rest = [plan("global", 100, rank, 2, 0, 0, [done]) for rank in range(2)]
     for step in range(num_steps(64, 2, 6)):
         rows = np.concatenate([r[step * 6 : (step + 1) * 6] for r in rest])
         start = 36 + step * 12
-        assert sorted(rows.tolist()) == sorted(unbroken[start : start + 12].tolist())
+        assert sorted(rows.tolist()) == sorted(uninterrupted[start : start + 12].tolist())
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_epochs_and_seeds_differ_and_repeat(rule):
+def test_order_depends_on_epoch_and_seed(rule):
     first = shard(rule, 50, 1, 2, 0, 0)
     assert (first == shard(rule, 50, 1, 2, 0, 0)).all()
     assert (first != shard(rule, 50, 1, 2, 1, 0)).any()
     assert (first != shard(rule, 50, 1, 2, 0, 1)).any()
 
 
-def test_contiguous_stays_in_its_block():
+def test_contiguous_shard_is_a_block():
     assert set(shard("contiguous", 10, 1, 3, 0, 0).tolist()) == {3, 4, 5}
 
 

@@ -98,21 +98,28 @@ class Table:
         """The text of a column in these rows, in order; labels as written in the file. Raises IndexError."""
         if column == self.label:
             return [str(self.vocabulary[code]) for code in self.labels(rows)]
+        index = self._index_of(column)
+        batches, slots = np.divmod(self._checked(rows), self._manifest["batch_rows"])
         if len(rows) > _FEW_ROWS:
-            return self.take(column, rows).to_pylist()  # type: ignore[no-any-return]
-        index, (batches, slots) = self._index_of(column), self._places(rows)
+            return self._take(index, batches, slots).to_pylist()  # type: ignore[no-any-return]
         return [self._batch(b).column(index)[s].as_py() for b, s in zip(batches.tolist(), slots.tolist(), strict=True)]
 
-    def take(self, column: str, rows: np.ndarray) -> pa.Array:
-        """The same as an Arrow array, of a column other than the label."""
-        index, (batches, slots) = self._index_of(column), self._places(rows)
+    def slice(self, column: str, start: int, stop: int) -> pa.ChunkedArray:
+        """Rows [start, stop) of a text column as a view of the mapped file, without a copy."""
+        index, length, pieces = self._index_of(column), self._manifest["batch_rows"], []
+        while start < min(stop, self.num_rows):
+            pieces.append(self._batch(start // length).column(index).slice(start % length, stop - start))
+            start += len(pieces[-1])
+        return pa.chunked_array(pieces, pa.string())
+
+    def _take(self, index: int, batches: np.ndarray, slots: np.ndarray) -> pa.Array:
         # Batch by batch, because pa.Table.take would copy the whole column first.
         order = np.argsort(batches, kind="stable")
         starts = np.flatnonzero(np.diff(batches[order], prepend=-1))
-        groups = np.split(order, starts[1:]) if len(rows) else []
+        groups = np.split(order, starts[1:])
         pieces = [self._batch(int(batches[g[0]])).column(index).take(pa.array(slots[g])) for g in groups]
-        position = np.empty(len(rows), dtype=np.int64)
-        position[order] = np.arange(len(rows))
+        position = np.empty(len(order), dtype=np.int64)
+        position[order] = np.arange(len(order))
         return pa.chunked_array(pieces, pa.string()).combine_chunks().take(pa.array(position))
 
     def where(self, row: int) -> str:
@@ -154,10 +161,6 @@ class Table:
         if index < 0:
             raise KeyError(f"no text column {column!r}; the columns are {', '.join(self._reader.schema.names)}")
         return index
-
-    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(record batch, row within it) of each row."""
-        return np.divmod(self._checked(rows), self._manifest["batch_rows"])
 
     def _checked(self, rows: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, dtype=np.int64)

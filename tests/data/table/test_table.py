@@ -51,7 +51,7 @@ def test_rows_columns_and_labels(opened):
     codes = table.labels(np.array([2, 1, 1, 0]))
     assert (codes.tolist(), codes.dtype) == ([0, 1, 1, 0], np.int64)
     assert table.strings("caption", np.array([1, 0, 2, 1])) == ["NA", 'a cat, "big"\nand red', "", "NA"]
-    assert table.take("caption", np.array([1, 2])).to_pylist() == ["NA", ""]
+    assert table.slice("caption", 1, 99).to_pylist() == ["NA", ""]
     assert table.strings("label", np.array([1, 0])) == ["10", "7"]
     assert lines_of(table) == [2, 4, 5]
     assert table.notes == ()
@@ -61,13 +61,13 @@ def test_no_rows(opened):
     table = opened(CSV, label="label")
     nothing = np.array([], dtype=np.int64)
     assert table.labels(nothing).tolist() == table.strings("path", nothing) == []
-    assert len(table.take("path", nothing)) == 0
+    assert len(table.slice("path", 2, 1)) == 0
 
 
 @pytest.mark.parametrize("rows", [[-1], [3], [0, 5]])
 def test_rows_outside_the_table(opened, rows):
     table = opened(CSV, label="label")
-    for read in (table.labels, lambda r: table.take("path", r), lambda r: table.strings("path", r)):
+    for read in (table.labels, lambda r: table.strings("path", r)):
         with pytest.raises(IndexError, match="table of 3 rows"):
             read(np.array(rows))
 
@@ -181,7 +181,7 @@ def test_random_access_over_many_batches(opened, monkeypatch):
     assert table.strings("path", rows[:100]) == [f"p{i}" for i in rows[:100]]
     assert [table.vocabulary[code] for code in table.labels(rows)] == (rows * rows % 11).tolist()
     for start, stop in [(0, 3000), (63, 65), (64, 128), (2999, 3000)]:
-        assert table.take("path", np.arange(start, stop)).to_pylist() == [f"p{i}" for i in range(start, stop)]
+        assert table.slice("path", start, stop).to_pylist() == [f"p{i}" for i in range(start, stop)]
 
 
 def test_digest_does_not_depend_on_batches_or_blocks(opened, monkeypatch):
