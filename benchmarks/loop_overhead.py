@@ -122,7 +122,7 @@ def _build(folder: Path, runtime: Any, model: str, level: str) -> Any:
          "checkpoint.every_steps=null", "data.num_workers=0"],
     )  # fmt: skip
     run_folder = RunFolder(folder / "run")
-    run_folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    run_folder.checkpoints.folder.mkdir(parents=True, exist_ok=True)
     return build.build(config, runtime, run_folder, Stop(runtime))
 
 

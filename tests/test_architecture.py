@@ -312,7 +312,7 @@ def run_folder_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in found)
 
 
-UNFINISHED = ("runs.remote", "runs.fetched", "engines.dask.file_sync")
+UNFINISHED = ("engines.dask.file_sync",)
 
 
 def test_run_folder_names_are_spelled_in_one_module():

@@ -156,7 +156,7 @@ def measure(part: Part) -> dict[str, Any]:
     with _runtime(part, config.runtime.device) as runtime:
         device = runtime.device
         folder = RunFolder(Path(part.folder) / f"run-{part.rank}")
-        folder.checkpoints.mkdir(parents=True)
+        folder.checkpoints.folder.mkdir(parents=True)
         before = _start_of_memory(device)
         run = build.build(config, runtime, folder, Stop(runtime))
         try:

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.runs import fetched
     from harness.runs.files import finite
 
-    sides = (found.side(fetched.at_hand(place, checkpoint=True)) for place in (arguments.one, arguments.other))
+    sides = (found.side(fetched.local_copy(place, checkpoint=True)) for place in (arguments.one, arguments.other))
     result = found.compare(*sides)
     if arguments.json:
         print(json.dumps(finite(found.as_plain(result)), indent=1, default=str))

@@ -24,6 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.training import console
 
     console.to_terminal(0)
-    fetched.check_out(arguments.folder, arguments.out, "model.onnx")
-    print(export.export(fetched.at_hand(arguments.folder), arguments.format, arguments.out, arguments.overrides))
+    fetched.require_out(arguments.folder, arguments.out, "model.onnx")
+    print(export.export(fetched.local_copy(arguments.folder), arguments.format, arguments.out, arguments.overrides))
     return EXIT_DONE

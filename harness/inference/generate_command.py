@@ -37,6 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = generate.Wish(
         arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing
     )
-    for name in generate.names(fetched.at_hand(arguments.folder), wanted):
+    for name in generate.names(fetched.local_copy(arguments.folder), wanted):
         print(name, flush=True)
     return EXIT_DONE

@@ -27,5 +27,5 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.inference import predict
     from harness.runs import fetched
 
-    request = predict.Request(fetched.at_hand(arguments.folder), arguments.csv, arguments.out, arguments.overrides)
+    request = predict.Request(fetched.local_copy(arguments.folder), arguments.csv, arguments.out, arguments.overrides)
     return predict.main(request, arguments.world, os.environ, arguments.words)

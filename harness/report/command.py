@@ -26,6 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.report import main
     from harness.runs import fetched
 
-    fetched.check_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
-    paths = [fetched.at_hand(place) for place in arguments.paths]
+    fetched.require_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
+    paths = [fetched.local_copy(place) for place in arguments.paths]
     return main.main(paths, arguments.out, arguments.format, arguments.target)

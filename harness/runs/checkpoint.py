@@ -1,11 +1,12 @@
-"""Checkpoints: written whole or not at all, refused by name when damaged, loaded without running anybody's code.
+"""Checkpoints: written completely or not at all, verified by hash, and loaded without executing code.
 
-    checkpoints/step-N/state.pt       everything (plain data and tensors; loads with weights_only=True)
-    checkpoints/step-N/manifest.json  size and SHA-256 of it
+    checkpoints/step-N/state.pt       plain data and tensors; loads with weights_only=True
+    checkpoints/step-N/manifest.json  size and SHA-256 of state.pt
     checkpoints/latest, best          text files that name a step
-    weights.safetensors               the best model's weights (the averaged ones, where there is an average)
+    weights.safetensors               the best model's weights (the averaged ones, if there is an average)
 
-A step folder is written under a temporary name, flushed to the disk and renamed; `latest` names it only then.
+A checkpoint never changes once it has its name: it is written under a temporary one, synced and renamed, and only then
+does `latest` name it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +34,19 @@ from harness.runs.files import commit, replacing, temporary_for, write_atomicall
 log = logging.getLogger("harness")
 
 FORMAT = 1
-_CHUNK_BYTES = 1 << 22
+_ANOTHER = "name another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. Only one rank calls it; see ``Run.save`` for what all ranks do."""
+    """The checkpoints of one run folder. Only one rank uses it; ``Run.save`` is the collective part."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self._pinned: set[Path] = set()
+        self._lock = threading.Lock()  # an upload pins checkpoints from its own thread
 
     def write(self, step: int, content: dict[str, Any]) -> None:
-        """Save ``content`` as the newest checkpoint; raises CheckpointError with nothing earlier lost."""
+        """Save ``content`` as the newest checkpoint. Raises CheckpointError, with earlier checkpoints intact."""
         final = self.folder / layout.step_name(step)
         temporary = temporary_for(final)
         try:
@@ -54,7 +59,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             manifest = {"format": FORMAT, "step": step, "bytes": path.stat().st_size, "sha256": _sha256(path)}
             write_atomically(temporary / layout.MANIFEST, json.dumps(manifest) + "\n")
-            if final.exists():  # damaged, or of the run's other half: what replaces it is complete
+            if final.exists():  # damaged, or abandoned by a resume from an earlier step
                 shutil.rmtree(final)
             commit(temporary, final)
             write_atomically(self.folder / layout.LATEST, final.name + "\n")
@@ -63,12 +68,12 @@ class Checkpoints:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {_reason(error)} ({_free(self.folder)})",
                 where=str(self.folder),
-                hint="free some space and start the same command again: it goes on from the checkpoint before",
+                hint="free some space and start the same command again: it resumes from the previous checkpoint",
             ) from None
         self.sweep()
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
-        """``step`` is the best so far: keep it, and leave its ``weights`` at ``path``."""
+        """Make ``step`` the best checkpoint, and write its ``weights`` to ``path``."""
         # Copies, since safetensors refuses weights that share memory (tied layers).
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
         try:
@@ -84,47 +89,60 @@ class Checkpoints:
         self.sweep()
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole; a damaged one is named in the log and passed over."""
-        there, named = steps(self.folder), self._named(layout.LATEST)
-        # What `latest` names comes first: a folder of a higher number was abandoned by a resume from an earlier one.
-        for path in sorted((there[step] for step in sorted(there, reverse=True)), key=lambda path: path != named):
+        """The newest complete checkpoint. A damaged one is logged and skipped."""
+        found, named = steps(self.folder), self.named(layout.LATEST)
+        # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
+        for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
             problem = damage(path)
             if not problem:
                 return path
             log.warning("checkpoint refused: %s: %s", path, problem)
         return None
 
-    def _named(self, pointer: str) -> Path | None:
+    def named(self, pointer: str) -> str:
+        """The name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none."""
         try:
-            return self.folder / (self.folder / pointer).read_text(encoding="utf-8").strip()
+            return (self.folder / pointer).read_text(encoding="utf-8").strip()
         except OSError:
-            return None
+            return ""
+
+    @contextmanager
+    def pinned(self) -> Iterator[dict[str, str]]:
+        """Yield {pointer: checkpoint} for `best` and `latest`; neither checkpoint is removed until the block ends."""
+        with self._lock:
+            names = {pointer: self.named(pointer) for pointer in (layout.BEST, layout.LATEST)}
+            names = {pointer: name for pointer, name in names.items() if name and (self.folder / name).is_dir()}
+            self._pinned = {self.folder / name for name in names.values()}
+        try:
+            yield names
+        finally:
+            self._pinned = set()
 
     def sweep(self) -> None:
-        """Remove all but the newest ``keep`` and the best, and what a crash left half written."""
-        there = steps(self.folder)
-        latest, best = (
-            next((step for step, path in there.items() if path == self._named(pointer)), None)
-            for pointer in (layout.LATEST, layout.BEST)
-        )
-        for step in outdated(there, latest, best, self.keep):
-            shutil.rmtree(there[step], ignore_errors=True)
+        """Remove all but the best and the newest ``keep``, and what a crash left incomplete."""
+        with self._lock:
+            found = steps(self.folder)
+            latest, best = (layout.step_number(self.named(pointer)) for pointer in (layout.LATEST, layout.BEST))
+            for step in outdated(found, latest, best, self.keep):
+                if found[step] not in self._pinned:
+                    shutil.rmtree(found[step], ignore_errors=True)
         for path in self.folder.glob("*.tmp"):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """The checkpoints in ``folder`` by step, whole or not."""
+    """The checkpoints in ``folder`` by step, complete or not."""
     found = {layout.step_number(path.name): path for path in folder.glob("*") if path.is_dir()}
     return {step: path for step, path in found.items() if step is not None}
 
 
 def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: int) -> list[int]:
-    """Those of the checkpoints ``steps`` that go: all but the newest ``keep``, the ``latest`` and the ``best``."""
-    # Steps beyond the latest were abandoned by a resume from an earlier one: they must not take its place.
-    there = sorted(steps)
-    current = [step for step in there if latest not in there or step <= (latest or 0)]
-    return [step for step in there if step not in (*current[-keep:], latest, best)]
+    """The checkpoints among ``steps`` to remove: all but the newest ``keep``, the ``latest`` and the ``best``."""
+    # Steps beyond the latest were abandoned by a resume from an earlier one, and do not count as the newest.
+    found = sorted(steps)
+    current = [step for step in found if latest is None or latest not in found or step <= latest]
+    return [step for step in found if step not in (*current[-keep:], latest, best)]
 
 
 def damage(path: Path) -> str:
@@ -133,7 +151,7 @@ def damage(path: Path) -> str:
         manifest = json.loads((path / layout.MANIFEST).read_text(encoding="utf-8"))
         size, digest, form = manifest["bytes"], manifest["sha256"], manifest["format"]
     except FileNotFoundError:
-        return "it has no manifest.json, so it is not a checkpoint of this harness, or not a whole one"
+        return "it has no manifest.json, so it is incomplete or not a checkpoint of this harness"
     except (OSError, ValueError, KeyError, TypeError):
         return "its manifest.json cannot be read"
     if form != FORMAT:
@@ -144,36 +162,30 @@ def damage(path: Path) -> str:
     if file.stat().st_size != size:
         return f"state.pt is truncated: {file.stat().st_size} of {size} bytes"
     if _sha256(file) != digest:
-        return "state.pt is damaged: its SHA-256 is not the one in manifest.json"
+        return "state.pt is damaged: its SHA-256 differs from the one in manifest.json"
     return ""
 
 
 def read(path: Path, mapped: bool = False) -> dict[str, Any]:
-    """The content of the checkpoint folder ``path``, on the CPU. Raises CheckpointError, naming it.
+    """Load the checkpoint folder ``path`` onto the CPU. Raises CheckpointError, which names the folder.
 
-    ``mapped``: tensors are read from the file where they are used, once for all ranks of a node; copy what is to stay.
+    ``mapped``: memory-map the file, so that the ranks of a node share its pages. Copy the tensors that are to stay.
     """
     try:
         content: dict[str, Any] = torch.load(path / layout.STATE, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(
-            f"the checkpoint cannot be read: {_reason(error)}",
-            where=str(path),
-            hint="name another with checkpoint.resume=FOLDER, or start anew with checkpoint.resume=never",
+            f"the checkpoint cannot be read: {_reason(error)}", where=str(path), hint=_ANOTHER
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            "state.pt is not a checkpoint of this harness",
-            where=str(path),
-            hint="name another with checkpoint.resume=FOLDER, or start anew with checkpoint.resume=never",
-        )
+        raise CheckpointError("state.pt is not a checkpoint of this harness", where=str(path), hint=_ANOTHER)
     return content
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -186,7 +198,7 @@ def _free(folder: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said, where that is behind it (torch hides a full disk behind "unexpected pos 704 vs 598")."""
+    """The system's message behind ``error``, if any: torch reports a full disk as "unexpected pos 704 vs 598"."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -1,63 +1,58 @@
-"""The results of a run that is kept at a URL, as a folder of this machine, for whoever reads runs.
-
-A copy in the cache: only what has changed since the last time is fetched. Nothing is written to the URL.
-"""
+"""Local copies of the results of runs at URLs, for commands that read runs. Nothing is written to the URL."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import filelock
 
 from harness.errors import ConfigError
+from harness.runs import layout
 from harness.runs.files import is_url, write_atomically
-from harness.runs.storage import UrlFolder, working_folder
+from harness.runs.storage import LocalStore, UrlStore, copy_run, working_folder
 
-_LOCK_S = 600.0  # for another process to fetch the same
-_LOG = "logs/rank-0.log"
+_LOCK_S = 600.0  # for another process that fetches the same run
 
 
-def at_hand(place: str, checkpoint: bool = False) -> Path:
-    """The folder ``place``, or a copy of the results at the URL ``place``, with the newest ``checkpoint`` if that is
-    asked for. Raises ConfigError where the URL cannot be read or holds no run."""
+def local_copy(place: str, checkpoint: bool = False) -> Path:
+    """``place`` itself if it is a folder; for a URL, a copy of its results, with the newest ``checkpoint`` on request.
+
+    Downloads only what has changed since the last call. Raises ConfigError if the URL cannot be read or holds no run.
+    """
     if not is_url(place):
         return Path(place)
-    url = UrlFolder(place)
-    there = url.sizes()
-    if "config.yaml" not in there:
+    store = UrlStore(place)
+    files = store.files()
+    if layout.CONFIG not in files:
         raise ConfigError(
-            "this is not a run: it has no config.yaml", where=place, hint="name one: s3://BUCKET/runs/NAME"
+            "this is not a run: it has no config.yaml", where=place, hint="name one such as s3://BUCKET/runs/NAME"
         )
-    names = [name for name in there if name == _LOG or not name.startswith(("checkpoints/", "logs/"))]
-    if checkpoint and (newest := (url.read("checkpoints/latest") or "").strip()):
-        names += [name for name in there if name.startswith(f"checkpoints/{newest}/")] + ["checkpoints/latest"]
-    folder = working_folder(url.url, None, "read")
+    latest = f"{layout.CHECKPOINTS}/{layout.LATEST}"
+    newest = store.read(latest).strip() if checkpoint else ""
+    wanted = (f"{layout.LOGS}/{layout.rank_log(0)}", *((latest,) if newest else ()))
+    chosen = {
+        name: mark for name, mark in files.items()
+        if name in wanted or (newest and name.startswith(f"{layout.CHECKPOINTS}/{newest}/"))
+        or not name.startswith((f"{layout.CHECKPOINTS}/", f"{layout.LOGS}/"))
+    }  # fmt: skip
+    folder = working_folder(store.where, None, "read")
     folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder.parent / "lock", timeout=_LOCK_S):
-        _fetch(url, names, folder)
+        marks, local = folder.parent / "marks.json", LocalStore(folder)
+        try:
+            copied = json.loads(marks.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            copied = {}
+        present = set(local.files())
+        local.remove(present - set(chosen))
+        copied = {name: mark for name, mark in copied.items() if name in present and name in chosen}
+        copy_run(store, local, chosen, copied=copied)
+        write_atomically(marks, json.dumps(copied) + "\n")
     return folder
 
 
-def check_out(place: str, out: Path | None, example: str) -> None:
-    """Raises ConfigError where something is to be written into a run folder that is a URL."""
+def require_out(place: str, out: Path | None, example: str) -> None:
+    """Raise ConfigError if a command would write its result into a run at a URL."""
     if out is None and is_url(place):
-        raise ConfigError("nothing is written into a run at a URL", where=place, hint=f"--out {example}")
-
-
-def _fetch(url: UrlFolder, names: Iterable[str], folder: Path) -> None:
-    """The files ``names`` in ``folder``, and no others; those that are as they were stay."""
-    marks = folder.parent / "marks.json"
-    try:
-        before = json.loads(marks.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = {}
-    now = {name: url.mark(name) for name in names}
-    for path in folder.rglob("*"):
-        if path.is_file() and path.relative_to(folder).as_posix() not in now:
-            path.unlink()
-    for name, mark in now.items():
-        if before.get(name) != mark or not (folder / name).is_file():
-            url.get(name, folder / name)
-    write_atomically(marks, json.dumps(now) + "\n")
+        raise ConfigError("results are not written into a run at a URL", where=place, hint=f"add --out {example}")

@@ -18,7 +18,7 @@ from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXI
 from harness.runs import layout, rank_exit
 from harness.runs.files import identity, write_atomically
 from harness.runs.rank_exit import LOST_CONTACT, End
-from harness.runs.storage import UrlFolder
+from harness.runs.storage import UrlStore
 
 # Of a rank that was asked to stop; the last before it had begun to listen.
 _AS_ASKED = {EXIT_STOPPED, -signal.SIGTERM}
@@ -40,7 +40,7 @@ class Aftermath:
         self._folder, self._world_size = folder, world_size
         self._failure = folder / layout.FAILURE
         self._before = identity(self._failure)
-        self._url = UrlFolder(url) if url else None
+        self._url = UrlStore(url) if url else None
         self._start = self._url.read(layout.START) if self._url else None
         self._shown = url or str(folder)
         # Remembered, not removed: another machine's ranks may be writing theirs to the same disk.
@@ -75,9 +75,9 @@ class Aftermath:
         if self._url is None:
             return False
         try:
-            if (start := self._url.read(layout.START)) is None or start == self._start:
+            if self._url.read(layout.START) in ("", self._start):
                 return False
-            for name in self._url.sizes():
+            for name in self._url.files():
                 if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
                     self._url.get(name, self._folder / name)
         except HarnessError as error:

@@ -1,10 +1,7 @@
-"""A run folder at a URL: training works in a folder of this machine's cache, and the URL is kept in step with it.
+"""A run folder at a URL. Training works in a scratch folder of this machine's cache; the URL is the only truth.
 
-The URL is the truth. Whatever moment a run is killed at, it holds a whole state: what a checkpoint vouches for, such as
-the record and the best weights, goes there before it, and ``latest`` names it after that. The folder in the cache is
-believed only where it is of the newest start, which ``start.json`` in both tells, and has all that the URL has: then
-the URL is brought up to date from it, and nothing that a kill kept from arriving is lost. Links, threads and protocols
-live in ``outbox``, ``courier`` and ``url_folder``.
+Each start fills the scratch folder from the URL, and a background thread uploads what training writes. A kill during
+an upload costs at most the checkpoint that was on its way, which is trained again with the same result.
 """
 
 from __future__ import annotations
@@ -13,14 +10,13 @@ import contextlib
 import itertools
 import json
 import logging
-import os
-import re
 import secrets
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,314 +24,261 @@ import filelock
 
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
-from harness.runs.checkpoint import Checkpoints, damage, outdated
-from harness.runs.files import is_url, write_atomically
-from harness.runs.layout import START
+from harness.runs import layout
+from harness.runs.checkpoint import damage, outdated
+from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, own_checkpoint
-from harness.runs.snapshot import Identity, Outbox, Parcel, identify
-from harness.runs.storage import UrlFolder, working_folder
-from harness.runs.uploader import Courier, Refused
+from harness.runs.storage import LocalStore, UrlStore, copy_run, working_folder
+from harness.runs.uploader import TakenOver, Uploader
 
 log = logging.getLogger("harness")
 
-LEAVE_S = 10.0  # for the last words of a rank to arrive: its launcher may be about to kill it
-_LOCK_S = 3600.0  # for another process of this machine, which may be fetching a large checkpoint
-_MOVED = "moved-to"
-_HERE = ("config.yaml", "metrics.jsonl", "summary.json", "weights.safetensors")  # without which a folder is not whole
-_STEP = re.compile(r"checkpoints/step-(\d+)/(state\.pt|manifest\.json)")
+DETACH_S = 10.0  # for a rank's last files to be uploaded: its launcher may be about to kill it
+_LOCK_S = 3600.0  # another process of this machine may be downloading a large checkpoint
+_CHECKPOINT_FILES = (layout.STATE, layout.MANIFEST)
 
 
 def run_folder(config: Config) -> RunFolder:
-    """The run folder of ``config``, which is ``OUTPUT/NAME``. Raises ConfigError for a URL of no known kind."""
-    return MirroredFolder(config) if is_url(config.output) else RunFolder(Path(config.output) / config.name)
+    """The run folder of ``config``, OUTPUT/NAME. Raises ConfigError for a URL with an unknown protocol."""
+    if is_url(config.output):
+        return RemoteRunFolder(config)
+    return RunFolder(Path(config.output) / config.name, config.checkpoint.keep)
 
 
-class MirroredFolder(RunFolder):
-    """``url`` is where the run is, ``path`` where this machine works on it."""
+class RemoteRunFolder(RunFolder):
+    """``store`` is where the run is kept, ``path`` the scratch folder of this machine."""
 
     def __init__(self, config: Config) -> None:
-        self.url = UrlFolder(f"{config.output.rstrip('/')}/{config.name}")
-        super().__init__(working_folder(self.url.url, config.data.cache_dir))
-        self._place = self.path.parent
-        self.where = self.url.url  # an earlier start on another machine is not held off: it ends
-        self._keep = config.checkpoint.keep
-        self._arrived: dict[str, Identity] = {}  # what the URL has, as it was when it was sent
-        self._steps: set[int] = set()  # checkpoints at the URL
-        self._mine = False  # this process brought the folder here, and takes it away
-        self._moved = False
-        self._outbox: Outbox | None = None
-        self._courier: Courier[Parcel] = Courier(self.where, self._bring, Outbox.drop)
+        self.store = UrlStore(f"{config.output.rstrip('/')}/{config.name}")
+        super().__init__(working_folder(self.store.where, config.data.cache_dir), config.checkpoint.keep)
+        self.where = self.store.where  # starts on other hosts are not locked out; the older one exits
+        self._scratch = LocalStore(self.path)
+        self._filled = False  # this process filled the scratch folder, and removes it
+        self._uploaded: dict[str, str] = {}
+        self._refused: set[int] = set()  # damaged checkpoints at the URL, which do not count as the newest
+        self._uploader = Uploader(self.where, self._upload)
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
-        """As of any run folder, with the URL's content fetched into the cache, or the URL brought up to date from it.
-        Raises ConfigError where the URL cannot be used or written."""
-        if config.checkpoint.resume.startswith(self.url.url + "/"):
+        if config.checkpoint.resume.startswith(self.where + "/"):
             raise own_checkpoint(config.checkpoint.resume)
-        with self._preparing():
-            self._outbox = Outbox(self._place / "outbox")
-            self.url.write("writable", "")  # before anything big is fetched
-            self.url.remove(["writable"])
-            self._finish_moving()
-            there = self.url.sizes()
-            newest = self._is_newest(there)
-            if not newest:
-                shutil.rmtree(self.path, ignore_errors=True)
-                if "config.yaml" in there:
-                    self.url.get("config.yaml", self.path / "config.yaml")
-            told = super().claim(config, rehearse)
-            there = {} if self._moved else there
-            self._steps = {int(found[1]) for name in there if (found := _STEP.fullmatch(name))}
-            if newest and not self._moved:
-                parcel = self._pack()
-                self._bring(parcel)
-                self._outbox.drop(parcel)
-            else:
-                self._fetch(there)
-            self._begin(there)
-        return told
+        with self._exclusively():
+            self.store.write("writable", "")  # to fail before anything large is downloaded
+            self.store.remove(["writable"])
+            shutil.rmtree(self.path, ignore_errors=True)
+            files = self.store.files()
+            if layout.CONFIG in files:
+                self.store.get(layout.CONFIG, self.path / layout.CONFIG)
+            if note := super().claim(config, rehearse):
+                files = {}  # moved aside
+            newest = self._download(files)
+            self._uploaded = self._scratch.files() | {f"{layout.CHECKPOINTS}/{layout.LATEST}": newest}
+            self._take_over(files, newest)
+        return note
 
-    def _is_newest(self, there: dict[str, int]) -> bool:
-        """Whether the folder in the cache has what the URL has and may have more: the URL's newest start was made
-        here, and nothing is missing or damaged."""
-        start = self._local(START)
-        if not start or start != self.url.read(START):
-            return False
-        if any(name in there and not (self.path / name).is_file() for name in _HERE):
-            return False
-        whole = Checkpoints(self.checkpoints, self._keep).newest()
-        named = self._local("checkpoints/latest").strip()
-        if (whole.name if whole else "") != named:
-            return False
-        mine, known = _step(named), _step(self.url.read("checkpoints/latest"))
-        return known is None or (mine is not None and mine >= known)
-
-    def _fetch(self, there: dict[str, int]) -> None:
-        """The newest whole checkpoint of the URL, and all else that a resume needs, into the cache."""
-        chosen = self._fetch_newest(there)
-        for name in there:
-            if not name.startswith(("checkpoints/", "logs/")) and name not in ("config.yaml", "failure.json", START):
-                self.url.get(name, self.path / name)
-                self._arrived[name] = identify(self.path / name)
-        latest, best = (self.url.read(f"checkpoints/{pointer}") for pointer in ("latest", "best"))
+    def _download(self, files: Mapping[str, str]) -> str:
+        """Fill the scratch folder with what a resume needs; return the name of the newest complete checkpoint."""
+        apart = (f"{layout.CHECKPOINTS}/*", f"{layout.LOGS}/*", layout.CONFIG, layout.FAILURE, layout.START)
+        small = {name: mark for name, mark in files.items() if not any(fnmatch(name, pattern) for pattern in apart)}
+        copy_run(self.store, self._scratch, small)
+        pointers = [f"{layout.CHECKPOINTS}/{pointer}" for pointer in (layout.LATEST, layout.BEST)]
+        latest, best = (self.store.read(name).strip() for name in pointers)
+        names = [layout.step_name(step) for step in sorted(_steps(files), reverse=True)]
+        for name in sorted(names, key=lambda name: name != latest):
+            problem = _download_checkpoint(self.store, f"{layout.CHECKPOINTS}/{name}/", self.checkpoints.folder / name)
+            if not problem:
+                break
+            log.warning("checkpoint refused: %s/%s/%s: %s", self.where, layout.CHECKPOINTS, name, problem)
+            self._refused.add(layout.step_number(name) or 0)
+        else:
+            return ""
         if best:
-            write_atomically(self.checkpoints / "best", best)
-        if chosen:
-            write_atomically(self.checkpoints / "latest", chosen + "\n")
-            if chosen != (latest or "").strip():  # what comes after it is abandoned, there too
-                self.url.write("checkpoints/latest", chosen + "\n")
+            self._scratch.write(pointers[1], best + "\n")
+        self._scratch.write(pointers[0], name + "\n")
+        if name != latest:  # the checkpoints after it are abandoned
+            self.store.write(pointers[0], name + "\n")
+        return name
 
-    def _fetch_newest(self, there: dict[str, int]) -> str:
-        """The name of the checkpoint that was fetched; empty if there is none that is whole."""
-        named = (self.url.read("checkpoints/latest") or "").strip()
-        names = [f"step-{step}" for step in sorted(self._steps, reverse=True)]
-        for name in sorted(names, key=lambda name: name != named):
-            files = {f"checkpoints/{name}/{file}" for file in ("state.pt", "manifest.json")}
-            if files <= there.keys():
-                problem = self._fetch_checkpoint(name)
-                if not problem:
-                    return name
-            else:
-                problem = "it was not written to its end"
-            log.warning("checkpoint refused: %s/checkpoints/%s: %s", self.where, name, problem)
-            self._steps.discard(int(name[len("step-") :]))  # it must not take the place of one that is whole
-        return ""
-
-    def _fetch_checkpoint(self, name: str) -> str:
-        """What is wrong with the checkpoint ``name`` of the URL; it is in the cache if nothing is."""
-        folder = self.checkpoints / name
-        for file in ("manifest.json", "state.pt"):
-            self.url.get(f"checkpoints/{name}/{file}", folder / file)
-            self._arrived[f"checkpoints/{name}/{file}"] = identify(folder / file)
-        if problem := damage(folder):
-            shutil.rmtree(folder)
-        return problem
-
-    def _begin(self, there: dict[str, int]) -> None:
-        """From here on the URL is this start's."""
-        self._mine = True
-        self.url.remove(name for name in there if name == "failure.json" or name.endswith(".end.json"))
-        self.url.put(self.path / "config.yaml", "config.yaml")
+    def _take_over(self, files: Mapping[str, str], newest: str) -> None:
+        """Make the URL this start's: an older start that still runs finds out at its next upload."""
+        self._filled = True
+        ends = f"{layout.LOGS}/{layout.RANK_EXITS}"
+        self.store.remove(name for name in files if name == layout.FAILURE or fnmatch(name, ends))
+        self.store.put(self.path / layout.CONFIG, layout.CONFIG)
         start = {"id": secrets.token_hex(8), "host": socket.gethostname(), "time": time.time()}
-        newest = self._local("checkpoints/latest").strip()
-        self.begun = (json.dumps(start) + "\n", newest)
-        self.url.write(START, self.begun[0])
-        write_atomically(self.path / START, self.begun[0])
+        self.start = (json.dumps(start) + "\n", newest)
+        self.store.write(layout.START, self.start[0])
+        self._scratch.write(layout.START, self.start[0])
 
-    def join(self, rank: int, begun: Any) -> None:
-        """Fetch the checkpoint that rank 0 goes on from, unless this machine has it, and this rank's log."""
-        self.begun = begun
-        start, newest = begun
-        with self._preparing():
-            if self._local(START) != start:  # neither rank 0 nor a rank before this one works in this folder
-                self._mine = True
+    def attach(self, rank: int, start: Any) -> None:
+        """Download the checkpoint that rank 0 resumes from, unless this machine has it, and the log of ``rank``."""
+        self.start = start
+        text, newest = start
+        with self._exclusively():
+            if self._scratch.read(layout.START) != text:  # the first rank of a machine without rank 0
+                self._filled = True
                 shutil.rmtree(self.path, ignore_errors=True)
-                if newest and (problem := self._fetch_checkpoint(newest)):
-                    raise CheckpointError(problem, where=f"{self.where}/checkpoints/{newest}", hint="start it again")
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
-                self.logs.mkdir(exist_ok=True)
-                write_atomically(self.path / START, start)
-            name = f"logs/rank-{rank}.log"
-            if not (self.path / name).exists() and (earlier := self.url.read(name)):
+                self.logs.mkdir(parents=True)
+                self.checkpoints.folder.mkdir()
+                prefix = f"{layout.CHECKPOINTS}/{newest}"
+                if newest and (problem := _download_checkpoint(self.store, f"{prefix}/", self.path / prefix)):
+                    raise CheckpointError(problem, where=f"{self.where}/{prefix}", hint="start it again")
+                self._scratch.write(layout.START, text)
+            name = f"{layout.LOGS}/{layout.rank_log(rank)}"
+            if not (self.path / name).exists() and (earlier := self.store.read(name)):
                 (self.path / name).write_text(earlier, encoding="utf-8")
 
-    def changed(self) -> None:
-        if self._courier.refused:
-            raise self._not_there()
-        self._courier.send(self._pack())
+    def publish(self) -> None:
+        if self._uploader.taken_over:
+            raise self._not_uploaded()
+        self._uploader.request()
 
-    def deliver(self) -> None:
-        """Wait until the URL has all that is written. Raises CheckpointError if it does not get there."""
-        self.changed()
-        if not self._courier.wait():
-            raise self._not_there()
+    def wait_published(self) -> None:
+        self.publish()
+        if not self._uploader.wait():
+            raise self._not_uploaded()
 
-    def _not_there(self) -> CheckpointError:
-        why = str(self._courier.trouble or "it goes too slowly")
+    def _not_uploaded(self) -> CheckpointError:
         return CheckpointError(
-            f"the newest results did not arrive there: {why}",
+            f"the newest results could not be uploaded: {self._uploader.error or 'the connection is too slow'}",
             where=self.where,
-            hint=f"they are in {self.path}: start the same command again on {socket.gethostname()}, which brings them",
+            hint=f"start the same command again, which resumes from the newest checkpoint there; until then "
+            f"the results are in {self.path} on {socket.gethostname()}",
         )
 
-    def _pack(self) -> Parcel:
-        """All of the folder but what other ranks bring, and checkpoints that neither are the newest nor the best."""
-        pointers = {name: self._local(f"checkpoints/{name}").strip() for name in ("latest", "best")}
-        ways = {f"checkpoints/{name}" for name in ("latest", "best", *filter(None, pointers.values()))}
-        files = (Path(folder, file) for folder, _, names in os.walk(self.path) for file in names)
-        names = []
-        for path in files:
-            name = path.relative_to(self.path).as_posix()
-            top = name.partition("/")[0]
-            if top == "checkpoints" and not {name, name.rpartition("/")[0]} & ways:
-                continue
-            others = top == "logs" and not name.startswith("logs/rank-0.")
-            passing = name in (START, "failure.json") or name.endswith(".tmp") or path.is_symlink()
-            if not others and not passing:
-                names.append(name)
-        assert self._outbox is not None  # made by claim
-        return self._outbox.pack(self.path, names, self._arrived, pointers)
+    def _upload(self) -> None:
+        """Copy what has changed to the URL: the files of rank 0, and the newest and best checkpoint."""
+        self._check_owner()
+        with self.checkpoints.pinned() as pointers:
+            files = {
+                name: mark for name, mark in self._scratch.files().items() if self._is_uploaded(name, pointers.values())
+            }
+            copy_run(self._scratch, self.store, files, pointers, self._uploaded, self._uploader.progress)
+        latest, best = (layout.step_number(pointers.get(name, "")) for name in (layout.LATEST, layout.BEST))
+        self._refused.discard(latest or 0)  # written again
+        for step in outdated(_steps(self.store.files()) - self._refused, latest, best, self.checkpoints.keep):
+            # The manifest first: without it, what is left is no checkpoint.
+            names = [f"{layout.CHECKPOINTS}/{layout.step_name(step)}/{file}" for file in reversed(_CHECKPOINT_FILES)]
+            self.store.remove(names)
+            for name in names:
+                self._uploaded.pop(name, None)
 
-    def _bring(self, parcel: Parcel) -> None:
-        """Bring ``parcel`` to the URL, in the order in which a kill at any moment does no harm."""
-        assert self._outbox is not None
-        self._check_ours()
-        for name in sorted(parcel.files, key=_turn):
-            identity, link = parcel.files[name]
-            if self._arrived.get(name) == identity:  # since it was packed, or in an attempt that failed later
-                continue
-            self.url.put(self._outbox.whole(identity, link), name, self._courier.moved)
-            self._arrived[name] = identity
-            if found := _STEP.fullmatch(name):
-                self._steps.add(int(found[1]))
-        latest, best = (_step(parcel.pointers[name]) for name in ("latest", "best"))
-        for step in outdated(self._steps, latest, best, self._keep):
-            files = [f"checkpoints/step-{step}/{file}" for file in ("manifest.json", "state.pt")]
-            self.url.remove(files)
-            self._steps.discard(step)
-            for name in files:
-                self._arrived.pop(name, None)
+    @staticmethod
+    def _is_uploaded(name: str, checkpoints: Any) -> bool:
+        top, _, rest = name.partition("/")
+        if top == layout.CHECKPOINTS:
+            return rest.partition("/")[0] in checkpoints
+        if top == layout.LOGS:
+            return rest == layout.rank_log(0)
+        return name not in (layout.START, layout.FAILURE)
 
-    def _check_ours(self) -> None:
-        """Two starts that write at one URL would mix their files: the earlier one leaves it to the later."""
-        if self.begun and (start := self.url.read(START)) != self.begun[0]:
+    def _check_owner(self) -> None:
+        """Raise TakenOver if a later start writes at the URL: their files would mix."""
+        if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             by = f" on {json.loads(start)['host']}" if start else ", or somebody removed the run"
-            raise Refused(f"another start of this run{by} has taken it over")
+            raise TakenOver(f"another start of this run{by} has taken it over")
 
-    def leave(self, rank: int, done: bool) -> None:
-        """The last words of ``rank``: its log, its end, and the failure if it was its own. Never raises, and does not
-        take long. What is done and has arrived is removed from the cache."""
-        if self.begun is None:
+    def detach(self, rank: int, done: bool) -> None:
+        """Upload the log of ``rank``, how it ended, and its failure. Never raises, and takes DETACH_S at most."""
+        if self.start is None:
             return
-        ended = threading.Thread(target=self._last, args=(rank, done), name="harness-leave", daemon=True)
-        ended.start()
-        ended.join(LEAVE_S)
-        if ended.is_alive():
-            log.warning("the log of rank %d did not arrive at %s within %.0f s", rank, self.where, LEAVE_S)
+        last = threading.Thread(target=self._detach, args=(rank, done), name="harness-detach", daemon=True)
+        last.start()
+        last.join(DETACH_S)
+        if last.is_alive():
+            log.warning("the log of rank %d could not be uploaded to %s within %.0f s", rank, self.where, DETACH_S)
 
-    def _last(self, rank: int, done: bool) -> None:
+    def _detach(self, rank: int, done: bool) -> None:
         try:
-            if self._outbox is not None:  # rank 0 has more to bring, such as what trackers wrote last
-                self._courier.send(self._pack())
-                done = self._courier.wait(LEAVE_S) and done
-            self._check_ours()
-            for name in (f"logs/rank-{rank}.log", f"logs/rank-{rank}.end.json"):
-                if (self.path / name).exists():
-                    self.url.put(self.path / name, name)
+            if self._filled and rank == 0:  # trackers may have written more
+                self._uploader.request()
+                done = self._uploader.wait(DETACH_S) and done
+            self._check_owner()
+            for name in (layout.rank_log(rank), layout.rank_exit(rank)):
+                if (self.logs / name).exists():
+                    self.store.put(self.logs / name, f"{layout.LOGS}/{name}")
             with contextlib.suppress(OSError, ValueError):
-                report = json.loads((self.path / "failure.json").read_text(encoding="utf-8"))
-                if report["rank"] == rank or self.url.read("failure.json") is None:
-                    self.url.put(self.path / "failure.json", "failure.json")
+                report = json.loads((self.path / layout.FAILURE).read_text(encoding="utf-8"))
+                if report["rank"] == rank or not self.store.read(layout.FAILURE):
+                    self.store.put(self.path / layout.FAILURE, layout.FAILURE)
         except Exception as error:
-            log.warning("the log of rank %d did not arrive: %s", rank, error)
+            log.warning("the log of rank %d could not be uploaded: %s", rank, error)
         else:
             with contextlib.suppress(OSError):
                 if done:
                     self._clear(rank)
 
     def _clear(self, rank: int) -> None:
-        """Leave nothing of a run in the cache that is done and has arrived, but for the logs of ranks that still run:
-        the last one to leave removes the folder."""
-        if self._mine:
-            (self.path / START).unlink(missing_ok=True)  # first: what is left is no whole folder
+        """Remove the scratch folder, except the logs of ranks that still run: the last rank removes the folder."""
+        if self._filled:
             for path in self.path.iterdir():
                 if path != self.logs:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-            shutil.rmtree(self._place / "outbox", ignore_errors=True)
-        for path in self.logs.glob(f"rank-{rank}.*"):
-            path.unlink()
-        with contextlib.suppress(OSError):
-            self.logs.rmdir()
-            self.path.rmdir()
+        for name in (layout.rank_log(rank), layout.rank_exit(rank)):
+            (self.logs / name).unlink(missing_ok=True)
+        self.logs.rmdir()
+        self.path.rmdir()
 
     def _move_aside(self) -> str:
-        """Object stores cannot rename: the files are copied there and removed here. ``moved-to`` is there meanwhile,
-        so that a move that was cut short is gone on with."""
+        """Object stores cannot rename: copy each file, then remove it.
+
+        An interrupted move is repeated by the next start with the same target, which ``start.json`` identifies. It is
+        copied first and removed after the checkpoints, so that no start resumes from half of a run.
+        """
+        start, files = self.store.read(layout.START), self.store.files()
         names = (f"{self.path.name}.{number}" for number in itertools.count(1))
-        aside = next(name for name in names if not self.url.beside(name).sizes())
-        self.url.write(_MOVED, aside)
-        self._finish_moving()
+        siblings = (self.store.sibling(name) for name in names)
+        aside = next(other for other in siblings if not other.files() or (start and other.read(layout.START) == start))
+        for name in sorted(files, key=lambda name: name != layout.START):
+            self.store.copy(name, aside)
+        last = (layout.CONFIG, layout.START)
+        self.store.remove(sorted(files, key=lambda name: (name in last, not name.startswith(layout.CHECKPOINTS), name)))
         shutil.rmtree(self.path, ignore_errors=True)
-        self._moved = True
-        return self.url.beside(aside).url
-
-    def _finish_moving(self) -> None:
-        if not (name := self.url.read(_MOVED)):
-            return
-        aside, files = self.url.beside(name), [name for name in self.url.sizes() if name != _MOVED]
-        for file in files:
-            self.url.copy(file, aside)
-        self.url.remove([*files, _MOVED])
-
-    def _local(self, name: str) -> str:
-        """The text of a small file in the cache; empty if there is none."""
-        try:
-            return (self.path / name).read_text(encoding="utf-8")
-        except OSError:
-            return ""
+        return aside.where
 
     @contextlib.contextmanager
-    def _preparing(self) -> Iterator[None]:
-        """One process of this machine at a time; what its disk refuses is told as such."""
+    def _exclusively(self) -> Iterator[None]:
+        """Let one process of this machine at a time fill the scratch folder."""
         try:
-            self._place.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(self._place / "lock", timeout=_LOCK_S):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(self.path.parent / "lock", timeout=_LOCK_S):
                 yield
         except (filelock.Timeout, NotImplementedError, OSError) as error:
             raise ConfigError(
-                f"the run cannot be worked on here: {getattr(error, 'strerror', None) or error}",
-                where=str(self._place),
+                f"the scratch folder of the run cannot be used: {getattr(error, 'strerror', None) or error}",
+                where=str(self.path.parent),
                 hint="set APEX_HARNESS_CACHE (or data.cache_dir) to a folder on a local disk with room for some "
                 "checkpoints",
             ) from error
 
 
+def _steps(files: Mapping[str, str]) -> set[int]:
+    """The steps of the checkpoints in a store that have both files."""
+    found: dict[int, set[str]] = {}
+    for name in files:
+        top, _, rest = name.partition("/")
+        folder, _, file = rest.partition("/")
+        if top == layout.CHECKPOINTS and (step := layout.step_number(folder)) is not None:
+            found.setdefault(step, set()).add(file)
+    return {step for step, names in found.items() if names >= set(_CHECKPOINT_FILES)}
+
+
+def _download_checkpoint(store: UrlStore, prefix: str, target: Path) -> str:
+    """Copy the checkpoint at ``prefix`` of ``store`` to ``target``; return what is wrong with it, if anything."""
+    for file in _CHECKPOINT_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            store.get(prefix + file, target / file)
+    if problem := damage(target):
+        shutil.rmtree(target, ignore_errors=True)
+    return problem
+
+
 def borrow(config: Config) -> Path:
-    """The checkpoint that ``checkpoint.resume`` names, on this machine: fetched where that is a URL. Raises ConfigError
-    where there is none, CheckpointError where it is damaged."""
+    """The local folder of the checkpoint that ``checkpoint.resume`` names; one at a URL is downloaded. Raises
+    ConfigError if there is none, CheckpointError if it is damaged."""
     wanted = config.checkpoint.resume
     if is_url(wanted):
         path = working_folder(wanted, config.data.cache_dir, "borrowed")
-        problem = _fetch_borrowed(UrlFolder(wanted), path)
+        problem = _borrow(UrlStore(wanted), path)
     else:
         path = Path(wanted)
         if not path.is_dir():
@@ -350,29 +293,15 @@ def borrow(config: Config) -> Path:
     return path
 
 
-def _fetch_borrowed(source: UrlFolder, target: Path) -> str:
-    """Have the checkpoint ``source`` at ``target``; return what is wrong with it."""
-    target.mkdir(parents=True, exist_ok=True)
+def _borrow(store: UrlStore, target: Path) -> str:
+    target.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(target.parent / "lock", timeout=_LOCK_S):
-        manifest, here = source.read("manifest.json"), target / "manifest.json"
-        if manifest is None:
+        manifest = store.read(layout.MANIFEST)
+        if not manifest:
             raise ConfigError(
-                "there is no checkpoint there", where=source.url,
+                "there is no checkpoint there", where=store.where,
                 hint="name one such as s3://BUCKET/runs/NAME/checkpoints/step-100",
             )  # fmt: skip
-        if here.exists() and here.read_text(encoding="utf-8") == manifest and not damage(target):
+        if LocalStore(target).read(layout.MANIFEST) == manifest and not damage(target):
             return ""
-        source.get("state.pt", target / "state.pt")
-        source.get("manifest.json", here)
-        return damage(target)
-
-
-def _turn(name: str) -> tuple[int, str]:
-    """Who goes first to the URL."""
-    last = ("/state.pt", "/manifest.json", "checkpoints/latest")
-    return next((number for number, end in enumerate(last, 1) if name.endswith(end)), 0), name
-
-
-def _step(name: str | None) -> int | None:
-    found = re.fullmatch(r"step-(\d+)", (name or "").strip())
-    return int(found[1]) if found else None
+        return _download_checkpoint(store, "", target)

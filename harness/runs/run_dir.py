@@ -1,9 +1,10 @@
-"""The run folder: its files, who may write in it, and what a new start does with what it finds there."""
+"""The run folder: its small files, the lock on it, and how a new start takes over what an earlier one left."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -24,10 +25,11 @@ from harness.config.schema import Config, recipe_difference
 from harness.distributed.runtime import Runtime
 from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
 from harness.runs import layout, rank_exit
+from harness.runs.checkpoint import Checkpoints
 from harness.runs.files import finite, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
-_HOLD_S = 20.0  # a rank that has lost its peers or its launcher is gone by then
+_LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
@@ -38,38 +40,40 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
 
 def own_checkpoint(resume: str) -> ConfigError:
     return ConfigError(
-        f"{resume} is a checkpoint of the very run that is to go on from it",
+        f"{resume} is a checkpoint of this run itself",
         where="checkpoint.resume",
-        hint="auto goes on from the newest one; to go back to an earlier one, give the new run a name=NAME",
+        hint="auto resumes from the newest one; to go back to an earlier one, give the new run a name=NAME",
     )
 
 
 class RunFolder:
-    """Paths of one run, and its small files.
+    """The run folder on a disk that all ranks share, and its small files.
 
-    ``join``, ``changed``, ``deliver`` and ``leave`` are for a run that is kept elsewhere (``harness.runs.remote``):
-    here all that is written has arrived.
+    A start calls ``lock`` and ``claim`` on rank 0, then ``attach`` on every rank; ``publish`` and ``wait_published`` on
+    rank 0 whenever something important was written; ``detach`` on every rank at its end, and ``unlock`` on rank 0.
+    Publishing means nothing here: ``harness.runs.remote`` overrides it for runs that are kept at a URL.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: int = 1) -> None:
+        """``keep``: number of newest checkpoints to keep in addition to the best."""
         self.path = path
-        self.where = str(path)  # for people
-        self.claimed = False  # by this start: before that, what lies there may be another's
+        self.where = str(path)  # for messages
+        self.claimed = False  # by this start; before that, the files may belong to another
+        self.start: Any = None  # set by ``claim``; rank 0 sends it to the other ranks, which pass it to ``attach``
         self._lock: filelock.BaseFileLock | None = None
-        self.begun: Any = None  # what ``claim`` has to tell the other ranks, for ``join``
-        self.checkpoints = path / layout.CHECKPOINTS
+        self.checkpoints = Checkpoints(path / layout.CHECKPOINTS, keep)
         self.logs = path / layout.LOGS
         self.metrics = path / layout.METRICS
         self.weights = path / layout.WEIGHTS
 
-    def hold(self) -> None:
-        """Keep other starts out of the folder until ``release``, or until this process ends, however it does. Waits a
-        moment for one that is about to end. Only one rank calls it. Raises ConfigError."""
+    def lock(self) -> None:
+        """Keep other starts out until ``unlock`` or the end of this process. Waits for a start that is about to end.
+        Raises ConfigError if it goes on."""
         lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"), thread_local=False)
-        with contextlib.suppress(OSError, NotImplementedError):  # claim tells of the one; some disks know no locks
+        with contextlib.suppress(OSError, NotImplementedError):  # ``claim`` reports the first; some disks have no locks
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                lock.acquire(timeout=_HOLD_S)
+                lock.acquire(timeout=_LOCK_S)
             except filelock.Timeout:
                 raise ConfigError(
                     "another start is training in this run folder",
@@ -78,37 +82,37 @@ class RunFolder:
                 ) from None
             self._lock = lock
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         if self._lock is not None:
             self._lock.release(force=True)
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
-        """Make the folder this run's; return what to tell the user about what was there. Only one rank calls it.
+        """Make the folder this run's; return a note for the user if an earlier run had to give way.
 
-        The same recipe goes on where it was. Another one, or ``resume: never``, moves the old folder aside (NAME.1, …),
-        so that nothing written is lost; before that ``rehearse`` raises what would keep the new one from beginning.
-        Raises ConfigError where the folder cannot be written.
+        The same recipe resumes. Another recipe, or ``resume: never``, moves the earlier run aside to NAME.1 (or the
+        next free number), so that nothing is lost; before that ``rehearse`` raises any error that would keep the new
+        run from starting. Raises ConfigError if the folder cannot be written.
         """
-        told = ""
+        note = ""
         if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
             raise own_checkpoint(config.checkpoint.resume)
         if (saved := self.path / layout.CONFIG).exists():
-            told = self._continue_or_move(saved, config, rehearse)
+            note = self._resume_or_move(saved, config, rehearse)
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             write_atomically(self.path / layout.CONFIG, loader.to_text(config))
-            self.forget()
+            self.forget_end()
         except OSError as error:
             raise cannot_write(self.path, error) from None
-        return told
+        return note
 
-    def forget(self) -> None:
-        """Remove what tells how an earlier start ended."""
+    def forget_end(self) -> None:
+        """Remove the files about how an earlier start ended."""
         (self.path / layout.FAILURE).unlink(missing_ok=True)
         rank_exit.forget(self.logs)
 
-    def _continue_or_move(self, saved: Path, config: Config, rehearse: Callable[[], None]) -> str:
+    def _resume_or_move(self, saved: Path, config: Config, rehearse: Callable[[], None]) -> str:
         difference = recipe_difference(_saved_tree(saved), loader.as_tree(config))
         if config.checkpoint.resume != "never" and not difference:
             return ""
@@ -120,8 +124,8 @@ class RunFolder:
         return f"the earlier run was moved to {aside}: {why}"
 
     def _move_aside(self) -> str:
-        """Give what is there the next free name, NAME.1 or another; return where it is now."""
-        number = next(n for n in range(1, sys.maxsize) if not self.path.with_name(f"{self.path.name}.{n}").exists())
+        """Rename the folder to the first free of NAME.1, NAME.2, …; return its new place."""
+        number = next(n for n in itertools.count(1) if not self.path.with_name(f"{self.path.name}.{n}").exists())
         aside = self.path.with_name(f"{self.path.name}.{number}")
         try:
             os.rename(self.path, aside)
@@ -133,17 +137,17 @@ class RunFolder:
             ) from None
         return str(aside)
 
-    def join(self, rank: int, begun: Any) -> None:
-        """Have what ``rank`` needs of the run that rank 0 has claimed. Every rank calls it, after that."""
+    def attach(self, rank: int, start: Any) -> None:
+        """Make the files that ``rank`` needs available on its machine. Every rank calls it after ``claim``."""
 
-    def changed(self) -> None:
-        """Something of weight was written: a checkpoint, or results. Only one rank calls it."""
+    def publish(self) -> None:
+        """Start to upload what was written; does not wait. Raises CheckpointError if another start owns the run."""
 
-    def deliver(self) -> None:
-        """Wait until all that is written is where it is to be. Only one rank calls it."""
+    def wait_published(self) -> None:
+        """Wait until everything written is uploaded. Raises CheckpointError if that fails."""
 
-    def leave(self, rank: int, done: bool) -> None:
-        """The last that ``rank`` does with the folder. ``done``: the run has come to its end."""
+    def detach(self, rank: int, done: bool) -> None:
+        """Upload the last files of ``rank``. ``done``: the run is complete."""
 
     def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> None:
         """Add this start to ``provenance.json``."""
@@ -181,7 +185,7 @@ class RunFolder:
             write_atomically(self.path / layout.CONFUSION, table.to_csv())
 
     def failure(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Leave ``report`` as failure.json, unless another rank was first; return what is there."""
+        """Write ``report`` as failure.json, unless another rank was first; return the report that is there."""
         path = self.path / layout.FAILURE
         try:
             with open(path, "x", encoding="utf-8") as file:
@@ -189,12 +193,12 @@ class RunFolder:
         except FileExistsError:
             return _read_soon(path) or report
         except OSError:
-            pass  # a full disk or a folder gone; the log and the terminal have the error
+            pass  # a full disk or a missing folder; the log and the terminal show the error
         return report
 
 
 def _saved_tree(path: Path) -> dict[str, Any]:
-    """The resolved configuration of an earlier run; what its version did not have yet is at its default."""
+    """The resolved configuration of an earlier run, with defaults for keys that its version did not have."""
     with contextlib.suppress(ConfigError):
         return loader.as_tree(loader.load(path))
     try:
@@ -217,7 +221,7 @@ def failure_report(runtime: Runtime, step: int, error: Exception, trace: list[st
 
 
 def _read_soon(path: Path) -> dict[str, Any] | None:
-    """The JSON of ``path``, which another rank may be writing at this moment; None if it never becomes whole."""
+    """The JSON of ``path``, which another rank may be writing at this moment; None if it stays incomplete."""
     for _ in range(20):
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -229,7 +233,7 @@ def _read_soon(path: Path) -> dict[str, Any] | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit of the working folder and whether it was changed since; None outside a repository."""
+    """The commit of the working folder and whether files have changed since; None outside a repository."""
 
     def ask(*command: str) -> str:
         return subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -1,7 +1,4 @@
-"""A thread that brings parcels to a place which may be slow or away for a while, so that nobody waits for it.
-
-Only the newest parcel counts: one that is still waiting when the next one comes is dropped. What fails is tried again.
-"""
+"""A background thread that uploads, so that training does not wait, and retries until the store answers again."""
 
 from __future__ import annotations
 
@@ -9,90 +6,77 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 log = logging.getLogger("harness")
 
-Parcel = TypeVar("Parcel")
-
-MOST_PAUSE_S = 30.0  # between two attempts; the first pause is a second, and each one twice as long as that before
-STALLED_S = 120.0  # without a sign of progress, after which nobody waits any longer
+MAX_PAUSE_S = 30.0  # between two attempts; the first pause is a second, and each is twice the one before
+STALLED_S = 120.0  # without progress, after which nobody waits any longer
 
 
-class Refused(Exception):
-    """Raised by whoever brings a parcel where it must not be tried again."""
+class TakenOver(Exception):
+    """Another start owns the run: nothing more may be uploaded."""
 
 
-class Courier(Generic[Parcel]):
-    """``bring`` is called in the thread, one parcel at a time; ``drop`` for each parcel that is done with."""
+class Uploader:
+    """Calls ``upload`` once per request, or once for several requests that came meanwhile. It copies what is current
+    when it is called, so a failed attempt is superseded by the next. ``where``: the target, for messages."""
 
-    def __init__(self, place: str, bring: Callable[[Parcel], None], drop: Callable[[Parcel], None]) -> None:
-        self._place, self._bring, self._drop = place, bring, drop
-        self._waiting: Parcel | None = None
-        self._busy = False
+    def __init__(self, where: str, upload: Callable[[], None]) -> None:
+        self._where, self._upload = where, upload
+        self._requested = self._busy = False
         self._changed = threading.Condition()
-        self._moved_at = time.monotonic()
-        self.trouble: Exception | None = None  # what the newest attempt ended with, if not well
-        self.refused = False
-        self._thread = threading.Thread(target=self._run, name="harness-courier", daemon=True)
+        self._progress_at = time.monotonic()
+        self.error: Exception | None = None  # of the newest attempt
+        self.taken_over = False
+        self._thread = threading.Thread(target=self._run, name="harness-upload", daemon=True)
 
-    def send(self, parcel: Parcel) -> None:
-        """Have ``parcel`` brought, soon."""
+    def request(self) -> None:
         with self._changed:
-            before, self._waiting = self._waiting, parcel
+            self._requested = True
             self._changed.notify_all()
-        if before is not None:
-            self._drop(before)
-        if not self._thread.is_alive() and not self.refused:
-            self._thread.start()
+            if not self._thread.is_alive() and not self.taken_over:
+                self._thread.start()
 
-    def moved(self) -> None:
-        """A sign of progress."""
-        self._moved_at = time.monotonic()
+    def progress(self) -> None:
+        self._progress_at = time.monotonic()
 
-    def wait(self, most_s: float | None = None) -> bool:
-        """Whether all has been brought, once it has or will not be: after ``most_s``, or STALLED_S without progress."""
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Wait until everything requested is uploaded; return False if that fails: after ``limit_s``, by default after
+        STALLED_S without progress."""
         start = time.monotonic()
-        self.moved()
+        self.progress()
         with self._changed:
-            while self._busy or self._waiting is not None:
+            while self._busy or self._requested:
                 now = time.monotonic()
-                late = now - self._moved_at > STALLED_S if most_s is None else now - start > most_s
-                if self.refused or late:
+                late = now - self._progress_at > STALLED_S if limit_s is None else now - start > limit_s
+                if self.taken_over or late:
                     return False
                 self._changed.wait(0.2)
-        return not self.refused
+        return not self.taken_over
 
     def _run(self) -> None:
         failures = 0
-        while not self.refused:
+        while not self.taken_over:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None)
-                parcel, self._waiting, self._busy = self._waiting, None, True
-            assert parcel is not None
+                self._changed.wait_for(lambda: self._requested)
+                self._requested, self._busy = False, True
             try:
-                self._bring(parcel)
+                self._upload()
             except Exception as error:
                 failures += 1
-                self._failed(parcel, error, failures)
+                if failures == 1 and not isinstance(error, TakenOver):
+                    log.warning("upload to %s failed and will be retried: %s", self._where, error)
+                self.error, self.taken_over = error, isinstance(error, TakenOver)
+                self._done(retry=True)
+                if not self.taken_over:
+                    time.sleep(min(MAX_PAUSE_S, 2.0 ** min(failures - 1, 10)))
             else:
                 if failures:
-                    log.info("what is written arrives at %s again", self._place)
-                failures, self.trouble = 0, None
-                self._drop(parcel)
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+                    log.info("upload to %s works again", self._where)
+                failures, self.error = 0, None
+                self._done()
 
-    def _failed(self, parcel: Parcel, error: Exception, failures: int) -> None:
-        self.trouble, self.refused = error, isinstance(error, Refused)
-        if not self.refused and failures == 1:
-            log.warning("what is written does not arrive at %s and will be tried again: %s", self._place, error)
+    def _done(self, retry: bool = False) -> None:
         with self._changed:
-            superseded = self._waiting is not None
-            self._waiting, self._busy = self._waiting if superseded else parcel, False
+            self._requested, self._busy = self._requested or retry, False
             self._changed.notify_all()
-        if superseded:
-            self._drop(parcel)
-        if not self.refused:
-            time.sleep(min(MOST_PAUSE_S, 2.0 ** min(failures - 1, 10)))

@@ -21,7 +21,6 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError
 from harness.runs import remote
-from harness.runs.checkpoint import Checkpoints
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import optim, precision, rng, strategy
@@ -165,7 +164,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             config.schedule, size.lr, floor, size.steps_per_epoch, size.total_steps
         ),
         ema=ema,
-        checkpoints=Checkpoints(folder.checkpoints, config.checkpoint.keep),
+        checkpoints=folder.checkpoints,
         tracker=tracker,
         progress=Progress(runtime.rank),
         stop=stop,
@@ -187,7 +186,7 @@ def restore(run: Run) -> None:
     newest = runtime.from_first(newest)
     path: Path | None = None
     if newest is not None:  # ranks without a disk in common have it at places of their own
-        path = run.folder.checkpoints / newest.name
+        path = run.checkpoints.folder / newest.name
     elif wanted not in ("auto", "never"):
         path = runtime.patiently("fetching the checkpoint to resume from", lambda: remote.borrow(run.config))
     with runtime.together("restoring"):

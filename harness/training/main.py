@@ -78,7 +78,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
 
     def blocked(doing: str, reason: str) -> None:
         last_words(EXIT_FAILURE, "blocked", doing, reason)
-        folder.leave(runtime.rank, done=False)
+        folder.detach(runtime.rank, done=False)
 
     with on_signals(stop), Watch(runtime, stop, parent=parent, last_words=blocked) as watch:
         try:
@@ -101,8 +101,8 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
         finally:
             if run is not None:
                 run.close()
-            folder.leave(runtime.rank, done=code == EXIT_DONE)
-            folder.release()
+            folder.detach(runtime.rank, done=code == EXIT_DONE)
+            folder.unlock()
     return code
 
 
@@ -129,12 +129,12 @@ def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
         "preparing the run folder", lambda: claim(config, runtime, folder) if runtime.rank == 0 else ""
     )
     folder.claimed = True
-    begun = runtime.from_first(folder.begun)
-    runtime.patiently("fetching the run", lambda: folder.join(runtime.rank, begun))
+    start = runtime.from_first(folder.start)
+    runtime.patiently("fetching the run", lambda: folder.attach(runtime.rank, start))
     with runtime.together("opening the logs"):
         try:
             if runtime.launch.local_rank == 0 < runtime.rank:
-                folder.forget()  # another machine has a folder of its own where the disk is not shared
+                folder.forget_end()  # another machine has a folder of its own where the disk is not shared
             console.to_file(folder.logs, runtime.rank)
         except OSError as error:
             raise cannot_write(folder.logs, error) from None
@@ -145,7 +145,7 @@ def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
 def claim(config: Config, runtime: Runtime, folder: RunFolder) -> str:
     """Take the folder for this start, on rank 0; what to tell the user of what was there. A run is moved aside only for
     one that can begin."""
-    folder.hold()
+    folder.lock()
     return folder.claim(config, lambda: build.rehearse(config, runtime.world_size))
 
 
@@ -153,7 +153,7 @@ def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
     """Wait until everything is where the run is kept. A run that was stopped before its end only tells that something
     did not arrive: the same command goes on from what did. Collective."""
     try:
-        runtime.patiently("bringing the results home", lambda: folder.deliver() if runtime.rank == 0 else None)
+        runtime.patiently("uploading the results", lambda: folder.wait_published() if runtime.rank == 0 else None)
     except HarnessError as error:
         if done:
             raise

@@ -56,5 +56,5 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
 def _reach(config: Config) -> None:
     """See that the store of a run that is kept at a URL answers. Whether it may be written, the start tells."""
     folder = remote.run_folder(config)
-    if isinstance(folder, remote.MirroredFolder):
-        folder.url.sizes()
+    if isinstance(folder, remote.RemoteRunFolder):
+        folder.store.files()

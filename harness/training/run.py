@@ -174,7 +174,7 @@ class Run:
                         "data": self.task.fingerprint,
                     },
                 )
-                self.folder.changed()
+                self.folder.publish()
         self.saved_step = self.state.step
 
     def _whole(self, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class Run:
                      "samples": state.rows, "skipped": state.skipped, "bad_rows": state.bad_rows,
                      "wall_s": self.wall_s(), "world_size": self.runtime.world_size, "amp": self.precision.backend}
                 )  # fmt: skip
-                self.folder.changed()
+                self.folder.publish()
 
     def close(self) -> None:
         self.progress.stop()

@@ -1,12 +1,10 @@
-"""A run folder at a URL, without training: what is believed, what goes there in which order, and who may write."""
+"""A run folder at a URL, without training: what is uploaded in which order, what a start downloads, who may write."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
+import threading
 
 import fsspec
 import pytest
@@ -14,21 +12,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.config import loader
 from harness.config.schema import Config
-from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError
-from harness.runs import remote, uploader
-from harness.runs import run_dir as folders
-from harness.runs.checkpoint import Checkpoints, damage, read
-from harness.runs.fetched import at_hand, check_out
-from harness.runs.remote import MirroredFolder
-from harness.training import build
+from harness.runs import remote, run_dir, uploader
+from harness.runs.checkpoint import damage, read
+from harness.runs.fetched import local_copy, require_out
+from harness.runs.remote import RemoteRunFolder
 
 URL = "memory://bucket/runs"
 
 
 @pytest.fixture(autouse=True)
 def bucket(monkeypatch):
-    monkeypatch.setattr(uploader, "MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.01)
     memory = fsspec.filesystem("memory")
     yield memory
     if memory.exists("/bucket"):
@@ -49,229 +44,218 @@ def config(tmp_path):
     return make
 
 
-def started(config: Config) -> MirroredFolder:
+def run_folder(config: Config) -> RemoteRunFolder:
     folder = remote.run_folder(config)
-    assert isinstance(folder, MirroredFolder)
-    folder.claim(config)
-    folder.join(0, folder.begun)
+    assert isinstance(folder, RemoteRunFolder)
     return folder
 
 
-def save(folder: MirroredFolder, step: int, text: str = "") -> None:
-    """A checkpoint and a line of the record, as a run leaves them, on their way to the URL."""
-    with open(folder.metrics, "a") as file:
-        file.write(f'{{"step": {step}}}\n')
-    Checkpoints(folder.checkpoints, 2).write(step, {"text": text or f"of {step}"})
-    folder.changed()
+def started(config: Config) -> RemoteRunFolder:
+    folder = run_folder(config)
+    folder.claim(config)
+    folder.attach(0, folder.start)
+    return folder
 
 
-def there(bucket: MemoryFileSystem) -> set[str]:
-    return {path.removeprefix("/bucket/runs/digits/") for path in bucket.find("/bucket/runs/digits")}
+def save(folder: RemoteRunFolder, *steps: int, wait: bool = True) -> None:
+    """Write a line of the log and a checkpoint per step, and upload them."""
+    for step in steps:
+        with open(folder.metrics, "a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        folder.checkpoints.write(step, {"lines": folder.metrics.read_text().count("\n")})
+        folder.publish()
+        if wait:
+            folder.wait_published()
+
+
+def uploaded(bucket: MemoryFileSystem, run: str = "digits") -> dict[str, bytes]:
+    found = bucket.find(f"/bucket/runs/{run}")
+    return {path.removeprefix(f"/bucket/runs/{run}/"): bucket.cat(path) for path in found}
 
 
 def steps(bucket: MemoryFileSystem) -> set[str]:
-    return {name.split("/")[1] for name in there(bucket) if name.startswith("checkpoints/step-")}
+    return {name.split("/")[1] for name in uploaded(bucket) if name.startswith("checkpoints/step-")}
 
 
-def test_a_run_comes_back_from_the_url_alone(config, bucket, tmp_path):
+class Interrupted(BaseException):
+    """Ends a call as a kill would: no handler for errors sees it."""
+
+
+def interrupt(monkeypatch, after: int, *methods: str) -> None:
+    """Interrupt the memory file system at the call number ``after`` (from 0) of any of ``methods``."""
+    left = [after]
+
+    def counted(real):
+        def call(*args, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Interrupted
+            return real(*args, **options)
+
+        return call
+
+    for method in methods:
+        monkeypatch.setattr(MemoryFileSystem, method, counted(getattr(MemoryFileSystem, method)))
+
+
+# Uploading and resuming
+
+
+def test_a_run_is_resumed_from_the_url_alone(config, bucket, tmp_path):
     folder = started(config())
-    for step in (1, 2, 3, 4):
-        save(folder, step)
-        folder.deliver()
+    save(folder, 1, 2, 3, 4)
     assert steps(bucket) == {"step-3", "step-4"}  # as many as are kept
     (folder.logs / "rank-0.log").write_text("a log\n")
-    folder.leave(0, done=False)
+    folder.detach(0, done=False)
     shutil.rmtree(tmp_path / "cache")
     again = started(config())
-    assert [path.name for path in again.checkpoints.glob("step-*")] == ["step-4"]
+    assert again.checkpoints.newest() == again.checkpoints.folder / "step-4"
     assert again.metrics.read_text().count("\n") == 4
     assert (again.logs / "rank-0.log").read_text() == "a log\n"
-    assert Checkpoints(again.checkpoints, 2).newest() == again.checkpoints / "step-4"
-    other = remote.run_folder(config("other"))  # a machine of its own
-    other.join(1, again.begun)
-    assert (other.checkpoints / "step-4" / "state.pt").read_bytes() == (
-        again.checkpoints / "step-4" / "state.pt"
-    ).read_bytes()
+    other = run_folder(config("other"))  # another machine
+    other.attach(1, again.start)
+    assert read(other.checkpoints.folder / "step-4") == read(again.checkpoints.folder / "step-4")
+    assert not other.metrics.exists()
 
 
-def test_the_order_in_which_files_arrive(config, bucket, monkeypatch):
-    folder, put = started(config()), []
-    monkeypatch.setattr(folder.url, "put", lambda source, name, *_: put.append(name))
-    folder.weights.write_text("weights")
-    (folder.path / "summary.json").write_text("{}")
-    (folder.checkpoints / "best").write_text("step-7\n")
+def test_files_are_uploaded_in_the_order_that_keeps_the_url_resumable(config, monkeypatch):
+    folder, order = started(config()), []
+    real = MemoryFileSystem.pipe_file, MemoryFileSystem.put_file
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *a, **k: (order.append(a[1]), real[0](*a, **k)))
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *a, **k: (order.append(a[2]), real[1](*a, **k)))
+    for file in (folder.weights, folder.path / "summary.json", folder.checkpoints.folder / "best"):
+        file.write_text("step-7\n")
     save(folder, 7)
-    folder.deliver()
+    names = [path.partition("/digits/")[2] for path in dict.fromkeys(order)]
     step = "checkpoints/step-7"
-    assert put[-3:] == [f"{step}/state.pt", f"{step}/manifest.json", "checkpoints/latest"]
-    assert set(put[:-3]) >= {"checkpoints/best", "summary.json", "config.yaml", "metrics.jsonl", "weights.safetensors"}
+    assert names[-4:] == [f"{step}/state.pt", f"{step}/manifest.json", "checkpoints/best", "checkpoints/latest"]
+    assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-4])
 
 
-@pytest.mark.parametrize("number", range(9))
-@pytest.mark.parametrize("before", [0, 1])
-def test_killed_at_any_upload_what_the_newest_checkpoint_vouches_for_is_there(config, bucket, number, before):
-    """With the cache gone. The first state that arrives, and one after others that were left out meanwhile."""
+@pytest.mark.parametrize("after", range(7))
+@pytest.mark.parametrize("before", [(), (1,)])
+def test_run_killed_at_any_upload_is_resumable(config, bucket, monkeypatch, before, after):
+    """At the URL is the state before the upload or the one after it, whichever file the kill hits."""
     folder = started(config())
-    for step in range(1, before + 1):
-        save(folder, step)
-        folder.deliver()
+    save(folder, *before)
     folder.weights.write_text("of step 2")
-    for step in (2, 3):
-        with open(folder.metrics, "a") as file:
-            file.write(f'{{"step": {step}}}\n')
-        Checkpoints(folder.checkpoints, 2).write(step, {"lines": step if before else step - 1})
-    put, left = folder.url.put, [number]
-
-    def cut(source: Path, name: str, *rest: object) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        put(source, name, *rest)
-
-    folder.url.put = cut  # type: ignore[method-assign]
-    with contextlib.suppress(KeyboardInterrupt):
-        folder._bring(folder._pack())
+    with open(folder.metrics, "a") as file:
+        file.write('{"step": 2}\n')
+    folder.checkpoints.write(2, {"lines": folder.metrics.read_text().count("\n")})
+    with monkeypatch.context() as killed:
+        interrupt(killed, after, "put_file", "pipe_file")
+        with pytest.raises(Interrupted) if after < 5 else pytest.MonkeyPatch.context():
+            folder._upload()
     again = started(config("other"))
-    newest = Checkpoints(again.checkpoints, 2).newest()
-    if newest == again.checkpoints / "step-3":
+    newest = again.checkpoints.newest()
+    assert newest in ([None, again.checkpoints.folder / "step-2"] if not before else
+                      [again.checkpoints.folder / f"step-{step}" for step in (1, 2)])  # fmt: skip
+    if newest is not None:
         assert again.metrics.read_text().count("\n") >= read(newest)["lines"]
+    if after >= 5:
+        assert newest == again.checkpoints.folder / "step-2"
         assert again.weights.read_text() == "of step 2"
-    else:
-        assert newest == (again.checkpoints / "step-1" if before else None)
 
 
-def test_what_is_written_on_the_way_is_not_mixed_in(config, bucket, monkeypatch):
-    """While a state is being brought, training goes on: what arrives is of one moment."""
+def test_a_checkpoint_on_its_way_is_not_removed(config, bucket, monkeypatch):
+    """Training writes more checkpoints than it keeps while a slow upload takes place."""
     folder = started(config())
-    put, waits = folder.url.put, []
+    real, reached, resume = MemoryFileSystem.put_file, threading.Event(), threading.Event()
 
-    def slowly(source: Path, name: str, *rest: object) -> None:
-        if name.endswith("step-1/state.pt") and not waits:
-            waits.append(name)
-            with open(folder.metrics, "a") as file:
-                file.write('{"step": 2, "later": true}\n')
-            shutil.rmtree(folder.checkpoints / "step-1")  # swept
-            (folder.path / "summary.json").unlink()
-        put(source, name, *rest)
+    def slow(self, source, target, **options):
+        if target.endswith("step-1/state.pt"):
+            reached.set()
+            assert resume.wait(20)
+        real(self, source, target, **options)
 
-    monkeypatch.setattr(folder.url, "put", slowly)
-    (folder.path / "summary.json").write_text('{"step": 1}')
-    save(folder, 1)
-    assert folder._courier.wait()
-    assert waits
-    assert folder.url.read("metrics.jsonl") == '{"step": 1}\n'
-    assert folder.url.read("summary.json") == '{"step": 1}'
-    assert steps(bucket) == {"step-1"}
+    monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
+    save(folder, 1, wait=False)
+    assert reached.wait(20)
+    save(folder, 2, 3, 4, wait=False)
+    assert damage(folder.checkpoints.folder / "step-1") == ""
+    resume.set()
+    folder.wait_published()
+    assert steps(bucket) == {"step-1", "step-4"}  # those between were superseded
+    assert uploaded(bucket)["checkpoints/latest"] == b"step-4\n"
+    save(folder, 5)
+    assert {path.name for path in folder.checkpoints.folder.glob("step-*")} == {"step-4", "step-5"}
 
 
-@pytest.mark.parametrize("damage", ["cut", "no manifest", "latest names nothing"])
-def test_a_damaged_newest_checkpoint_is_passed_over(config, bucket, caplog, damage):
-    folder = started(config())
-    for step in (1, 2):
-        save(folder, step)
-        folder.deliver()
+@pytest.mark.parametrize("kind", ["cut", "no manifest", "latest names nothing"])
+def test_damaged_newest_checkpoint_is_skipped(config, bucket, kind):
+    save(started(config()), 1, 2)
     last = "/bucket/runs/digits/checkpoints/step-2"
-    if damage == "cut":
+    if kind == "cut":
         bucket.pipe(f"{last}/state.pt", bucket.cat(f"{last}/state.pt")[:-10])
-    elif damage == "no manifest":
+    elif kind == "no manifest":
         bucket.rm(f"{last}/manifest.json")
     else:
         bucket.rm(last, recursive=True)
     again = started(config("other"))
-    assert Checkpoints(again.checkpoints, 2).newest() == again.checkpoints / "step-1"
-    assert again.url.read("checkpoints/latest") == "step-1\n"
+    assert again.checkpoints.newest() == again.checkpoints.folder / "step-1"
+    assert uploaded(bucket)["checkpoints/latest"] == b"step-1\n"
     save(again, 3)
-    again.deliver()
-    left = set() if damage == "latest names nothing" else {"step-2"}  # not taken into account, and not removed
-    assert steps(bucket) == {"step-1", "step-3", *left}
+    assert {"step-1", "step-3"} <= steps(bucket)
 
 
-def test_the_cache_is_believed_where_it_is_the_newest(config, bucket, monkeypatch):
+def test_the_scratch_folder_never_outweighs_the_url(config):
+    """It may be newer, after a kill, or damaged: each start fills it from the URL."""
     folder = started(config())
     save(folder, 1)
-    folder.deliver()
-    monkeypatch.setattr(MirroredFolder, "changed", lambda self: None)  # killed before it arrived
-    save(folder, 2)
-    monkeypatch.undo()
+    folder.checkpoints.write(2, {})
+    folder.metrics.unlink()
     again = started(config())
-    assert Checkpoints(again.checkpoints, 2).newest() == again.checkpoints / "step-2"
-    assert again.url.read("checkpoints/latest") == "step-2\n"
-    assert "step-2" in steps(bucket)
+    assert again.checkpoints.newest() == again.checkpoints.folder / "step-1"
+    assert not (again.checkpoints.folder / "step-2").exists()
+    assert again.metrics.exists()
 
 
-@pytest.mark.parametrize("loss", ["record", "damaged", "all checkpoints", "another start"])
-def test_the_cache_is_not_believed_otherwise(config, bucket, loss):
-    folder = started(config())
-    for step in (1, 2):
-        save(folder, step)
-        folder.deliver()
-    state = folder.checkpoints / "step-2" / "state.pt"
-    if loss == "record":
-        folder.metrics.unlink()
-    elif loss == "damaged":
-        state.write_bytes(state.read_bytes()[:-10])
-    elif loss == "all checkpoints":
-        shutil.rmtree(folder.checkpoints)
-    else:
-        elsewhere = started(config("elsewhere"))
-        save(elsewhere, 3)
-        elsewhere.deliver()
-    again = started(config())
-    newest = "step-3" if loss == "another start" else "step-2"
-    assert Checkpoints(again.checkpoints, 2).newest() == again.checkpoints / newest
-    assert again.metrics.read_text().count("\n") == int(newest[-1])
+# Two starts
 
 
 def test_an_earlier_start_leaves_the_url_to_the_later_one(config, bucket):
-    """A machine that was thought dead comes back."""
+    """A machine that was thought dead continues."""
     earlier = started(config())
     save(earlier, 1)
-    earlier.deliver()
     later = started(config("elsewhere"))
-    save(earlier, 2, "of the earlier")
     with pytest.raises(CheckpointError, match="has taken it over"):
-        earlier.deliver()
+        save(earlier, 2)
     with pytest.raises(CheckpointError, match="has taken it over"):
-        earlier.changed()
-    save(later, 2, "of the later")
-    later.deliver()
-    before = later.url.read("metrics.jsonl")
-    earlier.leave(0, done=True)
-    assert later.url.read("metrics.jsonl") == before
-    assert earlier.path.exists()  # what did not arrive is not removed
+        earlier.publish()
+    save(later, 2)
+    before = uploaded(bucket)
+    earlier.detach(0, done=True)
+    assert uploaded(bucket) == before
 
 
-def test_a_store_that_is_away_for_a_while(config, bucket, monkeypatch, caplog):
-    folder, put, left = started(config()), MemoryFileSystem.put_file, [5]
-
-    def away(self, *args, **options):
-        if left[0]:
-            left[0] -= 1
-            raise ConnectionError("the network is down")
-        put(self, *args, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "put_file", away)
-    save(folder, 1)
-    folder.deliver()
-    assert left == [0]
-    assert folder.url.read("checkpoints/latest") == "step-1\n"
+def test_one_start_at_a_time_on_a_machine(config, monkeypatch):
+    monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
+    first, second = run_folder(config()), run_folder(config())
+    first.lock()
+    with pytest.raises(ConfigError, match=f"{URL}/digits: another start is training in this run folder"):
+        second.lock()
+    run_folder(config("elsewhere")).lock()  # another machine takes the run over
+    first.unlock()
+    second.lock()
 
 
-def test_a_store_that_is_away_for_good(config, bucket, monkeypatch):
+# Stores that fail
+
+
+def test_results_that_cannot_be_uploaded_are_an_error(config, bucket, monkeypatch):
     folder = started(config())
     monkeypatch.setattr(uploader, "STALLED_S", 0.3)
 
-    def away(self, *args, **options):
+    def unreachable(self, *args, **options):
         raise ConnectionError("the network is down")
 
     with monkeypatch.context() as broken:
-        broken.setattr(MemoryFileSystem, "put_file", away)
-        save(folder, 1)
+        broken.setattr(MemoryFileSystem, "put_file", unreachable)
         with pytest.raises(CheckpointError, match="the network is down") as caught:
-            folder.deliver()
-        assert str(folder.path) in caught.value.hint  # where they are, and what brings them
-    again = started(config())
-    assert again.url.read("checkpoints/latest") == "step-1\n"
+            save(folder, 1)
+        assert str(folder.path) in caught.value.hint
+    folder.wait_published()  # the network is back
+    assert uploaded(bucket)["checkpoints/latest"] == b"step-1\n"
 
 
 def test_a_store_that_may_not_be_written(config, monkeypatch):
@@ -283,60 +267,59 @@ def test_a_store_that_may_not_be_written(config, monkeypatch):
         started(config())
 
 
+# Moving an earlier run aside
+
+
 def test_another_recipe_moves_the_run_aside(config, bucket):
-    folder = started(config())
-    save(folder, 1)
-    folder.deliver()
-    before = {name: bucket.cat(f"/bucket/runs/digits/{name}") for name in there(bucket)}
-    other = remote.run_folder(config(**{"optimizer.lr": 0.5}))
-    told = other.claim(config(**{"optimizer.lr": 0.5}))
-    assert told == f"the earlier run was moved to {URL}/digits.1: its recipe differs (optimizer.lr 0.1 -> 0.5)"
-    assert {name: bucket.cat(f"/bucket/runs/digits.1/{name}") for name in before} == before
-    assert there(bucket) == {"config.yaml", "start.json"}
-    assert not list(other.checkpoints.iterdir())
-    assert other.claim(config(**{"optimizer.lr": 0.5, "checkpoint.resume": "never"})).startswith(
-        f"the earlier run was moved to {URL}/digits.2"
-    )
+    save(started(config()), 1)
+    before = uploaded(bucket)
+    other = run_folder(config(**{"optimizer.lr": 0.5}))
+    note = other.claim(config(**{"optimizer.lr": 0.5}))
+    assert note == f"the earlier run was moved to {URL}/digits.1: its recipe differs (optimizer.lr 0.1 -> 0.5)"
+    assert uploaded(bucket, "digits.1") == before
+    assert set(uploaded(bucket)) == {"config.yaml", "start.json"}
+    assert not list(other.checkpoints.folder.iterdir())
+    again = config(**{"optimizer.lr": 0.5, "checkpoint.resume": "never"})
+    assert other.claim(again).startswith(f"the earlier run was moved to {URL}/digits.2")
 
 
-def test_a_run_that_cannot_begin_moves_nothing(config, bucket):
-    folder = started(config())
-    save(folder, 1)
-    folder.deliver()
-    before = there(bucket)
+@pytest.mark.parametrize("after", range(1, 12, 2))
+def test_interrupted_move_is_finished_by_the_next_start(config, bucket, monkeypatch, after):
+    save(started(config()), 1)
+    before, other = uploaded(bucket), config(**{"optimizer.lr": 0.5})
+    with monkeypatch.context() as killed:
+        interrupt(killed, after, "cp_file", "rm_file")
+        with pytest.raises(Interrupted):
+            run_folder(other).claim(other)
+    started(other)
+    assert uploaded(bucket, "digits.1") == before
+    assert {path.split("/")[3] for path in bucket.find("/bucket/runs")} == {"digits", "digits.1"}
+    assert set(uploaded(bucket)) == {"config.yaml", "start.json"}
+
+
+def test_a_run_that_cannot_start_moves_nothing(config, bucket):
+    save(started(config()), 1)
+    before = uploaded(bucket)
 
     def rehearse() -> None:
-        raise ConfigError("7 rows cannot be dealt")
+        raise ConfigError("too few rows")
 
-    for cache in ("cache", "elsewhere"):
-        other = config(cache, **{"optimizer.lr": 0.5})
-        with pytest.raises(ConfigError, match="7 rows"):
-            remote.run_folder(other).claim(other, rehearse)
-    assert there(bucket) == before
+    other = config(**{"optimizer.lr": 0.5})
+    with pytest.raises(ConfigError, match="too few rows"):
+        run_folder(other).claim(other, rehearse)
+    assert uploaded(bucket) == before
     assert not bucket.exists("/bucket/runs/digits.1")
-    again = remote.run_folder(config())
-    again.claim(config(), rehearse)  # nothing is moved
-    assert Checkpoints(again.checkpoints, 2).newest() == again.checkpoints / "step-1"
 
 
-def test_one_start_at_a_time_on_a_machine(config, bucket, monkeypatch):
-    monkeypatch.setattr(folders, "_HOLD_S", 0.1)
-    first, second = remote.run_folder(config()), remote.run_folder(config())
-    first.hold()
-    with pytest.raises(ConfigError, match=f"{URL}/digits: another start is training in this run folder"):
-        second.hold()
-    remote.run_folder(config("elsewhere")).hold()  # another machine takes it over
+# Checkpoints of other runs, the end of a run, and reading results
 
 
-def test_a_checkpoint_at_another_url(config, bucket, tmp_path):
-    other = started(config("elsewhere", name="other"))
-    save(other, 7)
-    other.deliver()
-    place = f"{URL}/other/checkpoints/step-7"
-    named = config(**{"checkpoint.resume": place})
+def test_a_checkpoint_at_another_url(config, bucket):
+    save(started(config("elsewhere", name="other")), 7)
+    named = config(**{"checkpoint.resume": f"{URL}/other/checkpoints/step-7"})
     path = remote.borrow(named)
     assert damage(path) == ""
-    (path / "state.pt").write_bytes(b"half")  # of the copy here
+    (path / "state.pt").write_bytes(b"half")  # of the local copy
     assert remote.borrow(named) == path
     assert damage(path) == ""
     bucket.pipe("/bucket/runs/other/checkpoints/step-7/manifest.json", b"{}")
@@ -347,103 +330,54 @@ def test_a_checkpoint_at_another_url(config, bucket, tmp_path):
         remote.borrow(named)
 
 
-def test_a_run_with_checkpoints_of_its_own_does_not_ask_for_the_one_it_began_with(config, bucket):
-    named = config(**{"checkpoint.resume": f"{URL}/gone/checkpoints/step-7"})
-    folder, restored = started(named), []
-    save(folder, 8)
-    run = SimpleNamespace(
-        config=named, runtime=Runtime(), folder=folder, checkpoints=Checkpoints(folder.checkpoints, 2), log_offset=9,
-        restore=restored.append, tracker=SimpleNamespace(rewind=restored.append),
-    )  # fmt: skip
-    build.restore(run)
-    assert restored == [folder.checkpoints / "step-8", 9]
-
-
-@pytest.mark.parametrize("after", range(1, 12, 2))
-def test_a_move_that_was_cut_short_is_gone_on_with(config, bucket, monkeypatch, after):
-    """Whatever moment it is killed at, nothing is lost and nothing is there twice."""
-    folder = started(config())
-    save(folder, 1)
-    folder.deliver()
-    before = {name: bucket.cat(f"/bucket/runs/digits/{name}") for name in there(bucket)}
-    left = [after]
-
-    def counted(method: str):
-        real = getattr(MemoryFileSystem, method)
-
-        def call(self, *args, **options):
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return real(self, *args, **options)
-
-        return call
-
-    other = config(**{"optimizer.lr": 0.5})
-    with monkeypatch.context() as cut:
-        for method in ("cp_file", "rm_file"):
-            cut.setattr(MemoryFileSystem, method, counted(method))
-        with pytest.raises(KeyboardInterrupt):
-            remote.run_folder(other).claim(other)
-    started(other)
-    assert {name: bucket.cat(f"/bucket/runs/digits.1/{name}") for name in before} == before
-    assert {path.split("/")[3] for path in bucket.find("/bucket/runs")} == {"digits", "digits.1"}
-    assert there(bucket) == {"config.yaml", "start.json"}
-
-
-def test_what_is_done_leaves_nothing_in_the_cache(config, bucket, tmp_path):
+def test_a_finished_run_leaves_nothing_in_the_cache(config, bucket, tmp_path):
     folder = started(config())
     save(folder, 1)
     for rank in (0, 1):
         (folder.logs / f"rank-{rank}.log").write_text(f"log of {rank}")
-    folder.deliver()
-    folder.leave(0, done=True)
-    assert folder.path.exists()  # rank 1 is not through
-    peer = remote.run_folder(config())
-    peer.begun = folder.begun
-    peer.leave(1, done=True)
+    folder.wait_published()
+    folder.detach(0, done=True)
+    assert folder.path.exists()  # rank 1 still runs
+    peer = run_folder(config())
+    peer.start = folder.start
+    peer.detach(1, done=True)
     assert not folder.path.exists()
-    assert folder.url.read("logs/rank-1.log") == "log of 1"
-    assert not list((tmp_path / "cache").rglob("*.pt"))
+    assert uploaded(bucket)["logs/rank-1.log"] == b"log of 1"
 
 
-def test_a_failure_is_told_once(config, bucket):
+def test_the_failure_of_the_first_rank_is_uploaded(config, bucket):
     folder = started(config())
-    peer = remote.run_folder(config("other"))
-    peer.join(1, folder.begun)
+    peer = run_folder(config("other"))
+    peer.attach(1, folder.start)
     report = {"rank": 1, "message": "a layer went wrong"}
-    for one in (folder, peer):  # each machine has a file of its own
-        (one.path / "failure.json").write_text(json.dumps(report))
-    peer.leave(1, done=False)
-    (folder.path / "failure.json").write_text(json.dumps({**report, "message": "heard of it"}))
-    folder.leave(0, done=False)
-    assert json.loads(folder.url.read("failure.json") or "") == report
-    assert "failure.json" not in there_after_a_start(config, bucket)
-
-
-def there_after_a_start(config, bucket) -> set[str]:
+    (peer.path / "failure.json").write_text(json.dumps(report))
+    (folder.path / "failure.json").write_text(json.dumps({**report, "message": "rank 1 has failed"}))
+    peer.detach(1, done=False)
+    folder.detach(0, done=False)
+    assert json.loads(uploaded(bucket)["failure.json"]) == report
     started(config())
-    return there(bucket)
+    assert "failure.json" not in uploaded(bucket)
 
 
 def test_results_are_read_from_the_url(config, bucket, monkeypatch, tmp_path):
     monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "mine"))
     folder = started(config())
-    save(folder, 1)
     folder.weights.write_text("weights")
-    folder.deliver()
-    got, real = [], MemoryFileSystem.get_file
-    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *a, **k: (got.append(a[1]), real(*a, **k)))
-    run = at_hand(f"{URL}/digits")
-    assert run.name == "digits"
-    assert (run / "weights.safetensors").read_text() == "weights"
+    save(folder, 1)
+    downloaded, real = [], MemoryFileSystem.get_file
+    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *a, **k: (downloaded.append(a[1]), real(*a, **k)))
+    run = local_copy(f"{URL}/digits")
+    assert (run.name, (run / "weights.safetensors").read_text()) == ("digits", "weights")
     assert not (run / "checkpoints").exists()
-    first = len(got)
-    assert at_hand(f"{URL}/digits") == run
-    assert len(got) == first  # nothing has changed
-    assert (at_hand(f"{URL}/digits", checkpoint=True) / "checkpoints" / "step-1" / "state.pt").exists()
-    assert at_hand(str(tmp_path)) == tmp_path
+    before = len(downloaded)
+    assert local_copy(f"{URL}/digits") == run
+    assert len(downloaded) == before  # nothing has changed
+    folder.weights.write_text("better")
+    folder.wait_published()
+    assert (local_copy(f"{URL}/digits") / "weights.safetensors").read_text() == "better"
+    assert (local_copy(f"{URL}/digits", checkpoint=True) / "checkpoints" / "step-1" / "state.pt").exists()
+    assert local_copy(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match="this is not a run"):
-        at_hand(f"{URL}/letters")
-    with pytest.raises(ConfigError, match="nothing is written into a run at a URL"):
-        check_out(f"{URL}/digits", None, "report.html")
+        local_copy(f"{URL}/letters")
+    with pytest.raises(ConfigError, match="results are not written into a run at a URL"):
+        require_out(f"{URL}/digits", None, "report.html")

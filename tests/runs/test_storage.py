@@ -1,4 +1,4 @@
-"""Folders behind fsspec: files whole or not at all, and what is said where a store refuses."""
+"""Stores: files are complete or absent, on disk and behind fsspec, and failures are explained."""
 
 from __future__ import annotations
 
@@ -11,55 +11,77 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.errors import ConfigError
-from harness.runs.storage import UrlFolder, working_folder
+from harness.runs.storage import LocalStore, UrlStore, copy_run, working_folder
 
 
-@pytest.fixture(params=["memory", "file"])
-def folder(request, tmp_path):
-    yield UrlFolder("memory://bucket/runs/digits/" if request.param == "memory" else f"file://{tmp_path}/runs/digits")
+@pytest.fixture(params=["folder", "memory", "file"])
+def store(request, tmp_path):
+    if request.param == "folder":
+        yield LocalStore(tmp_path / "runs" / "digits")
+        return
+    yield UrlStore("memory://bucket/runs/digits/" if request.param == "memory" else f"file://{tmp_path}/runs/digits")
     memory = fsspec.filesystem("memory")
     if memory.exists("/bucket"):
         memory.rm("/bucket", recursive=True)
 
 
-def test_files_come_and_go(folder, tmp_path):
-    assert folder.sizes() == {}
-    assert folder.read("a/b") is None
-    folder.write("a/b", "text")
+def test_files_of_a_store(store, tmp_path):
+    assert store.files() == {}
+    assert store.read("a/b") == ""
+    store.write("a/b", "text")
     (tmp_path / "source").write_bytes(b"12345")
-    told = []
-    folder.put(tmp_path / "source", "c", lambda: told.append(1))
-    assert told
-    assert folder.sizes() == {"a/b": 4, "c": 5}
-    assert folder.read("a/b") == "text"
-    folder.get("c", tmp_path / "deep" / "down")
+    progress = []
+    store.put(tmp_path / "source", "c", lambda: progress.append(1))
+    assert progress
+    assert store.read("a/b") == "text"
+    store.get("c", tmp_path / "deep" / "down")
     assert (tmp_path / "deep" / "down").read_bytes() == b"12345"
-    mark = folder.mark("c")
-    folder.put(tmp_path / "source", "a/b")
-    assert folder.read("a/b") == "12345"
-    assert folder.mark("c") == mark
-    folder.remove(["a/b", "never there"])
-    assert folder.sizes() == {"c": 5}
-    with pytest.raises(ConfigError):
-        folder.get("a/b", tmp_path / "nothing")
-    assert not (tmp_path / "nothing").exists()
+    before = store.files()
+    store.put(tmp_path / "source", "a/b")
+    assert store.read("a/b") == "12345"
+    after = store.files()
+    assert set(before) == set(after) == {"a/b", "c"}
+    assert [name for name in before if before[name] != after[name]] == ["a/b"]
+    store.remove(["a/b", "never there"])
+    assert set(store.files()) == {"c"}
+    for missing in (lambda: store.get("a/b", tmp_path / "x"), lambda: store.put(tmp_path / "none", "x")):
+        with pytest.raises(FileNotFoundError):
+            missing()
+    assert not (tmp_path / "x").exists()
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_neighbours_are_others(folder, tmp_path):
-    folder.write("x", "1")
-    aside = folder.beside("digits.1")
-    assert aside.sizes() == {}
-    folder.copy("x", aside)
-    assert aside.url.endswith("/runs/digits.1")
-    folder.write("x", "2")
-    assert (aside.read("x"), folder.read("x")) == ("1", "2")
+def test_copy_run_copies_what_has_changed(store, tmp_path):
+    local, copied = LocalStore(tmp_path / "local"), {}
+    for name in ("metrics.jsonl", "checkpoints/step-2/state.pt", "checkpoints/step-2/manifest.json"):
+        local.write(name, name)
+    pointers = {"latest": "step-2"}
+    copy_run(local, store, {**local.files(), "gone since it was listed": "1"}, pointers, copied)
+    assert store.read("metrics.jsonl") == "metrics.jsonl"
+    assert store.read("checkpoints/latest") == "step-2\n"
+    before = store.files()
+    local.write("metrics.jsonl", "longer")
+    copy_run(local, store, local.files(), pointers, copied)
+    after = store.files()
+    assert [name for name in before if before[name] != after[name]] == ["metrics.jsonl"]
+    copy_run(store, LocalStore(tmp_path / "back"), after, {"best": "step-2"}, problem=lambda step: "damaged")
+    assert LocalStore(tmp_path / "back").read("metrics.jsonl") == "longer"
+    assert LocalStore(tmp_path / "back").read("checkpoints/best") == ""
 
 
-def test_half_a_file_is_none(tmp_path, monkeypatch):
-    """Killed in the middle of an upload, the file that was there before is there still. Object stores do it so."""
-    folder = UrlFolder(f"file://{tmp_path}/runs/digits")
-    folder.write("x", "before")
+def test_siblings(tmp_path):
+    store = UrlStore(f"file://{tmp_path}/runs/digits")
+    store.write("x", "1")
+    aside = store.sibling("digits.1")
+    store.copy("x", aside)
+    assert aside.where.endswith("/runs/digits.1")
+    store.write("x", "2")
+    assert (aside.read("x"), store.read("x")) == ("1", "2")
+
+
+def test_an_interrupted_upload_keeps_the_earlier_file(tmp_path, monkeypatch):
+    store = UrlStore(f"file://{tmp_path}/runs/digits")
+    store.write("x", "before")
     (tmp_path / "source").write_text("after, and much longer")
 
     def half(self, source, target, **options):
@@ -68,14 +90,14 @@ def test_half_a_file_is_none(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LocalFileSystem, "put_file", half)
     with pytest.raises(KeyboardInterrupt):
-        folder.put(tmp_path / "source", "x")
-    assert folder.read("x") == "before"
-    assert folder.sizes() == {"x": 6}
+        store.put(tmp_path / "source", "x")
+    assert store.read("x") == "before"
+    assert set(store.files()) == {"x"}
 
 
-def test_a_protocol_that_nobody_knows():
+def test_an_unknown_protocol():
     with pytest.raises(ConfigError) as caught:
-        UrlFolder("nonsense://bucket/runs")
+        UrlStore("nonsense://bucket/runs")
     assert caught.value.where == "nonsense://bucket/runs"
     assert "s3://BUCKET/runs" in caught.value.hint
 
@@ -86,7 +108,7 @@ def test_a_package_that_is_not_installed(monkeypatch):
 
     monkeypatch.setattr("fsspec.core.get_filesystem_class", absent)
     with pytest.raises(ConfigError, match="Install s3fs") as caught:
-        UrlFolder("s3://bucket/runs/digits")
+        UrlStore("s3://bucket/runs/digits")
     assert caught.value.hint == "pip install s3fs"
 
 
@@ -97,26 +119,26 @@ class NoCredentialsError(Exception):
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (PermissionError("403: Access Denied"), "the right to list, read, write and delete"),
-        (NoCredentialsError("Unable to locate them"), "give every node the keys"),
-        (FileNotFoundError("The specified bucket does not exist"), "is there such a bucket"),
+        (PermissionError("403: Access Denied"), "that may list, read, write and delete"),
+        (NoCredentialsError("Unable to locate them"), "give every node credentials"),
+        (FileNotFoundError("The specified bucket does not exist"), "check that the bucket exists"),
         (ConnectionError("cannot connect"), "check the address and the network"),
         (OSError(errno.ENOSPC, "No space left on device"), "free some space"),
     ],
 )
-def test_what_a_store_says_is_told(monkeypatch, error, hint):
+def test_errors_of_a_store_are_explained(monkeypatch, error, hint):
     def refuse(*_, **__):
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     with pytest.raises(ConfigError) as caught:
-        UrlFolder("memory://bucket/runs").write("x", "")
+        UrlStore("memory://bucket/runs").write("x", "")
     assert type(error).__name__ in str(caught.value)
     assert hint in caught.value.hint
     assert caught.value.where == "memory://bucket/runs/x"
 
 
-def test_each_url_has_a_working_folder_of_its_own(tmp_path):
+def test_each_url_has_its_own_working_folder(tmp_path):
     one, other = (working_folder(f"s3://{bucket}/runs/digits", str(tmp_path)) for bucket in ("one", "other"))
     assert one.name == other.name == "digits"
     assert one.parent != other.parent

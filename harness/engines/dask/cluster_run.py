@@ -120,7 +120,7 @@ class Placed:
 
     def _send(self, home: Home) -> None:
         """Go on with the run folder here, or move it aside, as a rank would; then send out what it has."""
-        self._folder.hold()  # there is room for the results of one start alone
+        self._folder.lock()  # there is room for the results of one start alone
         if told := self._folder.claim(self._job.config):
             print(told, file=sys.stderr)
         try:
@@ -280,5 +280,5 @@ class Placed:
                 placement.release(self._client, self._name)
                 self._client.run(dask_rank.forget, self._name, workers=self._alive(), on_error="ignore")
         self._copying.shutdown(wait=False, cancel_futures=True)
-        self._folder.release()
+        self._folder.unlock()
         self._closing.close()

@@ -31,7 +31,7 @@ from harness.engines.flyte.engine import OUTCOME
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
 from harness.runs import layout
 from harness.runs.outcome import Aftermath
-from harness.runs.storage import UrlFolder
+from harness.runs.storage import UrlStore
 
 _ONE_MACHINE = ("launch.engine=local", "launch.nnodes=1", "launch.max_restarts=0")
 _STOPPING = "stopping: every rank writes a checkpoint"
@@ -110,7 +110,7 @@ def _results(job: Job) -> Results:
     if job.url:  # where it all is by now, and here no more
         folder = Path(tempfile.mkdtemp(prefix="harness-results-"))
         for name in (layout.WEIGHTS, layout.SUMMARY, layout.METRICS):
-            UrlFolder(job.url).get(name, folder / name)
+            UrlStore(job.url).get(name, folder / name)
     epochs = folder / "epochs.jsonl"
     lines = (folder / layout.METRICS).read_text(encoding="utf-8").splitlines()
     epochs.write_text("".join(f"{line}\n" for line in lines if json.loads(line).get("split") == "eval"))
