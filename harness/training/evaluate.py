@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: every row counted once, at any world size."""
+"""Evaluation over all ranks, which counts every row once at any world size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger("harness")
 
 
 def evaluate(run: Run) -> dict[str, Any] | None:
-    """Metrics of the present weights (their moving average, where there is one) over all evaluation rows.
+    """Metrics of the current weights (their moving average, if there is one) over all evaluation rows.
 
-    None if a stop was agreed on the way. Collective: ranks ask equally often whether to stop, however many batches each
-    has, and meet again only in the reduction. No rank waits for another's batch, unless the weights are sharded: every
-    rank then calls the model equally often, at last on a row that does not count.
+    Returns None if the ranks agreed to stop. Collective: every rank checks for a stop equally often, however many
+    batches it has, and the ranks communicate again only in the reduction. If the weights are sharded, every rank also
+    calls the model equally often, at the end with a row that does not count.
     """
-    run.average_buffers()  # or each rank would evaluate a model of its own
+    run.average_buffers()  # without this, each rank would evaluate a different model
     data, module, sums = run.eval_data, run.parallel.evaluated, Sums()
     rows = bad = 0
     module.eval()
@@ -36,7 +36,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
                     return None
                 batch = next(batches, None)
                 bad += len(batch.bad) if batch is not None else 0
-                if batch is None or not len(batch):  # this rank is done, or could not read it; another goes on
+                if batch is None or not len(batch):  # this rank has no more rows, or could not read any
                     if run.parallel.sharded:
                         module(prepare(run, run.train_data.any_inputs()))
                 else:
@@ -51,8 +51,8 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
 
 
-class Prepares(Protocol):
-    """What ``prepare`` needs of a run."""
+class HasTask(Protocol):
+    """The attributes of a run that ``prepare`` needs."""
 
     @property
     def config(self) -> Config: ...
@@ -61,8 +61,8 @@ class Prepares(Protocol):
     def task(self) -> OpenedTask: ...
 
 
-def prepare(run: Prepares, inputs: torch.Tensor) -> torch.Tensor:
-    """Inputs as the model takes them, in the memory format of its weights."""
+def prepare(run: HasTask, inputs: torch.Tensor) -> torch.Tensor:
+    """Turn the inputs of a batch into the model's input, in the memory format of its weights."""
     inputs = run.task.prepare(inputs)
     if run.config.model.channels_last and inputs.dim() == 4:
         return inputs.contiguous(memory_format=torch.channels_last)

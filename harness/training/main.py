@@ -85,7 +85,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             prepare_folder(config, runtime, folder)
             run = build.build(config, runtime, folder, stop)
             announce(run)
-            done = loop.train(run) and prediction_writer.of_run(run)
+            done = loop.train(run) and prediction_writer.write_for_run(run)
             deliver(folder, runtime, done)
             finish(run, done)
             runtime.barrier()

@@ -1,4 +1,4 @@
-"""Random number streams: every source in use, seeded from (seed, purpose), saved and restored as plain data."""
+"""Random number streams of a rank: seeded from (purpose, seed, ...), saved and restored as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.data.seeds import derive
 
 
 def seed_all(*key: int) -> None:
-    """Seed torch (all devices), numpy and random from ``key``."""
+    """Seed torch (all devices), NumPy and ``random`` from ``key``."""
     seed = derive(*key)
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -21,7 +21,7 @@ def seed_all(*key: int) -> None:
 
 
 def get_state(device: torch.device) -> dict[str, Any]:
-    """The state of every stream this rank uses, as tensors and plain numbers (loads with ``weights_only=True``)."""
+    """The state of every stream of this rank, as tensors and plain numbers (loads with ``weights_only=True``)."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     return {
@@ -39,7 +39,7 @@ def get_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what ``get_state`` returned."""
+    """Restore the state that ``get_state`` returned."""
     torch.set_rng_state(state["torch"].cpu())
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
@@ -50,9 +50,9 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def make_deterministic(on: bool) -> None:
-    """Refuse (or allow again) algorithms whose result changes from run to run."""
+    """Forbid (or allow) algorithms whose result changes from run to run."""
     if on:
-        # cuBLAS reads this at its first use; without it torch refuses to run matrix products deterministically.
+        # cuBLAS reads this at its first use. Without it, torch refuses matrix products in deterministic mode.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.benchmark = not on

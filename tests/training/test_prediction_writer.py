@@ -147,7 +147,7 @@ def test_unreadable_rows_only_is_an_error(folder):
 
 def test_input_shape_that_does_not_fit_the_model(folder):
     predictor = predictions.Predictor(make_config(folder), Runtime(), ThreeClasses(Rows(5)), torch.nn.Linear(36, 3))
-    with pytest.raises(DataError, match=r"cannot take inputs of shape \(37,\)"):
+    with pytest.raises(DataError, match=r"cannot process inputs of shape \(37,\)"):
         predictions.write(predictor, Loader(Rows(5), 0, CPU), Stop(Runtime()), folder / "out.csv")
 
 

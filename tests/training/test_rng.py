@@ -1,4 +1,4 @@
-"""Random streams: independent of each other, restored exactly, loadable without running code."""
+"""Random streams are independent, are restored exactly, and load without running code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def draw() -> list[float]:
-    """One number of each stream, two of those that remember a second one."""
+    """One number from each stream; two from those that generate pairs."""
     return [torch.rand(()).item(), torch.randn(()).item(), np.random.rand(), np.random.randn(), np.random.randn(),
             random.random(), random.gauss(0, 1)]  # fmt: skip
 
@@ -30,7 +30,7 @@ def test_derived_seeds_differ_and_are_stable():
     seeds = {rng.derive(*key) for key in [*keys, (0, 0, 0, 2**31), (0, 2**32 - 1, 0, 0)]}
     assert len(seeds) == len(keys) + 2
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert rng.derive(2, 0, 1) == 1741318030659061586  # weights and augmentation of old runs hang on it
+    assert rng.derive(2, 0, 1) == 1741318030659061586  # a change would change the weights and pixels of every run
 
 
 def test_seed_all_seeds_every_stream():
@@ -45,7 +45,7 @@ def test_seed_all_seeds_every_stream():
 def test_state_is_restored_exactly_through_a_file():
     rng.seed_all(5)
     draw()
-    np.random.randn()  # now both numpy and random keep half of a pair back: that half is state too
+    np.random.randn()  # numpy and random now hold the second half of a pair, which is state too
     assert random.getstate()[2] is not None
     assert np.random.get_state()[3] == 1
     file = io.BytesIO()
@@ -57,7 +57,7 @@ def test_state_is_restored_exactly_through_a_file():
     assert draw() + draw() == expected
 
 
-def test_cuda_state_is_asked_for_the_rank_s_own_device():
+def test_cuda_state_is_of_the_device_of_the_rank():
     device = torch.device("cuda", 3)
     with (
         mock.patch("torch.cuda.get_rng_state", return_value=torch.ones(4, dtype=torch.uint8)) as get,
@@ -68,14 +68,14 @@ def test_cuda_state_is_asked_for_the_rank_s_own_device():
     assert put.call_args.args[1] == device
 
 
-def test_make_deterministic_can_be_taken_back(monkeypatch):
+def test_make_deterministic_can_be_undone(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     before = torch.backends.cudnn.benchmark
     try:
         rng.make_deterministic(True)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own is kept
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # set by the user
         with pytest.raises(RuntimeError, match="deterministic"):
             torch.nn.functional.max_unpool1d(torch.ones(1, 1, 2), torch.tensor([[[0, 2]]]), 2)
     finally:

@@ -1,0 +1,101 @@
+"""A CSV or Parquet file of predictions, written block by block under a temporary name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.errors import DataError
+from harness.runs.files import commit, temporary_for
+
+GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
+SAMPLE_ROWS = 32
+FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other columns follow in its order
+
+
+@dataclass(frozen=True)
+class Written:
+    """What rank 0 has written; other ranks have the defaults."""
+
+    rows: int = 0
+    bad: int = 0  # rows without a prediction, because they could not be read
+    head: pa.Table | None = None  # the first SAMPLE_ROWS rows
+
+
+class PredictionFile:
+    """The table at ``path``, which exists only after ``finish``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._temporary = path, temporary_for(path)
+        self._waiting: list[pa.Table] = []
+        self._head: pa.Table | None = None
+        self._schema: pa.Schema | None = None
+        self._file: Any = None
+        self._parquet: Any = None
+        self._rows = self._bad = 0
+
+    def add(self, blocks: Iterable[tuple[pa.Table, int]]) -> None:
+        """Append blocks of rows, each with its number of unreadable rows."""
+        for block, bad in blocks:
+            self._waiting.append(block)
+            self._rows, self._bad = self._rows + len(block), self._bad + bad
+            if sum(map(len, self._waiting)) >= GROUP_ROWS:
+                self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        names = max((block.column_names for block in self._waiting), key=len)  # a block of unreadable rows has few
+        table = pa.concat_tables(self._waiting, promote_options="permissive")
+        self._waiting = []
+        if self._schema is None:
+            if "prediction" not in names and not set(names) - set(FIRST_COLUMNS):
+                raise DataError(
+                    f"none of the first {len(table)} rows could be read",
+                    hint="check task.root: paths in the CSV are relative to it",
+                )
+            self._open(table.select(names))
+        assert self._schema is not None
+        for name in self._schema.names:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.nulls(len(table)))
+        table = table.select(self._schema.names).cast(self._schema)
+        if self._parquet is not None:
+            self._parquet.write_table(table.combine_chunks(), row_group_size=len(table))
+        else:
+            self._file.write(_csv(table, header=False))
+
+    def _open(self, first: pa.Table) -> None:
+        self._schema, self._head = first.schema, first.slice(0, SAMPLE_ROWS)
+        self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by finish or discard
+        if self._path.suffix == ".parquet":
+            self._parquet = pq.ParquetWriter(self._file, self._schema)
+        else:
+            self._file.write(_csv(first.slice(0, 0), header=True))
+
+    def finish(self) -> Written:
+        """Write the remaining rows and give the file its name."""
+        self._flush()
+        if self._parquet is not None:
+            self._parquet.close()
+        self._file.close()
+        commit(self._temporary, self._path)
+        return Written(self._rows, self._bad, self._head)
+
+    def discard(self) -> None:
+        """Delete the unfinished file; does nothing after ``finish``."""
+        if self._file is not None and not self._file.closed:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+
+def _csv(table: pa.Table, header: bool) -> bytes:
+    """CSV with the shortest numbers that round-trip exactly, and empty fields for missing values."""
+    frame = table.to_pandas(integer_object_nulls=True)
+    text: str = frame.to_csv(index=False, header=header, lineterminator="\n")
+    return text.encode()
