@@ -1,18 +1,17 @@
-"""The Apex recipe on torch alone: ``from harness.apex import amp, parallel``.
+"""The Apex API on plain PyTorch, on CPU and GPU: ``from harness.apex import amp, parallel``.
 
-Mixed precision by opt level (``amp``), gradient averaging over ranks (``parallel``), and the names that Apex scripts
-import beside them, on CPU and accelerators alike. Written from the Apex contract, a point-by-point description of
-what Apex did; nothing here knows the rest of the harness. Where this code differs from Apex on purpose the docstring
-says so.
+Mixed precision by opt level (``amp``), gradient averaging across ranks (``parallel``), and the other names that Apex
+scripts import. Written from the Apex contract, a point-by-point description of Apex's behaviour; docstrings name the
+deliberate differences. Imports nothing else from the harness. Start reading in ``amp/initialize.py``.
 
-Scripts that say ``import apex`` run as they are:
+Scripts that ``import apex`` run unmodified:
 
     python -m harness.apex train.py --its args
     python -m harness.apex --device cpu train.py --its args     # a script written for GPUs, on the CPU
     python -m torch.distributed.launch --nproc_per_node=2 -m harness.apex train.py --its args
 
-In a program of your own, ``harness.apex.install()`` before the first ``import apex`` does the same. Subpackages are
-imported when they are first asked for.
+In your own program, call ``harness.apex.install()`` before the first ``import apex``. Subpackages are imported on first
+use.
 """
 
 from __future__ import annotations
@@ -36,17 +35,15 @@ __all__ = [
     "uninstall",
 ]
 
-__harness__ = True  # tells this package from NVIDIA's, under whatever name it was imported
-
-_SUBPACKAGES = {name for name in __all__ if name.islower()} - {"install", "uninstall"}
+__harness__ = True  # distinguishes this package from NVIDIA's, under whatever name it was imported
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """What Apex warned with; here so that scripts can filter it. It is never emitted."""
+    """Apex's warning category, so that scripts can filter it. Never emitted here."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
+    if name in __all__:  # a subpackage: the other names exist
         return importlib.import_module(f"harness.apex.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""``python -m harness.apex``: run a script written for Apex; see ``runner``."""
+"""``python -m harness.apex``: runs a script written for Apex; see ``runner``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Multi-tensor operations under the names and signatures of Apex's extension ``amp_C``, on torch's foreach kernels.
+"""Multi-tensor operations with the names and signatures of Apex's extension ``amp_C``, on torch's foreach kernels.
 
-All take ``(chunk_size, noop_flag, tensor_lists, ...)`` and are mostly called through ``multi_tensor_applier``. The
-chunk size has no effect. ``noop_flag``, a tensor of one element, becomes 1 where an inf or NaN is met and is never
-reset; the host never waits for it. Arithmetic is in float32 at least; the lists may mix devices and dtypes.
+All take ``(chunk_size, noop_flag, tensor_lists, ...)`` and are usually called through ``multi_tensor_applier``. The
+chunk size has no effect. ``noop_flag``, a tensor of one element, is set to 1 if an inf or NaN is found and never reset;
+there is no host sync. Arithmetic is in float32 or wider; the lists may mix devices and dtypes.
 
-The kernels of Apex's optimizers are not here: ``optimizers`` has the optimizers themselves.
+The optimizers' kernels do not exist as functions; the optimizers are in ``optimizers``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("multi_tensor_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(
-        f"amp_C.{name} is not provided; there are {', '.join(__all__)}. For the update of an optimizer use its class: "
+        f"amp_C.{name} is not provided, only {', '.join(__all__)}. Use an optimizer class instead: "
         "from apex.optimizers import FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad."
     )
 
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
-    """``out = x * scale`` for ``tensor_lists = [xs, outs]``, which may be the same list; every x is checked."""
+    """``out = x * scale`` for ``tensor_lists = [xs, outs]``, which may be the same list. Every x is checked."""
     xs, outs = _lists(tensor_lists, "multi_tensor_scale", 2)
-    for places in _places_by_kind(xs, outs):
-        scaled = _scaled([xs[i] for i in places], scale, noop_flag)
-        torch._foreach_copy_([outs[i] for i in places], scaled)
+    for indices in _indices_by_kind(xs, outs):
+        scaled = _scaled([xs[i] for i in indices], scale, noop_flag)
+        torch._foreach_copy_([outs[i] for i in indices], scaled)
 
 
 @torch.no_grad()
@@ -44,23 +44,23 @@ def multi_tensor_axpby(
 ) -> None:
     """``out = a * x + b * y`` for ``tensor_lists = [xs, ys, outs]``.
 
-    ``arg_to_check`` says which arguments are looked at for inf and NaN: 0 the xs, 1 the ys, -1 both.
+    ``arg_to_check`` selects the tensors to check for inf and NaN: 0 the xs, 1 the ys, -1 both.
     """
     if arg_to_check not in (-1, 0, 1):
         raise ValueError(f"arg_to_check is {arg_to_check!r}; allowed are 0 (check x), 1 (check y) and -1 (check both).")
     xs, ys, outs = _lists(tensor_lists, "multi_tensor_axpby", 3)
-    for places in _places_by_kind(xs, ys, outs):
-        sums = _scaled([xs[i] for i in places], a, None if arg_to_check == 1 else noop_flag)
-        added = _scaled([ys[i] for i in places], b, None if arg_to_check == 0 else noop_flag)
+    for indices in _indices_by_kind(xs, ys, outs):
+        sums = _scaled([xs[i] for i in indices], a, None if arg_to_check == 1 else noop_flag)
+        added = _scaled([ys[i] for i in indices], b, None if arg_to_check == 0 else noop_flag)
         torch._foreach_add_(sums, added)
-        torch._foreach_copy_([outs[i] for i in places], sums)
+        torch._foreach_copy_([outs[i] for i in indices], sums)
 
 
 @torch.no_grad()
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """The Euclidean norms of all elements of ``tensor_lists = [xs]`` together, shape ``(1,)``, and of each x.
+    """The Euclidean norm over all of ``tensor_lists = [xs]``, shape ``(1,)``, and the norm of each x.
 
     The second has shape ``(len(xs),)``, or ``(0,)`` without ``per_tensor``. Both are float32 (float64 if an x is), on
     the flag's device.
@@ -80,19 +80,19 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor | float,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """The norms of ``x * inv_scale``, as ``multi_tensor_l2norm`` gives them; the tensors are not changed."""
+    """Like ``multi_tensor_l2norm``, for ``x * inv_scale``. The tensors are not changed."""
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     factor = torch.as_tensor(inv_scale, device=total.device).abs().reshape(())
     return total * factor, each * factor
 
 
 def l2_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The Euclidean norm of each of ``tensors``, accumulated in float32 at least, as one vector on ``device``."""
+    """The Euclidean norm of each of ``tensors``, accumulated in float32 or wider, as one vector on ``device``."""
     found: list[Tensor] = [torch.empty(0)] * len(tensors)
-    for places in _places_by_kind(tensors):
-        dtype = _wide(tensors[places[0]])
-        norms = torch._foreach_norm([tensors[i] for i in places], 2, dtype=dtype)
-        for i, norm in zip(places, torch.stack(norms).to(device, non_blocking=True).unbind(), strict=True):
+    for indices in _indices_by_kind(tensors):
+        dtype = _wide(tensors[indices[0]])
+        norms = torch._foreach_norm([tensors[i] for i in indices], 2, dtype=dtype)
+        for i, norm in zip(indices, torch.stack(norms).to(device, non_blocking=True).unbind(), strict=True):
             found[i] = norm
     return torch.stack(found) if found else torch.zeros(0, device=device)
 
@@ -101,18 +101,18 @@ def _lists(tensor_lists: TensorLists, name: str, number: int) -> list[list[Tenso
     lengths = [len(tensors) for tensors in tensor_lists]
     if len(lengths) != number or len(set(lengths)) > 1:
         raise RuntimeError(
-            f"{name} takes {number} list(s) of equal length; seen {len(lengths)} of length {lengths}. "
+            f"{name} takes {number} list(s) of equal length; got {len(lengths)} of length {lengths}. "
             f"Call multi_tensor_applier(amp_C.{name}, noop_flag, [list, ...], ...)."
         )
     return [list(tensors) for tensors in tensor_lists]
 
 
-def _places_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of the lists, those together whose tensors agree in device and dtype, as kernels demand."""
-    places: dict[tuple[Any, ...], list[int]] = {}
+def _indices_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
+    """The indices of the lists, grouped by the tensors' device and dtype, because kernels take one kind per call."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
-        places.setdefault(tuple((t.device, t.dtype) for t in tensors), []).append(i)
-    return list(places.values())
+        groups.setdefault(tuple((t.device, t.dtype) for t in tensors), []).append(i)
+    return list(groups.values())
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -120,13 +120,13 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _scaled(tensors: list[Tensor], scale: float, noop_flag: Tensor | None) -> list[Tensor]:
-    """``tensors`` (of one kind) times ``scale``, as new tensors; ``noop_flag`` is set if one holds an inf or NaN."""
+    """``tensors`` (of one kind) times ``scale``, as new tensors. Sets ``noop_flag`` if one holds an inf or NaN."""
     scaled = [torch.empty_like(tensor, dtype=_wide(tensor)) for tensor in tensors]
     torch._foreach_copy_(scaled, tensors)
-    factor = 1.0  # what the check below multiplies by: its factor is float32, too coarse for float64
+    factor = 1.0
     if noop_flag is not None:
         device, dtype = scaled[0].device, scaled[0].dtype
-        factor = scale if dtype is torch.float32 else 1.0
+        factor = scale if dtype is torch.float32 else 1.0  # the kernel's factor is float32, too coarse for float64
         found_inf = torch.zeros((), device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(scaled, found_inf, torch.full((), factor, device=device))
         noop_flag.masked_fill_((found_inf != 0).to(noop_flag.device), 1)

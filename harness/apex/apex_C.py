@@ -1,4 +1,4 @@
-"""The two functions of Apex's extension ``apex_C``, for scripts that flatten gradients themselves."""
+"""``flatten`` and ``unflatten``, the functions of Apex's extension ``apex_C``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """``install`` and ``uninstall``: imports of ``apex``, ``amp_C`` and ``apex_C`` resolve to harness.apex.
 
-``apex.amp`` is then the very module that ``harness.apex.amp`` is, never a second copy, so state and classes are one.
-Not here: which old paths lead where (``legacy_paths``), running scripts (``runner``).
+``apex.amp`` is then the same module object as ``harness.apex.amp``, so there is one state and one set of classes.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from harness.apex import legacy_paths, plain_data
+from harness.apex import legacy_paths, safe_globals
 from harness.apex.patches import patches
 
-EXTENSIONS = ("amp_C", "apex_C")  # modules of Apex's that stood beside the package
+EXTENSIONS = ("amp_C", "apex_C")  # compiled modules that Apex installed next to the package
 
 
 def install() -> None:
-    """Make ``import apex`` mean harness.apex, whatever package of that name is installed or was imported.
+    """Make ``import apex`` mean harness.apex, even if another package of that name is installed or already imported.
 
-    An ``apex`` that was imported before is set aside until ``uninstall``; what a script took from it stays what it was.
-    ``amp_C`` and ``apex_C`` become ours too, unless there are real ones. ``torch.load`` takes the plain data that old
-    scripts put into checkpoints, see ``plain_data``. Calling it again does nothing.
+    An imported ``apex`` is set aside until ``uninstall``; objects that a script took from it do not change. ``amp_C``
+    and ``apex_C`` resolve to this package too, unless real ones are installed. ``torch.load`` accepts the plain data
+    of old checkpoints, see ``safe_globals``. Calling it again does nothing.
     """
     if _finder in sys.meta_path:
         return
@@ -33,13 +32,13 @@ def install() -> None:
         _set_aside[name] = sys.modules.pop(name)
     sys.modules["apex"] = importlib.import_module("harness.apex")
     sys.meta_path.insert(0, _finder)
-    plain_data.allow_when_imported()
+    safe_globals.add_when_imported()
 
 
 def uninstall() -> None:
-    """Undo ``install``, and with it every patch made by ``harness.apex`` for a script that it runs.
+    """Undo ``install``, and every patch that ``harness.apex`` made to run a script.
 
-    What was imported through it stays usable. Calling it again does nothing.
+    Modules imported meanwhile stay usable. Calling it again does nothing.
     """
     patches.undo()
     if _finder not in sys.meta_path:
@@ -55,35 +54,30 @@ def uninstall() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds ``apex.X`` as ``harness.apex.X``, and says what is not there and why."""
+    """Finds ``apex.X`` as ``harness.apex.X``, and explains what does not exist."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        plain_data.allow_when_imported()
+        safe_globals.add_when_imported()  # every import passes here, so torch and numpy are noticed
         if name in EXTENSIONS:
-            return None if _is_found_elsewhere(name, path) else ModuleSpec(name, _Alias(f"harness.apex.{name}"))
-        # `from apex import contrib` asks for a part of the package that `apex` says it is: harness.apex
-        asked = name.removeprefix("harness.") if name.startswith("harness.apex.") else name
-        if not asked.startswith("apex."):
+            return None if _is_installed(name, path) else ModuleSpec(name, _ExistingModule(f"harness.apex.{name}"))
+        # `from apex import contrib` looks for harness.apex.contrib, after the real name of the package
+        in_apex = name.removeprefix("harness.") if name.startswith("harness.apex.") else name
+        if not in_apex.startswith("apex."):
             return None
-        absent = legacy_paths.why_absent(asked)
-        if absent is not None:
-            if _only_asked():
-                return None
-            raise ModuleNotFoundError(absent, name=asked)
-        if asked != name:
+        absent = legacy_paths.why_absent(in_apex)
+        module = None if absent is not None or in_apex != name else legacy_paths.find_module(name)
+        if module is not None:
+            return ModuleSpec(name, _ExistingModule(module), is_package=hasattr(module, "__path__"))
+        if absent is None and in_apex != name:
             return None
-        module = legacy_paths.module_of(name)
-        if module is None:
-            if _only_asked():
-                return None
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: apex is harness.apex here, and has no such module", name=name
-            )
-        return ModuleSpec(name, _Alias(module), is_package=hasattr(module, "__path__"))
+        if _is_called_by_find_spec():
+            return None
+        message = f"No module named {name!r}: apex is harness.apex here, which has no such module"
+        raise ModuleNotFoundError(absent or message, name=in_apex)
 
 
-class _Alias(Loader):
-    """Loads a module by handing out one that exists, as it is."""
+class _ExistingModule(Loader):
+    """Loads a module that exists already, under another name."""
 
     def __init__(self, module: ModuleType | str) -> None:
         self._module = module
@@ -96,34 +90,37 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__spec__.name if module.__spec__ is not None else ""
-        module.__spec__ = self._spec  # the import system has just written its own there
-        for missing, value in legacy_paths.names_lacking(name, module).items():
-            patches.set(module, missing, value)
+        module.__spec__ = self._spec  # the import system has just replaced it
+        _add_missing_names(name, module)
         if hasattr(module, "__path__"):
-            _add_contents(name, module)
+            _add_submodules(name, module)
 
 
-def _add_contents(package: str, module: ModuleType) -> None:
-    """Enter what is in ``package`` into ``sys.modules`` along with it.
+def _add_submodules(package: str, module: ModuleType) -> None:
+    """Add the submodules of ``package`` to ``sys.modules`` right away, without importing them one by one.
 
-    The import system sets a module that it loads as an attribute of its package, which would hide the function
+    The import system sets each module that it imports as an attribute of its package, which would hide the function
     ``amp.scale_loss`` and the object ``amp._amp_state``, whose modules have the same names.
     """
-    loaded = f"{module.__name__}."
-    for name in [name for name in sys.modules if name.startswith(loaded)]:
-        sys.modules.setdefault(f"{package}.{name.removeprefix(loaded)}", sys.modules[name])
+    prefix = f"{module.__name__}."
+    for name in [name for name in sys.modules if name.startswith(prefix)]:
+        sys.modules.setdefault(f"{package}.{name.removeprefix(prefix)}", sys.modules[name])
     for name in legacy_paths.modules_in(package):
-        found = sys.modules.get(name) or legacy_paths.module_of(name)
-        sys.modules[name] = found
-        for missing, value in legacy_paths.names_lacking(name, found).items():
-            patches.set(found, missing, value)
+        submodule = sys.modules.get(name) or legacy_paths.find_module(name)
+        sys.modules[name] = submodule
+        _add_missing_names(name, submodule)
         child = name.rpartition(".")[2]
         if child not in vars(module):
-            patches.set(module, child, found)
+            patches.set(module, child, submodule)
 
 
-def _only_asked() -> bool:
-    """Whether ``importlib.util.find_spec`` is asking, to which the answer is None, and not an import."""
+def _add_missing_names(name: str, module: ModuleType) -> None:
+    for missing, value in legacy_paths.missing_names(name, module).items():
+        patches.set(module, missing, value)
+
+
+def _is_called_by_find_spec() -> bool:
+    """True during ``importlib.util.find_spec``, which expects None where an import expects an error."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         frame = frame.f_back
@@ -134,7 +131,7 @@ def _is_apex(name: str) -> bool:
     return name == "apex" or name.startswith("apex.")
 
 
-def _is_found_elsewhere(name: str, path: Sequence[str] | None) -> bool:
+def _is_installed(name: str, path: Sequence[str] | None) -> bool:
     finders = [finder for finder in sys.meta_path if finder is not _finder and hasattr(finder, "find_spec")]
     return any(finder.find_spec(name, path, None) is not None for finder in finders)
 

@@ -1,6 +1,6 @@
-"""Where Apex kept what scripts and old pickles import: module paths that are named otherwise here, or gone.
+"""Module paths of Apex that scripts and old pickles import, and that have another name here or no longer exist.
 
-Not here: how an import finds its way, see ``import_hook``.
+The import machinery that uses them is in ``import_hook``.
 """
 
 from __future__ import annotations
@@ -10,112 +10,89 @@ import importlib.machinery
 import importlib.util
 from typing import Any
 
-# Old module, names it had, modules of harness.apex to take them from. Where a module of the same name exists here,
-# that is the module, and the names it lacks are added to it while installed.
-_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "amp._amp_state": (
-        "AmpState _amp_state master_params maybe_print warn_or_err",
-        ("amp.state", "amp", "legacy_paths"),
-    ),
-    "amp._initialize": ("_amp_state LossScaler", ("amp", "amp.scaler")),
-    "amp.amp": (
-        "init half_function float_function promote_function register_half_function register_float_function "
-        "register_promote_function",
-        ("amp",),
-    ),
-    "amp.frontend": ("Properties initialize state_dict load_state_dict", ("amp.levels", "amp")),
-    "amp.handle": ("AmpHandle NoOpHandle disable_casts scale_loss", ("amp.handle", "amp")),
-    "amp.opt": ("OptimWrapper", ("amp.handle",)),
-    "amp.scaler": ("LossScaler", ("amp.scaler",)),
-    "fp16_utils.fp16_optimizer": ("FP16_Optimizer", ("fp16_utils",)),
-    "fp16_utils.fp16util": (
-        "BN_convert_float FP16Model clip_grad_norm convert_module convert_network master_params_to_model_params "
-        "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
-        ("fp16_utils",),
-    ),
-    "fp16_utils.loss_scaler": ("DynamicLossScaler LossScaler", ("fp16_utils",)),
-    "fused_dense.fused_dense": ("FusedDense FusedDenseGeluDense", ("fused_dense",)),
-    "mlp.mlp": ("MLP", ("mlp",)),
-    "multi_tensor_apply.multi_tensor_apply": ("MultiTensorApply", ("multi_tensor_apply",)),
-    "normalization.fused_layer_norm": (
-        "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
-        ("normalization",),
-    ),
-    "optimizers.fused_adagrad": ("FusedAdagrad", ("optimizers",)),
-    "optimizers.fused_adam": ("FusedAdam", ("optimizers",)),
-    "optimizers.fused_lamb": ("FusedLAMB", ("optimizers",)),
-    "optimizers.fused_mixed_precision_lamb": ("FusedMixedPrecisionLamb", ("optimizers",)),
-    "optimizers.fused_novograd": ("FusedNovoGrad", ("optimizers",)),
-    "optimizers.fused_sgd": ("FusedSGD", ("optimizers",)),
-    "parallel.LARC": ("LARC", ("parallel.LARC",)),
-    "optimizers.fp16_optimizer": ("FP16_Optimizer", ("fp16_utils",)),
-    "parallel.distributed": (
-        "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors flat_dist_call flatten "
-        "split_by_type split_half_float_double unflatten",
-        ("parallel.distributed", "parallel", "parallel.flat_collectives"),
-    ),
-    "parallel.optimized_sync_batchnorm": ("SyncBatchNorm", ("parallel",)),
-    "parallel.sync_batchnorm": ("SyncBatchNorm", ("parallel",)),
+# Old module: the names it had. They are taken from its package here, or from the modules in _ELSEWHERE. If a module of
+# that path exists here, only the names that it lacks are added to it. Modules that exist here with all their names
+# (apex.optimizers.fused_adam and so on) need no entry.
+_MODULES = {
+    "amp._amp_state": "AmpState _amp_state master_params maybe_print warn_or_err",
+    "amp._initialize": "_amp_state LossScaler",
+    "amp.amp": "init half_function float_function promote_function register_half_function register_float_function "
+    "register_promote_function",
+    "amp.frontend": "Properties initialize state_dict load_state_dict",
+    "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
+    "amp.opt": "OptimWrapper",
+    "fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "fp16_utils.fp16util": "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
+    "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
+    "fp16_utils.loss_scaler": "DynamicLossScaler LossScaler",
+    "optimizers.fp16_optimizer": "FP16_Optimizer",
+    "parallel.distributed": "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors "
+    "flat_dist_call flatten split_by_type split_half_float_double unflatten",
+    "parallel.optimized_sync_batchnorm": "SyncBatchNorm",
+    "parallel.sync_batchnorm": "SyncBatchNorm",
+}
+_ELSEWHERE = {
+    "amp._amp_state": ("amp.state", "legacy_paths"),
+    "amp._initialize": ("amp.scaler",),
+    "amp.frontend": ("amp.levels",),
+    "amp.opt": ("amp.handle",),
+    "optimizers.fp16_optimizer": ("fp16_utils",),
+    "parallel.distributed": ("parallel.flat_collectives",),
 }
 
-# What Apex had and this does not, and what does it today.
+# Parts of Apex that do not exist here, and what to use today.
 _ABSENT = {
     "RNN": "torch.nn.LSTM and torch.nn.GRU, which amp casts",
     "contrib": "the layers of torch.nn, and torch.nn.functional.scaled_dot_product_attention",
     "parallel.multiproc": "torchrun or python -m torch.distributed.launch, both with -m harness.apex",
     "pyprof": "torch.profiler",
     "reparameterization": "torch.nn.utils.parametrizations.weight_norm",
-    "transformer": "Megatron-Core (megatron.core), where it was taken further",
+    "transformer": "its successor, Megatron-Core (megatron.core)",
 }
 
 
-def place_of(name: str) -> str:
-    """The module of harness.apex whose name is that of Apex's module ``name``, existing or not."""
-    return f"harness.{name}"
-
-
-def module_of(name: str) -> Any:
-    """The module that Apex's module ``name`` is found as; None where there is no such module."""
-    place, old = place_of(name), _MODULES.get(name.partition(".")[2])
-    if _exists(place):
-        return importlib.import_module(place)
-    if old is None or not _exists(place.rpartition(".")[0]):
+def find_module(name: str) -> Any:
+    """The module for Apex's module ``name``: the one of that path here, a new empty one for an old path, or None."""
+    path = f"harness.{name}"
+    if _exists(path):
+        return importlib.import_module(path)
+    if name.partition(".")[2] not in _MODULES or not _exists(path.rpartition(".")[0]):
         return None
     return importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None))
 
 
-def names_lacking(name: str, module: Any) -> dict[str, Any]:
-    """What Apex's module ``name`` held and ``module``, which is found under that name, does not."""
-    names, sources = _MODULES.get(name.partition(".")[2], ("", ()))
+def missing_names(name: str, module: Any) -> dict[str, Any]:
+    """{name: value} of the names that Apex's module ``name`` had and ``module``, its replacement, lacks."""
+    path = name.partition(".")[2]
     found: dict[str, Any] = {}
-    for each in set(names.split()) - set(vars(module)):
-        for source in sources:
-            place = f"harness.apex.{source}"
-            if _exists(place) and each in (held := vars(importlib.import_module(place))):
+    for each in set(_MODULES.get(path, "").split()) - set(vars(module)):
+        for source in (path.rpartition(".")[0], *_ELSEWHERE.get(path, ())):
+            held = vars(importlib.import_module(f"harness.apex.{source}"))
+            if each in held:
                 found[each] = held[each]
                 break
     return found
 
 
 def modules_in(package: str) -> list[str]:
-    """The historical modules of Apex's ``package``."""
+    """The old modules of Apex's ``package``."""
     return [f"apex.{name}" for name in _MODULES if f"apex.{name}".rpartition(".")[0] == package]
 
 
 def why_absent(name: str) -> str | None:
-    """What to say to an import of Apex's module ``name``, where it is known that there is none."""
+    """The error message for importing Apex's module ``name``, if it is known not to exist here."""
     path = name.partition(".")[2]
-    for gone, instead in _ABSENT.items():
-        if path == gone or path.startswith(f"{gone}."):
+    for absent, instead in _ABSENT.items():
+        if path == absent or path.startswith(f"{absent}."):
             return (
-                f"No module named {name!r}: apex is harness.apex here, which has no {gone}. Instead: {instead}. "
-                f"For {path} itself, install NVIDIA's own Apex from source and run the script with python."
+                f"No module named {name!r}: apex is harness.apex here, which has no {absent}. Use {instead}. "
+                f"If you need {path} itself, install NVIDIA's own Apex from source and run the script with python."
             )
     return None
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print ``msg`` unless amp's verbosity is 0; with ``rank0``, on rank 0 alone. Apex's, for scripts that call it."""
+    """Print ``msg`` unless amp's verbosity is 0; with ``rank0``, only on rank 0. Some scripts call it."""
     from harness.apex.amp.messages import is_rank_zero
     from harness.apex.amp.state import _amp_state
 
@@ -124,7 +101,7 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def warn_or_err(msg: str) -> None:
-    """Raise RuntimeError, or print a warning under ``amp._amp_state.hard_override``. Apex's, like ``maybe_print``."""
+    """Raise RuntimeError, or print a warning under ``amp._amp_state.hard_override``. Some scripts call it."""
     from harness.apex.amp.state import _amp_state
 
     if not _amp_state.hard_override:
@@ -132,8 +109,8 @@ def warn_or_err(msg: str) -> None:
     print(f"Warning: {msg}")
 
 
-def _exists(place: str) -> bool:
+def _exists(path: str) -> bool:
     try:
-        return importlib.util.find_spec(place) is not None
-    except ModuleNotFoundError:  # a parent that does not exist, or is no package
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:  # a parent does not exist or is not a package
         return False

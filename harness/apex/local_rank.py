@@ -1,7 +1,7 @@
-"""The local rank that a launcher gives, and the spelling in which a script wants it.
+"""The local rank set by the launcher, and the spelling of the option by which a script reads it.
 
-``torch.distributed.launch`` passes ``--local-rank=N`` since torch 2.0 and passed ``--local_rank=N`` before; a script
-declares one of the two. torchrun passes neither and sets LOCAL_RANK. Not here: ranks among all nodes.
+``torch.distributed.launch`` passes ``--local-rank=N`` since torch 2.0; before, it passed ``--local_rank=N``. Scripts
+declare one of the two. torchrun passes neither and sets LOCAL_RANK.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ _SPELLINGS = ("--local_rank", "--local-rank")
 _OPTION = re.compile(r"(--local[-_]rank)(=.*)?")
 
 
-def of_environment() -> str | None:
+def from_environment() -> str | None:
     """The launcher's LOCAL_RANK; None without a launcher."""
     return os.environ.get("LOCAL_RANK")
 
 
 def num_local_ranks() -> int:
-    """How many ranks the launcher started on this machine; 1 without one."""
+    """The number of ranks that the launcher started on this machine; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def spelling_in(text: str) -> str:
-    """The spelling for ``sys.argv``: the script's own if its ``text`` has only that with a dash, else the old one."""
-    return "--local-rank" if "--local-rank" in text and "--local_rank" not in text else "--local_rank"
+def spelling_for(script: str) -> str:
+    """The spelling to put into ``sys.argv``: with a dash if the source ``script`` has only that, else the old one."""
+    return "--local-rank" if "--local-rank" in script and "--local_rank" not in script else "--local_rank"
 
 
-def teach_argparse(given: str | None) -> None:
-    """Let every ``argparse.ArgumentParser`` take the local rank in the spelling that it declares.
+def patch_argparse(given: str | None) -> None:
+    """Make every ``argparse.ArgumentParser`` accept the local rank in the spelling that it declares.
 
-    ``given``: the value that the launcher passed on the command line, or None. A parser that declares neither spelling
-    is spared that argument by ``parse_args``, which would refuse it; ``parse_known_args`` hands it on with the rest. A
-    parser that declares one and finds no local rank on the command line, under torchrun, gets LOCAL_RANK.
+    ``given`` is the value that the launcher passed on the command line, or None. If a parser declares neither spelling,
+    ``parse_args`` drops that argument instead of rejecting it; ``parse_known_args`` returns it with the rest. If a
+    parser declares one and the command line has no local rank (torchrun), it gets LOCAL_RANK.
     Undone by ``harness.apex.uninstall``.
     """
     parser = argparse.ArgumentParser
-    parse_args, parse_known_args = parser.parse_args, parser.parse_known_args
+    original_parse_args, original_parse_known_args = parser.parse_args, parser.parse_known_args
 
-    @functools.wraps(parse_known_args)
-    def known(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        return parse_known_args(self, _respelled(self, args), namespace)
+    @functools.wraps(original_parse_known_args)
+    def parse_known_args(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        return original_parse_known_args(self, _with_declared_spelling(self, args), namespace)
 
-    @functools.wraps(parse_args)
-    def all_(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        return parse_args(self, _without(self, args, given), namespace)
+    @functools.wraps(original_parse_args)
+    def parse_args(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        return original_parse_args(self, _without_undeclared(self, args, given), namespace)
 
-    patches.set(parser, "parse_known_args", known)
-    patches.set(parser, "parse_args", all_)
+    patches.set(parser, "parse_known_args", parse_known_args)
+    patches.set(parser, "parse_args", parse_args)
 
 
-def _respelled(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> list[str]:
+def _with_declared_spelling(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> list[str]:
     words = list(sys.argv[1:] if args is None else args)
     declared = _declared(parser)
     if len(declared) == 1:
@@ -68,13 +68,15 @@ def _respelled(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> l
             declared[0] + (match[2] or "") if match else word
             for word, match in zip(words[:options], matches, strict=True)
         ]
-    environment = of_environment()
+    environment = from_environment()
     if declared and args is None and environment is not None and not any(map(_OPTION.fullmatch, words)):
         words.insert(0, f"{declared[0]}={environment}")
     return words
 
 
-def _without(parser: argparse.ArgumentParser, args: Sequence[str] | None, given: str | None) -> Sequence[str] | None:
+def _without_undeclared(
+    parser: argparse.ArgumentParser, args: Sequence[str] | None, given: str | None
+) -> Sequence[str] | None:
     words = list(sys.argv[1:] if args is None else args)
     for spelling in _SPELLINGS:
         if given is not None and f"{spelling}={given}" in words and not _declared_anywhere(parser):
@@ -88,7 +90,7 @@ def _declared(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _declared_anywhere(parser: argparse.ArgumentParser) -> bool:
-    """Whether ``parser`` or a parser of one of its subcommands declares a local rank."""
+    """True if ``parser`` or the parser of one of its subcommands declares a local rank."""
     if _declared(parser):
         return True
     subcommands = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]

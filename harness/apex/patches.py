@@ -1,7 +1,4 @@
-"""What ``install`` and ``--device cpu`` replace in other people's modules and classes, so that all of it can be undone.
-
-Not here: what is replaced, and by what.
-"""
+"""Attributes of other people's modules and classes that ``install`` and ``--device cpu`` replace, and undoing that."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ _MISSING = object()
 
 
 class Patches:
-    """Attributes that were set on modules and classes, with what they were before."""
+    """Replaced attributes, with their original values."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
@@ -26,21 +23,21 @@ class Patches:
             if before is not _MISSING:
                 setattr(owner, name, before)
             elif name in vars(owner):
-                delattr(owner, name)  # it was inherited, or not there
+                delattr(owner, name)  # it was inherited or absent
 
         self._undo.append(restore)
 
     def set_item(self, mapping: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set ``mapping[key]``, which must be new, until ``undo``."""
+        """Set ``mapping[key]``, which must be a new key, until ``undo``."""
         mapping[key] = value
         self._undo.append(lambda: mapping.pop(key, None))
 
     def on_undo(self, restore: Callable[[], Any]) -> None:
-        """Have ``restore`` called by ``undo``."""
+        """Have ``undo`` call ``restore``."""
         self._undo.append(restore)
 
     def undo(self) -> None:
-        """Leave everything as it was, in reverse order."""
+        """Restore everything, in reverse order."""
         while self._undo:
             self._undo.pop()()
 

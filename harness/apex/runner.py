@@ -1,6 +1,6 @@
-"""``python -m harness.apex``: the command line, and running a script as python would, with ours in the place of Apex.
+"""``python -m harness.apex``: parses the command line and runs a script as python would, with ``apex`` from here.
 
-Not here: what the script finds there, see ``import_hook``, ``local_rank`` and ``on_cpu``.
+``spawn`` prepares the process with ``import_hook``, ``local_rank`` and ``on_cpu``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from harness.apex import local_rank
-from harness.apex.spawn import World
+from harness.apex.spawn import ScriptContext
 
 USAGE = """\
 usage: python -m harness.apex [--device cpu] SCRIPT [ARGS...]
        python -m harness.apex [--device cpu] -m MODULE [ARGS...]
 
-Run a training script written for NVIDIA Apex as it is: its imports of apex resolve to harness.apex.
+Run a training script written for NVIDIA Apex without changes: its imports of apex resolve to harness.apex.
 
-  --device cpu      do on the CPU (and with gloo) what the script asks of CUDA (and NCCL); at the end, stderr says what
-  --local-rank N    what torch.distributed.launch passes; the script gets it in the spelling that it declares
+  --device cpu      run the script's CUDA and NCCL calls on the CPU and gloo, and list them on stderr at the end
+  --local-rank N    set by torch.distributed.launch; the script gets it in the spelling that it declares
+  -h, --help        show this help
 
-Under a launcher:
+With a launcher:
   torchrun --nproc_per_node=2 -m harness.apex SCRIPT [ARGS...]
   python -m torch.distributed.launch --nproc_per_node=2 -m harness.apex SCRIPT [ARGS...]
 """
@@ -34,7 +35,7 @@ Under a launcher:
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: a script's path or a module's name, its arguments, and how."""
+    """A parsed command line: a script's path or a module's name, its arguments, and how to run it."""
 
     name: str
     is_module: bool
@@ -44,30 +45,30 @@ class Command:
 
 
 class UsageError(Exception):
-    """The command line cannot be understood; the message says what to type."""
+    """The command line is wrong; the message says what to type."""
 
 
 def main(argv: list[str]) -> None:
-    """Run what ``argv`` (without the program) asks for; what the script raises passes through.
+    """Run the script that ``argv`` (without the program's name) names. Exceptions of the script pass through.
 
-    Exits with 0 after ``--help``, with 2 where the command line is wrong or there is no such script.
+    Exits with 2 if the command line is wrong or the script does not exist.
     """
     try:
         command = parse(argv)
         if command is None:
             print(USAGE, end="")
             return
-        script = _script(command)
+        script = _module(command.name) if command.is_module else _file(command.name)
     except UsageError as error:
         print(f"harness.apex: {error}\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(2)
     name = command.name if command.is_module else script.path
-    World(name, command.is_module, command.on_cpu, command.local_rank).enter()
+    ScriptContext(name, command.is_module, command.on_cpu, command.local_rank).set_up()
     if command.on_cpu:
-        from harness.apex.on_cpu.count import report_at_exit
+        from harness.apex.on_cpu.call_counter import print_at_exit
 
-        report_at_exit(aloud=(command.local_rank or local_rank.of_environment() or "0") == "0")
-    given = [] if command.local_rank is None else [f"{local_rank.spelling_in(script.text)}={command.local_rank}"]
+        print_at_exit(verbose=(command.local_rank or local_rank.from_environment() or "0") == "0")
+    given = [] if command.local_rank is None else [f"{local_rank.spelling_for(script.text)}={command.local_rank}"]
     sys.argv = [script.path if command.is_module else command.name, *given, *command.args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if command.is_module else os.path.dirname(os.path.realpath(script.path))
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> Command | None:
-    """The command in ``argv``; None if it asks for help. Everything after the script is the script's."""
+    """The command in ``argv``; None if it asks for help. All arguments after the script belong to the script."""
     words, on_cpu, rank = list(argv), False, None
     while words:
         word = words.pop(0)
@@ -84,25 +85,27 @@ def parse(argv: list[str]) -> Command | None:
             return None
         if word == "-m":
             if not words:
-                raise UsageError("-m needs the name of a module after it")
+                raise UsageError("-m needs the name of a module")
             return Command(words[0], True, words[1:], on_cpu, rank)
         if option not in ("--device", "--local-rank", "--local_rank"):
             if word.startswith("-"):
-                raise UsageError(f"unknown option {word!r} before the script; the script's own options come after it")
+                raise UsageError(f"unknown option {word!r}; options of the script go after the script")
             return Command(word, False, words, on_cpu, rank)
         if not equals:
             if not words:
-                raise UsageError(f"{option} needs a value after it")
+                raise UsageError(f"{option} needs a value")
             value = words.pop(0)
         if option == "--device":
             if value != "cpu":
-                raise UsageError(f"--device takes cpu only, not {value!r}; without it the script uses its own device")
+                raise UsageError(
+                    f"--device accepts only cpu, not {value!r}; leave it out to run on the script's device"
+                )
             on_cpu = True
         elif not value.isdecimal():
-            raise UsageError(f"{option} takes a number, not {value!r}")
+            raise UsageError(f"{option} must be a number, not {value!r}")
         else:
             rank = value
-    raise UsageError("no script to run")
+    raise UsageError("no script given")
 
 
 # The script, and running it
@@ -110,29 +113,30 @@ def parse(argv: list[str]) -> Command | None:
 
 @dataclass(frozen=True)
 class Script:
-    """A program to run: its absolute path, text, code, and what its ``__main__`` says of itself."""
+    """A program to run: its absolute path, its source, and the ``__spec__`` of its ``__main__`` module."""
 
     path: str
-    text: str
     source: bytes
     spec: Any = None
 
+    @property
+    def text(self) -> str:
+        try:
+            return importlib.util.decode_source(self.source)
+        except (SyntaxError, UnicodeDecodeError):  # reported by python when it compiles the source
+            return self.source.decode("latin-1")
+
     def code(self) -> CodeType:
         return compile(self.source, self.path, "exec", dont_inherit=True)
-
-
-def _script(command: Command) -> Script:
-    return _module(command.name) if command.is_module else _file(command.name)
 
 
 def _file(name: str) -> Script:
     path = os.path.join(os.getcwd(), name)
     try:
         with open(path, "rb") as file:
-            source = file.read()
+            return Script(path, file.read())
     except OSError as error:
-        raise UsageError(f"can't open the script {name!r}: {error.strerror}") from None
-    return Script(path, _text(source), source)
+        raise UsageError(f"cannot open the script {name!r}: {error.strerror}") from None
 
 
 def _module(name: str) -> Script:
@@ -142,22 +146,14 @@ def _module(name: str) -> Script:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        raise UsageError(f"no module named {name!r} to run: {error}") from None
+        raise UsageError(f"cannot run module {name!r}: {error}") from None
     if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
-        raise UsageError(f"no module named {name!r} (or {name}.__main__) to run, with a source file")
-    source = spec.loader.get_data(spec.origin)
-    return Script(spec.origin, _text(source), source, spec)
-
-
-def _text(source: bytes) -> str:
-    try:
-        return importlib.util.decode_source(source)
-    except (SyntaxError, UnicodeDecodeError):  # python says what is wrong with it, when it is compiled
-        return source.decode("latin-1")
+        raise UsageError(f"cannot run module {name!r}: found no source file for it or for {name}.__main__")
+    return Script(spec.origin, spec.loader.get_data(spec.origin), spec)
 
 
 def _run(script: Script) -> None:
-    """Run ``script`` as ``__main__``. What it raises passes through, and is shown without frames of ours."""
+    """Run ``script`` as ``__main__``. Its exceptions pass through; their tracebacks start at the script."""
     main = ModuleType("__main__")
     main.__dict__.update(
         __file__=script.path,
@@ -177,18 +173,18 @@ def _run(script: Script) -> None:
 
 
 def _hide_own_frames() -> None:
-    """Have the exception that ends the script shown from the script's first frame on, by whatever shows it."""
-    shown_by = sys.excepthook
+    """Remove this package's frames from the traceback of the exception that ends the script."""
+    original = sys.excepthook  # python's, or one that the script installed
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        sys.excepthook = shown_by
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = original
         while trace is not None and _is_own(trace):
             trace = trace.tb_next
         error.__traceback__ = trace
         sys.last_traceback = trace
-        shown_by(kind, error, trace)
+        original(kind, error, trace)
 
-    sys.excepthook = show
+    sys.excepthook = excepthook
 
 
 def _is_own(trace: TracebackType) -> bool:

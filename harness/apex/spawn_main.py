@@ -1,6 +1,6 @@
-"""The main program of a process that a running script spawned: the script again, as ``__mp_main__``.
+"""The main program of a process that a script spawned: runs the script again, as ``__mp_main__``.
 
-Run by ``multiprocessing`` in the child, never by hand; see ``spawn``.
+Only ``multiprocessing`` runs it, in the child; see ``spawn``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import runpy
 from harness.apex.spawn import received
 
 if __name__ == "__mp_main__":
-    world = received()
-    world.enter()
-    if world.counts is not None:
-        from harness.apex.on_cpu.count import leave_at_exit
+    context = received()
+    context.set_up()
+    if context.counts_directory is not None:
+        from harness.apex.on_cpu.call_counter import save_at_exit
 
-        leave_at_exit(world.counts)
-    # multiprocessing makes the names of this module those of __main__
-    run = runpy.run_module if world.is_module else runpy.run_path
-    globals().update(run(world.name, run_name="__mp_main__"))
+        save_at_exit(context.counts_directory)
+    # multiprocessing then copies the names of this module into __main__
+    run = runpy.run_module if context.is_module else runpy.run_path
+    globals().update(run(context.name, run_name="__mp_main__"))

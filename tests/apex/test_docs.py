@@ -63,7 +63,7 @@ def _run(command: str, folder) -> None:
     losses = [float(value) for value in re.findall(r"loss (\d\.\d{3})", done.stdout)]  # lines of two ranks may mix
     assert len(losses) == (2 if "nproc" in command else 1)
     assert all(loss < 0.9 for loss in losses), "it starts at 1.1"
-    assert ("went to the CPU" in done.stderr) == ("--device cpu" in command)
+    assert ("ran on the CPU" in done.stderr) == ("--device cpu" in command)
 
 
 @pytest.mark.contract("1.1")

@@ -1,4 +1,4 @@
-"""``harness.apex.install``: imports of apex and of its historical modules, impostors of that name, and undoing it."""
+"""``harness.apex.install``: imports of apex and of its old modules, other packages of that name, and undoing it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,38 @@ import pytest
 import torch
 
 import harness.apex
-from harness.apex import legacy_paths
-from harness.apex.patches import Patches, patches
+from harness.apex.patches import Patches
 
-IMPOSTORS = {
-    "of PyPI": 'raise ImportError("cannot import name UnencryptedCookieSessionFactoryConfig")',
-    "without amp": "from apex import optimizers",
+# Modules of Apex that scripts and old pickles name, and what they held.
+OLD_MODULES = {
+    "amp._amp_state": "AmpState _amp_state master_params maybe_print warn_or_err",
+    "amp._initialize": "_amp_state LossScaler",
+    "amp.amp": "init half_function float_function promote_function register_half_function register_float_function "
+    "register_promote_function",
+    "amp.frontend": "Properties initialize state_dict load_state_dict",
+    "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
+    "amp.opt": "OptimWrapper",
+    "amp.scaler": "LossScaler",
+    "fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "fp16_utils.fp16util": "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
+    "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
+    "fp16_utils.loss_scaler": "DynamicLossScaler LossScaler",
+    "fused_dense.fused_dense": "FusedDense FusedDenseGeluDense",
+    "mlp.mlp": "MLP",
+    "multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "normalization.fused_layer_norm": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "optimizers.fused_adagrad": "FusedAdagrad",
+    "optimizers.fused_adam": "FusedAdam",
+    "optimizers.fused_lamb": "FusedLAMB",
+    "optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    "optimizers.fused_novograd": "FusedNovoGrad",
+    "optimizers.fused_sgd": "FusedSGD",
+    "optimizers.fp16_optimizer": "FP16_Optimizer",
+    "parallel.LARC": "LARC",
+    "parallel.distributed": "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors "
+    "flat_dist_call flatten split_by_type split_half_float_double unflatten",
+    "parallel.optimized_sync_batchnorm": "SyncBatchNorm",
+    "parallel.sync_batchnorm": "SyncBatchNorm",
 }
 
 
@@ -45,14 +71,14 @@ def impostor(tmp_path, monkeypatch):
 
 
 def snapshot():
-    """What each attribute of every module of harness is, which modules there are, and who finds them."""
+    """Every attribute of every module of harness, all imported modules, and the import finders."""
     owners = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "harness"}
     attributes = {f"{name}.{key}": id(value) for name, owner in owners.items() for key, value in vars(owner).items()}
     return attributes, set(sys.modules), list(sys.meta_path)
 
 
 @pytest.mark.contract("1.1")
-def test_the_imports_of_apex_scripts(installed):
+def test_imports_of_apex_scripts(installed):
     names: dict = {}
     exec(
         "import apex\n"
@@ -78,7 +104,7 @@ def test_the_imports_of_apex_scripts(installed):
     assert issubclass(harness.apex.DeprecatedFeatureWarning, FutureWarning)
 
 
-def test_the_package_is_light_and_looks_like_apex():
+def test_package_is_light_and_looks_like_apex():
     code = (
         "import sys, harness.apex as apex\n"
         "assert 'torch' not in sys.modules\n"
@@ -90,16 +116,16 @@ def test_the_package_is_light_and_looks_like_apex():
 
 
 @pytest.mark.parametrize("name", ["apex.amp", "apex.amp.scaler", "apex.parallel.distributed", "apex.amp.initialize"])
-def test_one_module_under_two_names(installed, name):
+def test_both_names_are_one_module(installed, name):
     ours = importlib.import_module(f"harness.{name}")
     before = ours.__spec__, ours.__name__, ours.__loader__
     assert importlib.import_module(name) is ours
     assert (ours.__spec__, ours.__name__, ours.__loader__) == before
-    assert callable(harness.apex.amp.initialize), "a module took the place of the function of its name"
+    assert callable(harness.apex.amp.initialize), "a module replaced the function of the same name"
 
 
 @pytest.mark.contract("1.10")
-def test_amp_state_by_its_historical_path(installed):
+def test_amp_state_by_its_old_path(installed):
     from apex import amp
     from apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
     from apex.amp._amp_state import master_params as found
@@ -115,13 +141,25 @@ def test_amp_state_by_its_historical_path(installed):
 
 
 @pytest.mark.contract("1.1")
-@pytest.mark.parametrize("name", legacy_paths._MODULES)
-def test_historical_modules_have_the_names_they_had(installed, name):
+@pytest.mark.parametrize("name", OLD_MODULES)
+def test_old_modules_have_their_names(installed, name):
     module = importlib.import_module(f"apex.{name}")
-    missing = [each for each in legacy_paths._MODULES[name][0].split() if not hasattr(module, each)]
-    assert not missing
-    # `import apex.amp.frontend as frontend` goes by attributes
+    assert not [each for each in OLD_MODULES[name].split() if not hasattr(module, each)]
     assert sys.modules[f"apex.{name}"] is module
+
+
+@pytest.mark.contract("1.1")
+def test_names_of_2019(installed):
+    import apex_C
+    from apex.optimizers import FP16_Optimizer
+    from apex.parallel.distributed import DistributedDataParallel, flat_dist_call, unflatten
+
+    assert FP16_Optimizer is harness.apex.fp16_utils.FP16_Optimizer
+    assert DistributedDataParallel is harness.apex.parallel.DistributedDataParallel
+    assert apex_C.unflatten is unflatten
+    assert callable(flat_dist_call)
+    with pytest.raises(ImportError, match="NoSuchOptimizer"):
+        from apex.optimizers import NoSuchOptimizer  # noqa: F401
 
 
 @pytest.mark.contract("9")
@@ -139,14 +177,14 @@ def test_old_pickles_find_their_classes(installed):
         assert found.__module__.startswith("harness.apex.")
 
 
-def test_a_model_saved_by_apex_loads(installed):
-    """What torch.save(model) wrote in a process where Apex was Apex: its classes under their old paths."""
+def test_model_pickled_by_apex_loads(installed):
+    """As ``torch.save(model)`` wrote it: classes under Apex's paths."""
     from apex.parallel import SyncBatchNorm
 
     data = pickle.dumps(torch.nn.Sequential(SyncBatchNorm(3)), protocol=2)
-    there = SyncBatchNorm.__module__.encode()
-    assert there in data
-    model = pickle.loads(data.replace(b"c" + there, b"capex.parallel.optimized_sync_batchnorm"))
+    path = SyncBatchNorm.__module__.encode()
+    assert path in data
+    model = pickle.loads(data.replace(b"c" + path, b"capex.parallel.optimized_sync_batchnorm"))
     assert type(model[0]) is SyncBatchNorm
 
 
@@ -163,17 +201,24 @@ def test_a_model_saved_by_apex_loads(installed):
         ("import apex.parallel.multiproc", "torchrun"),
     ],
 )
-def test_what_apex_had_and_this_does_not(installed, statement, instead):
+def test_missing_parts_name_their_replacement(installed, statement, instead):
     with pytest.raises(ModuleNotFoundError, match="NVIDIA's own Apex") as caught:
         exec(statement)
     assert instead in str(caught.value)
     assert caught.value.name.startswith("apex.")
-    with pytest.raises(ModuleNotFoundError, match="apex is harness.apex here, and has no such module"):
-        importlib.import_module("apex.nonsense")
+
+
+@pytest.mark.contract("1.1")
+def test_find_spec_of_a_missing_part_returns_none(installed):
+    assert importlib.util.find_spec("apex.amp") is not None
+    for name in ("apex.contrib", "apex.transformer", "apex.no_such_part"):
+        assert importlib.util.find_spec(name) is None
+        with pytest.raises(ModuleNotFoundError, match="apex is harness.apex here, which has no"):
+            importlib.import_module(name)
 
 
 @pytest.mark.contract("9")
-def test_an_impostor_is_set_aside_and_comes_back(impostor):
+def test_imported_impostor_is_set_aside_and_restored(impostor):
     import apex
 
     theirs = apex, apex.optimizers, sys.modules["apex.optimizers"]
@@ -195,8 +240,12 @@ def test_an_impostor_is_set_aside_and_comes_back(impostor):
 
 
 @pytest.mark.contract("9")
-@pytest.mark.parametrize("text", IMPOSTORS.values(), ids=IMPOSTORS)
-def test_an_impostor_is_never_imported(impostor, text):
+@pytest.mark.parametrize(
+    "text",
+    ['raise ImportError("cannot import name UnencryptedCookieSessionFactoryConfig")', "from apex import optimizers"],
+    ids=["of PyPI", "without amp"],
+)
+def test_impostor_is_never_imported(impostor, text):
     (impostor / "__init__.py").write_text(text)
     with pytest.raises(ImportError):
         importlib.import_module("apex.amp")
@@ -207,7 +256,7 @@ def test_an_impostor_is_never_imported(impostor, text):
         harness.apex.uninstall()
 
 
-def test_a_real_amp_c_stays(tmp_path, monkeypatch):
+def test_real_amp_c_is_kept(tmp_path, monkeypatch):
     (tmp_path / "amp_C.py").write_text("real = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     harness.apex.install()
@@ -218,12 +267,12 @@ def test_a_real_amp_c_stays(tmp_path, monkeypatch):
         assert sys.modules.pop("amp_C").real
 
 
-def test_uninstall_leaves_nothing():
-    def all_of_it():
+def test_uninstall_restores_everything():
+    def install_import_uninstall():
         harness.apex.install()
         harness.apex.install()
         assert sum(type(finder).__module__ == "harness.apex.import_hook" for finder in sys.meta_path) == 1
-        for name in legacy_paths._MODULES:
+        for name in OLD_MODULES:
             importlib.import_module(f"apex.{name}")
         importlib.import_module("amp_C")
         during = snapshot()
@@ -231,14 +280,14 @@ def test_uninstall_leaves_nothing():
         harness.apex.uninstall()
         return during
 
-    all_of_it()  # imports what is imported late
+    install_import_uninstall()  # imports everything that is imported lazily
     before = snapshot()
-    during = all_of_it()
+    during = install_import_uninstall()
     assert snapshot() == before
     assert all(during[i] != before[i] for i in range(3)), "there was nothing to undo"
 
 
-def test_patches_are_undone_in_reverse_and_exactly():
+def test_patches_are_undone_in_reverse():
     class Base:
         name = "inherited"
 
@@ -247,22 +296,21 @@ def test_patches_are_undone_in_reverse_and_exactly():
         def method():
             return 1
 
-    before, mapping, own = dict(vars(Owner)), {}, Patches()
-    own.set(Owner, "name", 1)
-    own.set(Owner, "name", 2)
-    own.set(Owner, "method", None)
-    own.set_item(mapping, "key", 1)
+    before, mapping, patches = dict(vars(Owner)), {}, Patches()
+    patches.set(Owner, "name", 1)
+    patches.set(Owner, "name", 2)
+    patches.set(Owner, "method", None)
+    patches.set_item(mapping, "key", 1)
     assert (Owner.name, Owner.method, mapping) == (2, None, {"key": 1})
-    own.undo()
+    patches.undo()
     assert dict(vars(Owner)) == before
     assert Owner.name == "inherited"
     assert not mapping
-    assert not patches._undo
 
 
 @pytest.mark.contract("9")
 def test_plain_data_in_old_checkpoints_loads(tmp_path):
-    """A learning rate from a numpy schedule, and the arguments: torch.load refuses both since 2.6."""
+    """A learning rate from a numpy schedule, and the arguments: torch.load rejects both since 2.6."""
     np = pytest.importorskip("numpy")
     before = set(torch.serialization.get_safe_globals())
     checkpoint = {"lr": np.float64(0.5), "best": np.float32(1), "args": argparse.Namespace(lr=1), "steps": np.int64(3)}
@@ -280,42 +328,12 @@ def test_plain_data_in_old_checkpoints_loads(tmp_path):
     assert set(torch.serialization.get_safe_globals()) == before
 
 
-@pytest.mark.contract("1.1")
-def test_names_of_2019(installed):
-    import apex_C
-    from apex.optimizers import FP16_Optimizer
-    from apex.parallel.distributed import DistributedDataParallel, flat_dist_call, unflatten
+def test_uninstall_keeps_safe_globals_of_the_script(installed):
+    class Own:
+        pass
 
-    assert FP16_Optimizer is harness.apex.fp16_utils.FP16_Optimizer
-    assert DistributedDataParallel is harness.apex.parallel.DistributedDataParallel
-    assert apex_C.unflatten is unflatten
-    assert callable(flat_dist_call)
-    with pytest.raises(ImportError, match="NoSuchOptimizer"):
-        from apex.optimizers import NoSuchOptimizer  # noqa: F401
-
-
-@pytest.mark.contract("1.1")
-def test_asking_whether_a_part_is_there_is_no_error(installed):
-    assert importlib.util.find_spec("apex.amp") is not None
-    for name in ("apex.contrib", "apex.transformer", "apex.no_such_part"):
-        assert importlib.util.find_spec(name) is None
-        with pytest.raises(ModuleNotFoundError, match="apex is harness.apex here"):
-            importlib.import_module(name)
-
-
-def test_what_the_user_allowed_torch_to_load_stays_allowed():
-    harness.apex.install()
-    try:
-        torch.serialization.add_safe_globals([_Mine])
+    with torch.serialization.safe_globals([Own]):
         assert argparse.Namespace in torch.serialization.get_safe_globals()
-    finally:
         harness.apex.uninstall()
-    try:
-        assert _Mine in torch.serialization.get_safe_globals()
+        assert Own in torch.serialization.get_safe_globals()
         assert argparse.Namespace not in torch.serialization.get_safe_globals()
-    finally:
-        torch.serialization._weights_only_unpickler._remove_safe_globals([_Mine])
-
-
-class _Mine:
-    pass

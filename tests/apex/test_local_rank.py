@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 import harness.apex
-from harness.apex.local_rank import num_local_ranks, spelling_in, teach_argparse
+from harness.apex.local_rank import num_local_ranks, patch_argparse, spelling_for
 
 SPELLINGS = ["--local_rank", "--local-rank"]
 
@@ -16,19 +16,19 @@ pytestmark = pytest.mark.contract("9")
 
 @pytest.fixture
 def launched(monkeypatch):
-    """launched(*words, given="1"): a process started with these arguments, of which the launcher gave the rank."""
+    """launched(*words, given="1"): start with these arguments; ``given`` is the rank that the launcher passed."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
     def launch(*words, given="1"):
         monkeypatch.setattr("sys.argv", ["train.py", *words])
-        teach_argparse(given)
+        patch_argparse(given)
 
     yield launch
     harness.apex.uninstall()
 
 
-def parser(*options, kind=argparse.ArgumentParser, **kwargs):
-    made = kind(exit_on_error=False, **kwargs)
+def parser(*options, kind=argparse.ArgumentParser):
+    made = kind(exit_on_error=False)
     for option in options:
         made.add_argument(option, default="none")
     return made
@@ -36,17 +36,16 @@ def parser(*options, kind=argparse.ArgumentParser, **kwargs):
 
 @pytest.mark.parametrize("declared", SPELLINGS)
 @pytest.mark.parametrize("passed", [["--local_rank=1"], ["--local-rank=1"], ["--local-rank", "1"]], ids=" ".join)
-def test_a_parser_gets_the_spelling_that_it_declares(launched, declared, passed):
+def test_parser_gets_the_spelling_that_it_declares(launched, declared, passed):
     launched(*passed, "--lr", "2")
     args = parser(declared, "--lr").parse_args()
     assert (args.local_rank, args.lr) == ("1", "2")
     args, rest = parser(declared).parse_known_args()
-    assert args.local_rank == "1"
-    assert rest == ["--lr", "2"]
+    assert (args.local_rank, rest) == ("1", ["--lr", "2"])
 
 
 @pytest.mark.parametrize("passed", SPELLINGS)
-def test_a_parser_that_declares_both_or_neither(launched, passed):
+def test_parser_that_declares_both_spellings_or_neither(launched, passed):
     launched(f"{passed}=1", "--lr", "2")
     both = argparse.ArgumentParser()
     both.add_argument("--local_rank", "--local-rank")
@@ -57,7 +56,7 @@ def test_a_parser_that_declares_both_or_neither(launched, passed):
 
 @pytest.mark.parametrize("passed", SPELLINGS)
 @pytest.mark.parametrize("declared", SPELLINGS)
-def test_a_first_parser_hands_it_on_to_the_second(launched, passed, declared):
+def test_first_parser_passes_it_on_to_the_second(launched, passed, declared):
     launched(f"{passed}=1", "--config", "c", "--lr", "2")
     args, rest = parser("--config").parse_known_args()
     assert args.config == "c"
@@ -66,7 +65,7 @@ def test_a_first_parser_hands_it_on_to_the_second(launched, passed, declared):
     assert vars(parser("--lr").parse_args(rest)) == {"lr": "2"}
 
 
-def test_only_what_the_launcher_gave_is_dropped(launched, capsys):
+def test_only_the_launchers_argument_is_dropped(launched, capsys):
     launched("--local_rank=1", "--lr", "2")
     strict = argparse.ArgumentParser()
     for words in (["--local_rank=7"], ["--local_rank=1", "--local_rank=1"], ["--other"]):
@@ -102,7 +101,7 @@ def test_subclasses_subcommands_and_double_dashes(launched):
 
 
 @pytest.mark.parametrize("declared", SPELLINGS)
-def test_torchrun_gives_it_through_the_environment_alone(launched, monkeypatch, declared):
+def test_torchrun_passes_it_only_through_the_environment(launched, monkeypatch, declared):
     launched("--lr", "2", given=None)
     assert parser(declared, "--lr").parse_args().local_rank == "none"
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -110,18 +109,18 @@ def test_torchrun_gives_it_through_the_environment_alone(launched, monkeypatch, 
     assert num_local_ranks() == 4
     assert parser(declared, "--lr").parse_args().local_rank == "3"
     assert vars(parser("--lr").parse_args()) == {"lr": "2"}
-    assert parser(declared).parse_args([]).local_rank == "none", "the script says which arguments it means"
+    assert parser(declared).parse_args([]).local_rank == "none", "explicit arguments are left alone"
     launched("--lr", "2", "--local_rank=5", given=None)
     assert parser(declared, "--lr").parse_args().local_rank == "5"
 
 
-def test_the_spelling_for_sys_argv():
-    assert spelling_in('add_argument("--local-rank")') == "--local-rank"
-    assert spelling_in('add_argument("--local_rank", "--local-rank")') == "--local_rank"
-    assert spelling_in("from options import parse") == "--local_rank"
+def test_spelling_for_sys_argv():
+    assert spelling_for('add_argument("--local-rank")') == "--local-rank"
+    assert spelling_for('add_argument("--local_rank", "--local-rank")') == "--local_rank"
+    assert spelling_for("from options import parse") == "--local_rank"
 
 
-def test_uninstall_gives_argparse_back(launched):
+def test_uninstall_restores_argparse(launched):
     before = dict(vars(argparse.ArgumentParser))
     launched()
     assert dict(vars(argparse.ArgumentParser)) != before

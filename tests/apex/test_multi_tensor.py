@@ -10,7 +10,7 @@ import torch
 
 from harness.apex import amp_C
 from harness.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
-from tests.apex.test_fused_optimizers import NoHostSync
+from tests.apex.optimizer_cases import NoHostSync
 
 pytestmark = pytest.mark.contract("6.1.multi_tensor")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -151,7 +151,7 @@ def test_clipping_as_bert_scripts_write_it():
 
 
 def test_wrong_use_is_explained():
-    with pytest.raises(RuntimeError, match=r"multi_tensor_scale takes 2 list\(s\).*seen 1 of length \[1\]"):
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale takes 2 list\(s\).*got 1 of length \[1\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)]], 1.0)
     with pytest.raises(RuntimeError, match=r"length \[1, 0\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)], []], 1.0)

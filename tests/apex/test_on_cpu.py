@@ -1,4 +1,4 @@
-"""``--device cpu``: what a script asks of CUDA is done on the CPU, in this process; with launchers, see test_runner."""
+"""``--device cpu`` within this process: CUDA calls run on the CPU. With launchers, see test_runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import harness.apex
-from harness.apex.on_cpu import count, cuda, devices, redirect_cuda, training
+from harness.apex.on_cpu import (
+    autocast,
+    call_counter,
+    device_arguments,
+    distributed,
+    redirect_cuda,
+    torch_cuda,
+)
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.contract("9"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -24,27 +31,27 @@ CUDA = ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), 0]
 
 @pytest.fixture(autouse=True)
 def redirected(_fresh_amp):
-    count.forget()
     harness.apex.install()
     redirect_cuda()
     yield
     harness.apex.uninstall()
-    count.forget()
+    call_counter.reset()
 
 
-def patched():
-    """{(owner, attribute): what it is} of all that is redirected."""
-    owners = {row[0] for module in (devices, cuda, training) for row in module.rows()}
+def attributes():
+    """{(owner, name): value} of every attribute of the modules and classes that are redirected."""
+    modules = (device_arguments, torch_cuda, autocast, distributed)
+    owners = {owner for module in modules for owner, _, _ in module.replacements()}
     return {(owner, name): value for owner in owners for name, value in vars(owner).items() if name != "__doc__"}
 
 
 def test_uninstall_restores_every_attribute():
-    during = patched()
+    during = attributes()
     harness.apex.uninstall()
-    before = patched()
+    before = attributes()
     redirect_cuda()
     harness.apex.uninstall()
-    after = patched()
+    after = attributes()
     assert after.keys() == before.keys()
     assert not [key for key in before if after[key] is not before[key]]
     changed = {name for (owner, name), value in during.items() if before.get((owner, name)) is not value}
@@ -79,16 +86,18 @@ def test_a_tensor_goes_to_the_cpu(device):
         x.to("nonsense")
 
 
-def test_every_factory_function_of_torch():
-    """All that torch itself knows to take a device: none is left that would go to CUDA."""
+def test_every_factory_function_is_redirected():
     sample = {"arange": (3,), "zeros": (3,), "randn": (3,), "linspace": (0, 1, 3), "eye": (2,), "full": ((2,), 1.0)}
     sample |= {"randint": (5, (2,)), "randperm": (4,), "hann_window": (4,), "tril_indices": (2, 2), "empty": (2,)}
     for name, args in sample.items():
         assert getattr(torch, name)(*args, device="cuda").device.type == "cpu"
     harness.apex.uninstall()
-    replaced = [row[2].__wrapped__ for row in devices._factory_rows()]
-    known = torch.utils._device._device_constructors()
-    assert not [each for each in known if not any(each is one for one in replaced)]
+    known = torch.utils._device._device_constructors()  # torch's own list
+    owners = (torch, torch.fft, torch.nested)
+    before = {(owner, name): f for owner in owners for name, f in vars(owner).items() if any(f is one for one in known)}
+    assert {id(f) for f in before.values()} == {id(f) for f in known}
+    redirect_cuda()
+    assert not [name for (owner, name), f in before.items() if getattr(owner, name) is f]
 
 
 def test_default_devices():
@@ -106,9 +115,9 @@ def test_modules():
     model = nn.Sequential(nn.Linear(2, 2, device="cuda"), nn.LSTM(2, 3)).cuda().to("cuda:0").cuda(0).half().float()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert all(p.is_leaf for p in model.parameters())
-    assert count._counts["Module.cuda"] == 2
-    assert count._counts["Module.to(cuda)"] == 1
-    assert "Tensor.to(cuda)" not in count._counts, "what torch does on the way is not the script's"
+    counts = call_counter.counts()
+    assert (counts["Module.cuda"], counts["Module.to(cuda)"]) == (2, 1)
+    assert "Tensor.to(cuda)" not in counts, "calls that torch makes itself are not counted"
     assert model.to(memory_format=torch.preserve_format)[0].weight.dtype is torch.float32
     assert (
         torch.zeros(1, 2, 3, 3).cuda(memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
@@ -232,7 +241,7 @@ def test_loaders():
     loader = DataLoader(data, 2, False, None, None, 1, None, True)
     assert not loader.pin_memory
     assert torch.cat([x.cuda() for (x,) in loader]).tolist() == list(range(6))
-    assert count._counts["DataLoader(pin_memory=True)"] == 1
+    assert call_counter.counts()["DataLoader(pin_memory=True)"] == 1
 
 
 def test_autocast_and_its_scaler():
@@ -384,7 +393,7 @@ def in_a_group():
             x.item(),
             model.module.weight.item(),
             model.module.weight.grad.item(),
-            dict(count._counts),
+            call_counter.counts(),
         )
     finally:
         dist.destroy_process_group()
@@ -400,12 +409,12 @@ def test_nccl_is_gloo():
     assert first[4]["DistributedDataParallel(device_ids=)"] == 1
 
 
-def test_the_list(capsys):
-    assert "nothing was redirected" in count._summary([])
+def test_list_of_redirected_calls():
+    assert "no calls were redirected" in call_counter.summary()
     for _ in range(3):
         torch.ones(1).cuda()
     torch.zeros(1, device="cuda")
     torch.zeros(1, device="cpu")
-    text = count._summary([{"Tensor.cuda": 2}])
+    text = call_counter.summary(children=[{"Tensor.cuda": 2}])
     assert [line.split() for line in text.splitlines()[1:]] == [["5", "Tensor.cuda"], ["1", "torch.zeros(device=cuda)"]]
-    assert "(in this process and 1 that it started)" in text
+    assert "(this process and 1 that it started)" in text

@@ -130,12 +130,12 @@ def test_an_encoding_is_respected(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no script to run"),
-        (["--device", "cpu"], "no script to run"),
+        ([], "no script given"),
+        (["--device", "cpu"], "no script given"),
         (["--device"], "--device needs a value"),
-        (["--device=cuda", "t.py"], "--device takes cpu only, not 'cuda'"),
-        (["--local-rank=one", "t.py"], "--local-rank takes a number, not 'one'"),
-        (["--lr", "1", "t.py"], "unknown option '--lr' before the script"),
+        (["--device=cuda", "t.py"], "--device accepts only cpu, not 'cuda'"),
+        (["--local-rank=one", "t.py"], "--local-rank must be a number, not 'one'"),
+        (["--lr", "1", "t.py"], "unknown option '--lr'; options of the script go after the script"),
         (["-m"], "-m needs the name of a module"),
     ],
 )
@@ -146,10 +146,10 @@ def test_usage_errors(words, message):
 
 def test_usage_on_the_terminal(tmp_path):
     for words, message in (
-        (["train.py"], "can't open the script 'train.py': No such file"),
-        (["."], "can't open the script '.': Is a directory"),
-        (["-m", "no.such"], "no module named 'no.such'"),
-        (["--device", "tpu", "x.py"], "--device takes cpu only"),
+        (["train.py"], "cannot open the script 'train.py': No such file"),
+        (["."], "cannot open the script '.': Is a directory"),
+        (["-m", "no.such"], "cannot run module 'no.such': No module named 'no'"),
+        (["--device", "tpu", "x.py"], "--device accepts only cpu"),
     ):
         done = run("-m", "harness.apex", *words, cwd=tmp_path)
         assert done.returncode == 2
@@ -240,7 +240,7 @@ def test_a_minimal_distributed_script(tmp_path, launcher, option):
     done = run("-m", *launcher, "-m", "harness.apex", "--device", "cpu", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {f"rank {rank} of {rank} done" for rank in (0, 1)} <= set(done.stdout.splitlines())
-    assert done.stderr.count("harness.apex --device cpu: calls that went to the CPU") == 1, "local rank 0 alone tells"
+    assert done.stderr.count("harness.apex --device cpu: calls that ran on the CPU") == 1, "only local rank 0 prints it"
     for name in ("init_process_group(nccl)", "torch.cuda.set_device", "torch.randn(device=cuda)", "Module.cuda"):
         assert name in done.stderr
 
@@ -352,6 +352,6 @@ def test_children_live_in_the_same_world(tmp_path, how, loader):
     main = "project/train.py" if how == "script" else f"{tmp_path}/project/train.py"
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"gpu {gpu} 2 __mp_main__ {main} {loader} 1" for gpu in (0, 1)] + ["spawned 0"]
-    assert "(in this process and 4 that it started)" in done.stderr
+    assert "(this process and 4 that it started)" in done.stderr
     assert re.search(r"\b18 +Tensor.cuda\n|\b16 +Tensor.cuda\n", done.stderr)
     assert re.search(r"\b2 +init_process_group\(nccl\)", done.stderr)

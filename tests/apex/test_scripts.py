@@ -41,7 +41,7 @@ def run(name, *options, folder, ranks=1):
     ends = re.findall(r"^rank (\d+) (.*)$", done.stdout, re.M)
     result = {int(rank): dict(zip(*[iter(said.split())] * 2, strict=True)) for rank, said in ends}
     assert sorted(result) == list(range(ranks)), done.stdout
-    assert done.stderr.count("harness.apex --device cpu: calls that went to the CPU instead of CUDA") == 1
+    assert done.stderr.count("harness.apex --device cpu: calls that ran on the CPU instead of CUDA") == 1
     assert "Traceback" not in done.stderr
     return result, done.stderr
 

@@ -1,4 +1,4 @@
-"""Linear layers under the names of Apex's ``fused_dense``."""
+"""Apex's ``fused_dense``: linear layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A linear layer, and two with a GELU between them (contract 5.6), on ``F.linear`` and ``F.gelu``.
 
-O1 and autocast cast them as any linear layer. Weights have shape (out, in), as everywhere in torch.
+O1 and autocast cast them like any linear layer. Weights have shape (out, in), as in ``nn.Linear``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fused_dense_gelu_dense_function(
 
 
 class FusedDense(nn.Linear):
-    """``nn.Linear``, under the name of Apex, which left ``weight`` and ``bias`` uninitialised."""
+    """``nn.Linear`` under Apex's name. Apex left ``weight`` and ``bias`` uninitialised."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -39,7 +39,7 @@ class FusedDense(nn.Linear):
 class FusedDenseGeluDense(nn.Module):
     """Linear, exact GELU, linear. Parameters ``weight1``, ``bias1``, ``weight2``, ``bias2``.
 
-    They start as those of ``nn.Linear`` do; Apex left them uninitialised. There is no form without biases.
+    They are initialised like those of ``nn.Linear``; Apex left them uninitialised. Biases are mandatory.
     """
 
     def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
@@ -58,7 +58,7 @@ class FusedDenseGeluDense(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, as ``nn.Linear`` does."""
+        """Initialise all parameters like those of ``nn.Linear``."""
         init_linear(self.weight1, self.bias1)
         init_linear(self.weight2, self.bias2)
 
@@ -71,7 +71,7 @@ class FusedDenseGeluDense(nn.Module):
 
 
 def init_linear(weight: Tensor, bias: Tensor | None) -> None:
-    """Fill a weight of shape (out, in) and its bias as ``nn.Linear`` does: uniform within 1/sqrt(in) of 0."""
+    """Fill a weight of shape (out, in) and its bias like ``nn.Linear``: uniform in ±1/sqrt(in)."""
     bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0
     nn.init.uniform_(weight, -bound, bound)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron under the names of Apex's ``mlp``."""
+"""Apex's ``mlp``: a multi-layer perceptron."""
 
 from __future__ import annotations
 

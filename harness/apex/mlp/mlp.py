@@ -1,6 +1,6 @@
-"""Linear layers with an activation after each, the last included (contract 5.6), on ``F.linear``.
+"""Linear layers with an activation after each, including the last (contract 5.6), on ``F.linear``.
 
-O1 and autocast cast them as any linear layer. Other stacks are ``nn.Sequential``.
+O1 and autocast cast them like any linear layer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
-}  # in the order of the numbers that Apex gave them
+}  # in the order of Apex's numbers for them
 
 
 def mlp_function(bias: bool | int, activation: str | int, *tensors: Tensor) -> Tensor:
-    """The layers applied to ``tensors[0]``, of shape (..., sizes[0]).
+    """Apply the layers to ``tensors[0]``, of shape (..., sizes[0]).
 
-    ``tensors``: the input, then all weights of shape (out, in), then, where ``bias`` is true, all biases.
+    ``tensors``: the input, then all weights of shape (out, in), then, if ``bias`` is true, all biases.
     ``activation``: "none", "relu", "sigmoid", or Apex's numbers for them: 0, 1, 2.
     """
     x, *parameters = tensors
@@ -51,11 +51,11 @@ def _activation(which: str | int) -> Callable[[Tensor], Tensor]:
 
 
 class MLP(nn.Module):
-    """``len(mlp_sizes) - 1`` linear layers, with ``activation`` after every one, also the last.
+    """``len(mlp_sizes) - 1`` linear layers, with ``activation`` after each, including the last.
 
-    ``mlp_sizes``: number of features of the input, of each layer between, of the output. ``activation``: "relu",
-    "sigmoid" or "none". Parameters ``weight_0`` of shape (mlp_sizes[1], mlp_sizes[0]), ``bias_0``, and so on, which
-    start as those of ``nn.Linear`` do (Apex drew them from normal distributions of its own).
+    ``mlp_sizes``: number of features of the input, of each hidden layer, and of the output. ``activation``: "relu",
+    "sigmoid" or "none". The parameters are ``weight_0`` of shape (mlp_sizes[1], mlp_sizes[0]), ``bias_0``, and so on.
+    They are initialised like those of ``nn.Linear`` (Apex used normal distributions).
     """
 
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu") -> None:
@@ -63,7 +63,9 @@ class MLP(nn.Module):
         if activation not in _ACTIVATIONS:
             raise TypeError(f"activation={activation!r} is unknown; choose one of {', '.join(_ACTIVATIONS)}.")
         if len(mlp_sizes) < 2:
-            raise ValueError(f"mlp_sizes={list(mlp_sizes)} must hold at least two sizes: of the input and the output.")
+            raise ValueError(
+                f"mlp_sizes={list(mlp_sizes)} needs at least two sizes: those of the input and the output."
+            )
         self.mlp_sizes, self.num_layers = list(mlp_sizes), len(mlp_sizes) - 1
         self.bias, self.activation = bool(bias), activation
         for i, (num_in, num_out) in enumerate(itertools.pairwise(mlp_sizes)):
@@ -83,7 +85,7 @@ class MLP(nn.Module):
         return [self.get_parameter(f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, as ``nn.Linear`` does."""
+        """Initialise all parameters like those of ``nn.Linear``."""
         for weight, bias in itertools.zip_longest(self.weights, self.biases):
             init_linear(weight, bias)
 

@@ -1,4 +1,4 @@
-"""The launcher of multi-tensor operations under the names of Apex's ``multi_tensor_apply``."""
+"""Apex's ``multi_tensor_apply``: ``multi_tensor_applier``, which calls the operations of ``amp_C``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``MultiTensorApply``: how Apex-era code calls an operation on lists of tensors. The operations are in ``amp_C``."""
+"""``MultiTensorApply`` calls operations on lists of tensors for Apex-era code. The operations are in ``amp_C``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 class MultiTensorApply:
     """``applier(op, noop_flag, tensor_lists, *args)`` calls ``op(chunk_size, noop_flag, tensor_lists, *args)``.
 
-    ``chunk_size`` (elements) is handed on because operations take it first; torch's kernels choose their own.
+    ``chunk_size`` (elements) is only passed on, because operations take it first; torch's kernels choose their own.
     """
 
-    available = True  # scripts read it as "the extensions are built", and work without them where it is False
+    available = True  # scripts read it as "the extensions are built" and avoid them otherwise
     warned = False
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Does nothing: Apex raised here where its extensions were not built, and these need none."""
+        """Do nothing. Apex raised an error here if its extensions were not built."""
 
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any

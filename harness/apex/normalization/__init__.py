@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm under the names of Apex's ``normalization``."""
+"""Apex's ``normalization``: layer norm and RMS norm, as modules. The functions are in ``fused_layer_norm``."""
 
 from __future__ import annotations
 

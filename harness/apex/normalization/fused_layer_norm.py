@@ -1,11 +1,11 @@
-"""Layer norm and RMS norm with Apex's rules about dtypes, on torch's own kernels (contract 5.6).
+"""Layer norm and RMS norm with Apex's dtype rules, on torch's own kernels (contract 5.6).
 
-What differs from ``nn.LayerNorm`` is the dtype of the result, wherever input and parameters differ: that of the *input*
-for the plain forms, that of the *parameters* for the Mixed ones. Either way mean and variance are taken in float32 or
-wider. The rule holds under O1, O4 and ``torch.autocast`` too, where torch's kernels compute in float32.
+They differ from ``nn.LayerNorm`` in the dtype of the result if input and parameters differ: the plain forms return the
+*input's* dtype, the Mixed forms the *parameters'*. Mean and variance are computed in float32 or wider. The rule also
+holds under O1, O4 and ``torch.autocast``, where torch's kernels compute in float32.
 
-``memory_efficient`` is accepted and changes nothing: Apex then recomputed the normalised input in backward; torch's
-kernels keep the input and two numbers a row in any case, and the result is the same to the last bit.
+``memory_efficient`` is accepted and has no effect: Apex then recomputed the normalised input in backward, but torch's
+kernels only keep the input and two numbers per row anyway.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm in the dtype of ``weight``, or of the input where there is none (Apex's was then always float32)."""
+    """RMS norm in the dtype of ``weight``, or of the input without one (Apex then always returned float32)."""
     return _rms_norm(input, weight, normalized_shape, eps, input.dtype if weight is None else weight.dtype)
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` whose result always has the input's dtype; parameters ``weight`` and ``bias``.
+    """``nn.LayerNorm`` whose result has the input's dtype; parameters ``weight`` and ``bias``.
 
     ``normalized_shape``: the last dimensions, an int or several. ``eps`` is added to the variance.
     """
@@ -93,11 +93,14 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """``(..., *normalized_shape)`` to the same shape."""
-        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, input.dtype)
+        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self._result_dtype(input))
+
+    def _result_dtype(self, input: Tensor) -> torch.dtype:
+        return input.dtype
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` whose result always has the input's dtype, with an ``eps`` of 1e-5 unless given; ``weight`` only.
+    """``nn.RMSNorm`` whose result has the input's dtype, with a default ``eps`` of 1e-5; parameter ``weight``.
 
     ``normalized_shape``: the last dimensions, an int or several. ``eps`` is added to the mean square.
     """
@@ -116,46 +119,40 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """``(..., *normalized_shape)`` to the same shape."""
-        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, input.dtype)
+        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, self._result_dtype(input))
+
+    def _result_dtype(self, input: Tensor) -> torch.dtype:
+        return input.dtype
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """Layer norm whose result has the dtype of its parameters, which it therefore always has."""
+class _Mixed:
+    """Makes the result of a norm have the dtype of ``weight``, so the norm always has parameters."""
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **others: Any
-    ) -> None:
-        _refuse_without_affine(self, others)
-        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``(..., *normalized_shape)`` to the same shape."""
-        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self.weight.dtype)
-
-
-class MixedFusedRMSNorm(FusedRMSNorm):
-    """RMS norm whose result has the dtype of its ``weight``, which it therefore always has."""
+    weight: nn.Parameter
 
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **others: Any
     ) -> None:
-        _refuse_without_affine(self, others)
-        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
+        name = type(self).__name__
+        if not others.pop("elementwise_affine", True):
+            raise RuntimeError(
+                f"{name}(elementwise_affine=False) is impossible: its result has the dtype of its parameters. "
+                f"Use {name.removeprefix('Mixed')}."
+            )
+        if others:
+            raise TypeError(f"{name}: unknown argument {next(iter(others))!r}.")
+        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)  # type: ignore[call-arg]
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``(..., *normalized_shape)`` to the same shape."""
-        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, self.weight.dtype)
+    def _result_dtype(self, input: Tensor) -> torch.dtype:
+        return self.weight.dtype
 
 
-def _refuse_without_affine(layer: nn.Module, others: dict[str, Any]) -> None:
-    name = type(layer).__name__
-    if not others.pop("elementwise_affine", True):
-        raise RuntimeError(
-            f"{name}(elementwise_affine=False): its result has the dtype of its parameters, so it must have some. "
-            f"Use {name.removeprefix('Mixed')}."
-        )
-    if others:
-        raise TypeError(f"{name}: unknown argument {next(iter(others))!r}.")
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """Layer norm whose result has the dtype of its parameters."""
+
+
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+    """RMS norm whose result has the dtype of its ``weight``."""
 
 
 def _size(shape: Shape) -> list[int]:
@@ -175,7 +172,7 @@ def _rms_norm(input: Tensor, weight: Tensor | None, shape: Shape, eps: float, dt
 
 
 def _alike(input: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """All in the widest of their dtypes: not every device's kernel takes a mixture. No copies where they agree."""
+    """Cast all to the widest of their dtypes, because not every device's kernel accepts mixed dtypes."""
     dtype = input.dtype
     for other in others:
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)

@@ -1,18 +1,35 @@
-"""``--device cpu``: what a script asks of CUDA is done on the CPU, so that a GPU script can be tried without a GPU.
+"""``--device cpu``: run CUDA calls of a script on the CPU, so that a GPU script can be tried without a GPU.
 
-Every redirection is a plain attribute replaced in torch's modules and classes (``install_redirections`` holds the list
-of lists), and undone by ``harness.apex.uninstall``. Not a ``TorchFunctionMode``: a mode holds for one thread, sees
-neither ``torch.cuda`` nor constructors of classes, and would cost every operation a call into Python, where these
-cost only the calls that can name a device.
+Each module has a function ``replacements`` that lists the attributes of torch it replaces; ``redirect_cuda`` sets them
+all, and ``harness.apex.uninstall`` restores them. A ``TorchFunctionMode`` would not do: it holds for one thread, misses
+``torch.cuda`` and class constructors, and adds a Python call to every operation. Replaced attributes only slow down
+the calls that can name a device.
 
-Tensors tell the truth (``tensor.is_cuda`` is False), and ``torch.device("cuda")`` stays the name it is; it is where
-such a name is used that the CPU is taken. Torch's own code is told that there is no CUDA, the script that there is.
-``.cuda()`` and ``.cpu()`` return the tensor itself, as ``.cpu()`` does on a CPU. Code compiled by ``torch.jit.script``
-is not reached.
+Redirected objects do not pretend: ``tensor.is_cuda`` is False, and ``torch.device("cuda")`` keeps its name; the CPU is
+chosen where a device is used. Scripts see CUDA as available, torch's own code does not. ``.cuda()`` returns the tensor
+itself, as ``.cpu()`` does for CPU tensors. Code compiled by ``torch.jit.script`` is not redirected.
 """
 
 from __future__ import annotations
 
-from harness.apex.on_cpu.redirection import redirect_cuda
+from torch.jit import _builtins
+
+from harness.apex.on_cpu import autocast, call_counter, device_arguments, distributed, torch_cuda
+from harness.apex.patches import patches
 
 __all__ = ["redirect_cuda"]
+
+
+def redirect_cuda() -> None:
+    """Redirect this process's CUDA calls to the CPU until ``harness.apex.uninstall``.
+
+    Call it before the script runs: names imported earlier (``from torch import zeros``) keep the original function.
+    """
+    call_counter.reset()
+    # list all replacements before setting any: each wraps the original function
+    modules = (device_arguments, torch_cuda, autocast, distributed)
+    for owner, name, replacement in [row for module in modules for row in module.replacements()]:
+        operation = _builtins._find_builtin(vars(owner).get(name))
+        if operation is not None:  # torch.jit.script looks functions up by identity in this table
+            patches.set_item(_builtins._get_builtin_table(), id(replacement), operation)
+        patches.set(owner, name, replacement)

@@ -1,6 +1,6 @@
-"""Streams, events and the current device of ``torch.cuda`` on the CPU, where everything is done when a call returns.
+"""Streams, events and the current device of ``torch.cuda`` on the CPU, where all work is done when a call returns.
 
-The current device and stream are the calling thread's, as in CUDA.
+The current device and stream are per thread, as in CUDA.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.on_cpu.count import note_call
+from harness.apex.on_cpu.call_counter import count_call
 
 _current = threading.local()  # .device, .stream
 
 
 def set_device(device: Any) -> None:
-    """Remember ``device`` for ``current_device``. Negative: nothing."""
+    """Set the device that ``current_device`` returns. A negative index does nothing."""
     index = _index(device)
     if index >= 0:
         _current.device = index
 
 
 def current_device() -> int:
-    """What ``set_device`` was last given in this thread; 0 before."""
+    """The index last set in this thread, 0 by default."""
     return getattr(_current, "device", 0)
 
 
@@ -37,7 +37,7 @@ def current_stream(device: Any = None) -> Stream:
 
 @functools.cache
 def default_stream(device: Any = None) -> Stream:
-    """The one that is current outside of any ``with``."""
+    """The stream that is current outside of any ``with``."""
     return Stream()
 
 
@@ -54,10 +54,10 @@ def _index(device: Any) -> int:
 
 
 class DeviceContext:
-    """``torch.cuda.device`` and ``device_of``: the current device inside a ``with``."""
+    """``torch.cuda.device`` and ``device_of``: sets the current device inside a ``with``."""
 
     def __init__(self, device: Any) -> None:
-        note_call("torch.cuda.device")
+        count_call("torch.cuda.device")
         self.idx = -1 if isinstance(device, Tensor) else _index(device)
 
     def __enter__(self) -> None:
@@ -69,36 +69,33 @@ class DeviceContext:
 
 
 class Event:
-    """An event that has happened when it is recorded; ``elapsed_time`` is that of the clock on the wall."""
+    """An event that is complete as soon as it is recorded. ``elapsed_time`` uses the wall clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        note_call("torch.cuda.Event")
+        count_call("torch.cuda.Event")
         self._time_s = 0.0
 
     def record(self, stream: Any = None) -> None:
         self._time_s = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this record to that of ``end_event``."""
+        """Milliseconds from this event to ``end_event``."""
         return 1000 * (end_event._time_s - self._time_s)
 
     def query(self) -> bool:
         return True
 
-    def wait(self, stream: Any = None) -> None:
-        """Return at once."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 class Stream:
-    """A queue on which everything is done when the call returns."""
+    """A queue whose work is always done."""
 
     cuda_stream = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        note_call("torch.cuda.Stream")
+        count_call("torch.cuda.Stream")
         self.device = torch.device("cpu")
         self.priority = priority
 
@@ -114,21 +111,16 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def wait_event(self, event: Any) -> None:
-        """Return at once."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Return at once."""
+    def synchronize(self) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
 
 
 class StreamContext:
-    """``torch.cuda.stream``: the current stream inside a ``with``."""
+    """``torch.cuda.stream``: sets the current stream inside a ``with``."""
 
     def __init__(self, stream: Any) -> None:
-        note_call("torch.cuda.stream")
+        count_call("torch.cuda.stream")
         self.stream = stream
 
     def __enter__(self) -> Any:

@@ -1,4 +1,7 @@
-"""Fused optimizers under the names of Apex's ``optimizers``, on torch's foreach and fused kernels, on any device."""
+"""Apex's ``optimizers``, on torch's foreach and fused kernels, for CPU and CUDA.
+
+Their base class is ``fused_optimizer.FusedOptimizer``: start reading there. LARC is in ``parallel``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", 
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FP16_Optimizer":  # where it was until 2019
+    if name == "FP16_Optimizer":  # Apex had it here until 2019
         from harness.apex.fp16_utils import FP16_Optimizer
 
         return FP16_Optimizer

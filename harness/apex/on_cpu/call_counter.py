@@ -1,0 +1,130 @@
+"""Counts redirected calls by name, and prints the list when the script ends.
+
+Processes that the script starts with ``multiprocessing`` write their counts to files in a directory that the first
+process creates.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize, register_after_fork
+from pathlib import Path
+from typing import Any
+
+_counts: Counter[str] = Counter()
+_lock = threading.Lock()
+_directory: Path | None = None
+
+
+def is_called_by_torch(depth: int = 1) -> bool:
+    """True if code of torch or of this package called the function ``depth`` frames above the caller."""
+    module = sys._getframe(depth + 1).f_globals.get("__name__", "")
+    return isinstance(module, str) and module.startswith(("torch.", "harness.apex."))
+
+
+def count(name: str) -> None:
+    """Count one redirection of ``name``."""
+    with _lock:
+        _counts[name] += 1
+
+
+def count_call(name: str) -> None:
+    """Count a call of the calling function, unless torch made it while running another function."""
+    if not is_called_by_torch(depth=2):
+        count(name)
+
+
+def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, with calls counted under ``name`` unless torch makes them while running another function."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        count_call(name)
+        return function(*args, **kwargs)
+
+    wrapper.__name__ = name.rpartition(".")[2]
+    return wrapper
+
+
+def counts() -> dict[str, int]:
+    """The number of redirected calls of this process, by name."""
+    return dict(_counts)
+
+
+def reset() -> None:
+    """Set all counts to zero."""
+    with _lock:
+        _counts.clear()
+
+
+def print_at_exit(verbose: bool) -> None:
+    """Collect the counts of child processes when this process exits and, if ``verbose``, print the list to stderr.
+
+    The list is the last output, after other ``atexit`` functions. ``os._exit`` skips it.
+    """
+    directory, owner = Path(tempfile.mkdtemp(prefix="harness-apex-")), os.getpid()
+    _share(directory)
+
+    def report() -> None:
+        if os.getpid() != owner:  # a forked child that ends with sys.exit
+            return
+        text = summary([json.loads(path.read_text()) for path in directory.glob("*.json")])
+        shutil.rmtree(directory, ignore_errors=True)
+        if verbose:
+            print(text, file=sys.stderr, flush=True)
+
+    atexit.register(report)
+
+
+def save_at_exit(directory: str) -> None:
+    """Write the counts into ``directory`` when this process, started by ``multiprocessing``, exits."""
+    _share(Path(directory))
+    Finalize(None, _save, exitpriority=-100)
+
+
+def shared_directory() -> str | None:
+    """The directory to which processes of this script write their counts."""
+    return str(_directory) if _directory is not None else None
+
+
+def summary(children: Sequence[dict[str, int]] = ()) -> str:
+    """The list that ``print_at_exit`` prints, with the counts of ``children`` added."""
+    total = Counter(_counts)
+    for child in children:
+        total.update(child)
+    if not total:
+        return "harness.apex --device cpu: no calls were redirected; the script did not use CUDA."
+    where = f" (this process and {len(children)} that it started)" if children else ""
+    lines = [f"{number:10d}  {name}" for name, number in sorted(total.items(), key=lambda item: (-item[1], item[0]))]
+    return "\n".join([f"harness.apex --device cpu: calls that ran on the CPU instead of CUDA{where}:", *lines])
+
+
+def _share(directory: Path) -> None:
+    """Have processes that ``multiprocessing`` forks from this one write their counts into ``directory``."""
+    global _directory
+    _directory = directory
+    # multiprocessing drops inherited finalizers in a forked child and then runs these callbacks, which add them again
+    register_after_fork(_save, lambda save: Finalize(None, save, exitpriority=-100))
+
+
+def _save() -> None:
+    if _counts and _directory is not None and _directory.is_dir():
+        (_directory / f"{os.getpid()}.json").write_text(json.dumps(_counts))
+
+
+def _start_over_in_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held the inherited one at the fork
+    _counts.clear()
+
+
+os.register_at_fork(after_in_child=_start_over_in_fork)

@@ -1,0 +1,130 @@
+"""Replaces NCCL by gloo, and makes the parallel wrappers of torch ignore device ids.
+
+Where gloo has no counterpart (``ReduceOp.AVG``), torch raises its own error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from harness.apex.on_cpu.call_counter import count
+from harness.apex.on_cpu.device_arguments import Replacement, names_cuda
+
+
+def replacements() -> Iterator[Replacement]:
+    """(owner, attribute, replacement) of everything that this module redirects."""
+    yield nn.DataParallel, "__init__", _data_parallel(nn.DataParallel.__init__)
+    yield nn.parallel, "data_parallel", _functional_data_parallel
+    if dist.is_available():
+        distributed = nn.parallel.DistributedDataParallel
+        yield distributed, "__init__", _distributed(distributed.__init__)
+        for name, wrap in (
+            ("init_process_group", _init_process_group),
+            ("new_group", _new_group),
+            ("barrier", _barrier),
+            ("destroy_process_group", _destroy_process_group),
+        ):
+            replacement = wrap(getattr(dist, name))
+            yield dist, name, replacement
+            yield dist.distributed_c10d, name, replacement
+
+
+def _data_parallel(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        count("DataParallel")
+        nn.Module.__init__(self)
+        # the state in which torch leaves the wrapper when it finds no device: forward calls the module
+        self.module, self.device_ids = module, []
+
+    return __init__
+
+
+def _functional_data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Any = None,
+    output_device: Any = None,
+    dim: int = 0,
+    module_kwargs: Any = None,
+) -> Any:
+    count("data_parallel")
+    return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
+
+
+def _distributed(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(
+        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_ids is not None or output_device is not None:
+            count("DistributedDataParallel(device_ids=)")
+        original(self, module, None, None, *args, **kwargs)
+
+    return __init__
+
+
+def _init_process_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if names_cuda(kwargs.get("device_id")):
+            del kwargs["device_id"]
+        if not _is_nccl(backend):
+            return original(backend, *args, **kwargs)
+        count("init_process_group(nccl)")
+        kwargs.pop("pg_options", None)  # options of NCCL
+        # Most scripts end with the group open. NCCL allows that; gloo may abort the process.
+        atexit.unregister(_close_group)
+        atexit.register(_close_group)
+        return original("gloo", *args, **kwargs)
+
+    return init_process_group
+
+
+def _close_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _new_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if names_cuda(kwargs.get("device_id")):
+            del kwargs["device_id"]
+        if _is_nccl(backend):
+            count("new_group(nccl)")
+            backend, args = "gloo", ()
+            kwargs.pop("pg_options", None)
+        return original(ranks, timeout, backend, *args, **kwargs)
+
+    return new_group
+
+
+def _destroy_process_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        gc.collect()  # frees reference cycles that hold the group: gloo aborts if its threads outlive it
+        original(group)
+
+    return destroy_process_group
+
+
+def _barrier(original: Any) -> Any:
+    @functools.wraps(original)
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        if device_ids is not None:
+            count("barrier(device_ids=)")
+        return original(group, async_op)
+
+    return barrier
+
+
+def _is_nccl(backend: str | None) -> bool:
+    return backend is not None and "nccl" in backend.lower()
