@@ -1,10 +1,10 @@
-"""amp against torch's own: one whole training step on the CPU, one process.
+"""Compares amp with torch.amp: one whole training step on the CPU, in one process.
 
     python benchmarks/apex_amp_step.py [--repeats 40]
 
-O0 against a plain step, O1 against torch.autocast + GradScaler in float16, O2 and O5 against a hand-written loop with
-float16 (bfloat16) weights, float32 masters and the same work a step. The same model (convolutions, batch norm, a wide
-linear layer) and the same batch. Milliseconds a step, best of the repeats; then the cost of an empty ``scale_loss``.
+O0 is compared with a plain step, O1 with torch.autocast and GradScaler in float16, O2 and O5 with a hand-written loop
+that has float16 (bfloat16) weights and float32 masters. Model (convolutions, batch norm, a wide linear layer) and batch
+are the same. Prints milliseconds per step, best of the repeats, and the cost of an empty ``scale_loss``.
 """
 
 from __future__ import annotations

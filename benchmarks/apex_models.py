@@ -1,10 +1,10 @@
-"""amp on models of real size: ResNet-50 and a BERT-size encoder at O1 and O2 against torch.amp, samples a second.
+"""Compares amp with torch.amp on large models: samples per second of ResNet-50 and a BERT-size encoder at O1 and O2.
 
     python -m benchmarks.apex_models --device cuda [--steps 50]     # writes benchmarks/results/apex_models.md
-    python -m benchmarks.apex_models --device cpu --tiny      # that it runs, not how fast
+    python -m benchmarks.apex_models --device cpu --tiny      # only checks that it runs
 
-Every case is one training step on one batch that stays on the device: forward, backward, SGD with momentum (AdamW for
-the encoder). The cases take turns, three rounds; the best round counts. Memory is the peak of torch's allocator.
+A case is one training step on a batch that stays on the device: forward, backward, SGD with momentum (AdamW for the
+encoder). The cases alternate for three rounds, and the best round counts. Memory is the peak of torch's allocator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a batch for it and the optimizer it is usually trained with."""
+    """A model with a batch and its usual optimizer."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -131,7 +131,7 @@ def plain(work: Workload) -> Step:
 
 
 def measure(make: Callable[[], Step], device: str, steps: int) -> tuple[float, float]:
-    """(seconds a step, peak GiB of the device's allocator, 0 on the CPU)."""
+    """(seconds per step, peak GiB of the device's allocator, 0 on the CPU)."""
 
     def wait() -> None:
         if device == "cuda":
@@ -150,7 +150,7 @@ def measure(make: Callable[[], Step], device: str, steps: int) -> tuple[float, f
         loss = step()
     wait()
     seconds = (time.perf_counter() - start) / steps
-    assert torch.isfinite(loss), "the run diverged, so its speed says nothing"
+    assert torch.isfinite(loss), "the run diverged, so its speed is meaningless"
     amp.reset()
     return seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
 
@@ -179,9 +179,9 @@ def main() -> None:
         reference = best["torch.autocast + GradScaler"][0]
         for name, (seconds, peak) in best.items():
             rows.append([work.name, name, f"{samples / seconds:.1f}", f"{reference / seconds:.3f}", f"{peak:.2f}"])
-    text = table(["model", "run", "samples/s", "of torch.amp", "peak GiB"], rows)
+    text = table(["model", "run", "samples/s", "ratio to torch.amp", "peak GiB"], rows)
     if args.device == "cuda" and not args.tiny:
-        write("apex_models", "amp on models of real size", f"One device, best of {args.rounds} rounds.\n\n{text}")
+        write("apex_models", "amp on large models", f"One device, best of {args.rounds} rounds.\n\n{text}")
     else:
         print(f"{describe()}\n\n{text}")
 

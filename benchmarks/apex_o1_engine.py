@@ -1,13 +1,13 @@
-"""Four ways to build O1, measured on one training step of two small models on the CPU.
+"""Compares four ways to implement O1 on one training step of two small models on the CPU.
 
     python benchmarks/apex_o1_engine.py [--repeats 30]
 
-- autocast     torch.autocast alone: the floor, but on a CPU it is not O1 (softmax, norms and sums stay reduced)
-- kernels      autocast left on, plus kernels under its dispatch key where Apex's lists differ: what harness.apex does
-- namespaces   autocast left on, plus Python wrappers on torch, torch.nn.functional and torch.Tensor: Apex's own way
+- autocast     torch.autocast alone: the lower bound, but not O1 on a CPU, where softmax, norms and sums stay reduced
+- kernels      autocast plus kernels under its dispatch key where Apex's lists differ: what harness.apex does
+- namespaces   autocast plus Python wrappers on torch, torch.nn.functional and torch.Tensor: what Apex does
 - mode         a TorchFunctionMode that looks every function up in the lists
 
-Prints milliseconds of processor time a step (forward, loss, backward; no optimizer), best of the repeats, and the ratio
+Prints processor time per step in milliseconds (forward, loss and backward), best of the repeats, and the ratio
 to autocast.
 """
 

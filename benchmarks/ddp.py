@@ -1,8 +1,8 @@
-"""DistributedDataParallel of harness.apex, delayed and overlapped, against torch's own: two gloo ranks on this machine.
+"""Compares harness.apex's DistributedDataParallel, delayed and overlapped, with torch's on two gloo ranks.
 
     python -m benchmarks.ddp [--rounds 20] [--steps 20]
 
-The same model and batch in one process each, the three wrappers in alternation; median over rounds of the slower rank.
+The three wrappers alternate on the same model and batch. The result is the median over rounds of the slower rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks import machine
-from tests.ranks import run_ranks
+from benchmarks.ranks import run_ranks
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP, 4 layers of 1024, batch 32": (lambda: _mlp(1024, 4), (32, 1024)),
@@ -40,7 +40,7 @@ def _cnn() -> nn.Module:
 
 
 def measure(name: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """ms a step of each wrapper, a figure a round."""
+    """{wrapper: milliseconds per step, one value per round}."""
     from harness.apex.parallel import DistributedDataParallel
 
     make, shape = MODELS[name]
@@ -56,7 +56,7 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, list[float]]:
         models[wrapper] = (model, torch.optim.SGD(model.parameters(), lr=0.01))
     inputs, targets = torch.randn(shape), torch.randint(10, shape[:1])
     times: dict[str, list[float]] = {wrapper: [] for wrapper in wrappers}
-    for index in range(rounds + 1):  # the first is for warming up
+    for index in range(rounds + 1):  # the first is a warm-up
         order = list(wrappers)
         for wrapper in order[index % 3 :] + order[: index % 3]:
             model, optimizer = models[wrapper]
@@ -78,7 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for name in MODELS:
-        ranks = run_ranks(2, measure, name, arguments.rounds, arguments.steps, timeout_s=600)
+        ranks = run_ranks(2, measure, name, arguments.rounds, arguments.steps)
         slower = {
             wrapper: [max(pair) for pair in zip(*(rank[wrapper] for rank in ranks), strict=True)]
             for wrapper in ranks[0]
@@ -86,12 +86,14 @@ def main() -> None:
         for wrapper, times in slower.items():
             ratio = statistics.median(ours / theirs for ours, theirs in zip(times, slower["torch DDP"], strict=True))
             rows.append([name, wrapper, f"{statistics.median(times):.2f}", f"{min(times):.2f}", f"{ratio:.3f}"])
-    text = machine.table(["model", "wrapper", "ms a step, median", "fastest", "of torch DDP's (median of pairs)"], rows)
+    text = machine.table(
+        ["model", "wrapper", "ms per step, median", "fastest", "ratio to torch DDP (median of pairs)"], rows
+    )
     text += (
         f"\n\nTwo gloo ranks, one thread each, SGD; {arguments.rounds} alternating rounds of {arguments.steps} steps. "
     )
     text += (
-        "Goal: not slower. Delayed reduction has nothing to overlap with: that is its price where gradients are large."
+        "Goal: not slower. Delayed reduction cannot overlap with the backward pass, which costs time for large ones."
     )
     machine.write("ddp", "DistributedDataParallel against torch's", text)
 

@@ -1,4 +1,4 @@
-"""What a result was measured on, and how results are written: Markdown, with the machine beside the numbers."""
+"""Describes the machine of a measurement and writes results as Markdown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def write(name: str, title: str, text: str) -> None:
-    """``benchmarks/results/NAME.md``, and the same on the terminal."""
+    """Write ``benchmarks/results/NAME.md`` and print it."""
     RESULTS.mkdir(exist_ok=True)
     page = f"# {title}\n\nMachine: {describe()}.\n\n{text}\n"
     (RESULTS / f"{name}.md").write_text(page)

@@ -1,19 +1,18 @@
-"""How long every rank waits for its shard of an annotation CSV, and what it costs in memory.
+"""Measures how long ranks take to open their shards of an annotation CSV, and how much memory they need.
 
     python benchmarks/open_shard.py --rows 10000000 --world 8
     python benchmarks/open_shard.py --rows 30000000 --world 8 --readers first,warm
 
-Each reader is started in ``--world`` processes at once; after importing, all wait for each other, then open the file
-and read every label and caption of their shard as whole columns. Reported is the slowest rank. Readers:
+Each reader runs in ``--world`` processes at once. After importing, the processes wait for each other, then open the
+file and read every label and caption of their shard as whole columns. The slowest rank is reported. Readers:
 
-    pandas  pandas.read_csv and a slice of the frame, on every rank: what the recipe does
+    pandas  pandas.read_csv and a slice of the frame, on every rank: the original recipe
     first   open_table with an empty cache: one rank converts, the others wait
-    warm    open_table of a file converted before
+    warm    open_table of a file that is already converted
 
-``others' work`` is the share of the machine that processes not of this benchmark took meanwhile: where it is large,
-times say little.
+"other load" is the share of the machine that other processes used meanwhile; if it is large, ignore the times.
 
-``--workers N`` also forks N loader workers from one process and lets them read all rows in random order.
+``--workers N`` also forks N loader workers that read all rows in random order.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ COLUMNS = "path,label,x,y,w,h,caption"
 
 
 def write_csv(path: Path, num_rows: int, num_labels: int = 1000, seed: int = 0) -> None:
-    """Sorted by label, the row number in ``path``; of the captions 35 % quoted, 5 % with a line break inside."""
+    """Write rows sorted by label, with the row number in ``path``. 35 % are quoted, 5 % have line breaks."""
     rng = np.random.default_rng(seed)
     captions = pa.array(_captions(rng, 20_000))
     with open(path, "wb") as stream:
@@ -75,7 +74,7 @@ def _captions(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def read_pandas(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tuple[int, int, int]]:
-    """What is kept alive, and (rows, sum of labels, sum of caption lengths) of the shard."""
+    """(objects to keep alive, (rows, sum of labels, sum of caption lengths) of the shard)."""
     import pandas as pd
 
     frame = pd.read_csv(path)
@@ -86,7 +85,7 @@ def read_pandas(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tu
 
 
 def read_table(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tuple[int, int, int]]:
-    """The same through open_table."""
+    """The same with open_table."""
     from harness.data.table.table import open_table
 
     table = open_table(path, text=["path", "caption"], label="label", cache_dir=cache)
@@ -97,17 +96,17 @@ def read_table(path: Path, rank: int, world: int, cache: Path) -> tuple[Any, tup
 
 
 def _rank(reader: str, path: Path, rank: int, world: int, cache: Path, barrier: Barrier, results: Any) -> None:
-    # Before the clock starts, as a training script would. The table does without pandas.
+    # Import before the clock starts, as a training script does. The table does not need pandas.
     importlib.import_module("pandas" if reader == "pandas" else "harness.data.table.table")
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     barrier.wait()
     start = time.perf_counter()
     kept, seen = (read_pandas if reader == "pandas" else read_table)(path, rank, world, cache)
     seconds = time.perf_counter() - start
     barrier.wait()
     results.put((rank, seconds, seen, _memory_mb("status", "VmHWM"), _memory_mb("smaps_rollup", "Pss")))
-    barrier.wait()  # nobody leaves, and nothing is freed, before all have measured
+    barrier.wait()  # keep all memory until every rank has measured
     del kept
 
 
@@ -117,7 +116,7 @@ def _memory_mb(file: str, field: str) -> float:
 
 
 def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
-    """One run of one reader on all ranks."""
+    """Run one reader on all ranks."""
     if reader == "first":
         shutil.rmtree(cache, ignore_errors=True)
     context = multiprocessing.get_context("spawn")
@@ -141,7 +140,7 @@ def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
 
 
 def _busy_s() -> float:
-    """Seconds of processor time that all cores have worked, for anybody."""
+    """Processor time that all cores have spent on any process, in seconds."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
     return (sum(ticks[:8]) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
@@ -163,7 +162,7 @@ def _worker(table: Any, worker: int, workers: int, results: Any) -> None:
 
 
 def measure_workers(path: Path, workers: int, cache: Path) -> str:
-    """Private memory of forked loader workers over one shuffled epoch of labels and paths."""
+    """Measure the private memory of forked loader workers over one shuffled epoch of labels and paths."""
     from harness.data.table.table import open_table
 
     table = open_table(path, text=["path"], label="label", cache_dir=cache)
@@ -178,18 +177,18 @@ def measure_workers(path: Path, workers: int, cache: Path) -> str:
     before, after, each = (max(f[i] for f in found) for i in range(3))
     return (
         f"{workers} forked loader workers, one shuffled epoch of {table.num_rows:,} rows (label and path, batches "
-        f"of 256): private memory of a worker {before:.0f} MB before, {after:.0f} MB after; {each * 1e6:.1f} µs per row"
+        f"of 256): private memory per worker {before:.0f} MB before, {after:.0f} MB after; {each * 1e6:.1f} µs per row"
     )
 
 
 def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int, world: int) -> str:
-    """A Markdown table; ratios are to pandas, repetition by repetition."""
+    """A Markdown table with ratios to pandas, paired by repetition."""
     repetitions = len(next(iter(runs.values())))
     lines = [
         f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
         "",
-        "| reader | slowest rank, s: median (range) | faster "
-        "| peak RSS of a rank, MB | PSS of all ranks, MB | less | others' work |",
+        "| reader | slowest rank, s: median (range) | speed-up "
+        "| peak RSS of a rank, MB | PSS of all ranks, MB | memory ratio | other load |",
         "|---|---|---|---|---|---|---|",
     ]
     for reader, results in runs.items():
@@ -225,8 +224,8 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--readers", default=",".join(READERS), help="comma-separated, in the order to alternate")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=4, help="0: do not measure loader workers")
-    parser.add_argument("--folder", type=Path, help="where the temporary files go: about 3 times the CSV")
+    parser.add_argument("--workers", type=int, default=4, help="0: skip loader workers")
+    parser.add_argument("--folder", type=Path, help="for temporary files, about 3 times the size of the CSV")
     parser.add_argument("--output", type=Path, help="append the Markdown to this file")
     options = parser.parse_args()
     readers = options.readers.split(",")

@@ -1,4 +1,4 @@
-"""How long ``harness report`` takes over many long runs, and what it needs: time, memory, size of the page.
+"""Measures ``harness report`` on many long runs: time, memory and page size.
 
 python -m benchmarks.report [--runs 1000] [--records 10000]
 """
@@ -14,21 +14,22 @@ import time
 from pathlib import Path
 
 from benchmarks import machine
-from tests.conftest import ROOT
-from tests.report.synthetic import Fake, write_run
+from benchmarks.synthetic_runs import Fake, write_run
 
-# A fresh process reports; its own peak, since what getrusage tells a child includes the parent it was forked from.
-_REPORT = """
+ROOT = Path(__file__).resolve().parents[1]
+
+# The report runs in a fresh process and prints its own peak memory: getrusage of a child includes its parent's.
+_REPORT = r"""
 import re, sys
 from pathlib import Path
-from harness.report import command
-command.main([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3], None)
+from harness.report import main as report
+report.main([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3], None)
 print(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text()).group(1))
 """
 
 
 def write_runs(folder: Path, num_runs: int, num_records: int) -> None:
-    """Runs of ``num_records`` lines each, of 20 learning rates, 5 batches, 2 world sizes and several seeds."""
+    """Write runs of ``num_records`` log lines with 20 learning rates, 5 batches, 2 world sizes and several seeds."""
     epochs = 20
     for number in range(num_runs):
         recipe, seed = number % 200, number // 200
@@ -48,7 +49,7 @@ def write_runs(folder: Path, num_runs: int, num_records: int) -> None:
 
 
 def measure(folder: Path, out: Path, form: str) -> list[str]:
-    """[form, seconds, seconds of processor, memory at the peak, size] of a report of ``folder``."""
+    """[form, wall time, processor time, peak memory, size] of a report on ``folder``."""
     began, before = time.perf_counter(), os.times()
     command = [sys.executable, "-c", _REPORT, str(folder), str(out), form]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -62,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--records", type=int, default=10_000, help="lines of each run's metrics.jsonl")
-    parser.add_argument("--folder", type=Path, help="where the runs are written and left, or are already")
+    parser.add_argument("--folder", type=Path, help="existing runs, or where to write and keep them")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name) / "runs"
@@ -73,11 +74,10 @@ def main() -> None:
         lines = records[0].read_bytes().count(b"\n")
         load = os.getloadavg()[0]
         rows = [measure(folder, Path(name) / f"report.{form}", form) for form in ("html", "md", "csv")]
-    text = f"""`harness report` over {len(records):,} made-up runs of {lines:,} records each, {size:.1f} GB of
-metrics.jsonl in the page cache; a fresh process each, counted from its start. Every record is read; what is drawn is
-thinned, with the least and the largest value of every stretch kept, and the best runs alone are lines: all are in the
-table. The load average before it was {load:.1f} on {os.cpu_count()} cores: where it is more than a little, time has
-waited for other work, and processor time tells what the report itself needs.
+    text = f"""`harness report` over {len(records):,} synthetic runs of {lines:,} records each, {size:.1f} GB of
+metrics.jsonl in the page cache; a fresh process per report, measured from its start. Every record is read. Curves are
+downsampled, keeping the minimum and maximum of every interval, and drawn only for the best runs; the table lists all.
+The load average before the measurement was {load:.1f} on {os.cpu_count()} cores. Under load, compare processor times.
 
 {machine.table(["form", "time", "processor time", "peak memory", "file"], rows)}"""
     machine.write("report", "Reports of many runs", text)

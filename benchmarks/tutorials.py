@@ -1,4 +1,4 @@
-"""What the tutorials' systems reach here: accuracies, losses and names of runs that were trained, as a page and curves.
+"""Writes a page about trained runs of the tutorials' systems: accuracies, losses, generated names and curves.
 
 for name in mnist fashion_mnist pet_names pet_names_gru; do launch/single_node.sh 2 configs/$name.yaml; done
 python -m benchmarks.tutorials --runs runs        (needs matplotlib: pip install -e '.[plot]')
@@ -24,7 +24,10 @@ from harness.data.names import ALPHABET, BLANK_CODE, whole
 from harness.inference import generate
 
 INK, QUIET, COLORS = "#1f2430", "#8a93a6", ("#2f6fde", "#d1453b", "#2a9d6f", "#b07aa1")
-IMAGES = {"mnist": ("MNIST", 0.990), "fashion_mnist": ("FashionMNIST", 0.900)}  # and what is claimed for them
+IMAGES = {
+    "mnist": ("MNIST", 0.990),
+    "fashion_mnist": ("FashionMNIST", 0.900),
+}  # with the accuracy they are expected to reach
 NAMES = {"pet_names": "4 layers of LSTM, windows of 8", "pet_names_gru": "2 layers of GRU, whole names"}
 
 
@@ -36,9 +39,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def resumed(runs: dict[str, dict[str, Any]]) -> str:
-    """Which runs were not trained in one go."""
-    several = [f"`{name}` in {len(run['starts'])} parts" for name, run in runs.items() if len(run["starts"]) > 1]
-    return f"Trained in one go, but for {', '.join(several)}." if several else "Each was trained in one go."
+    """A sentence about runs that were resumed."""
+    several = [f"`{name}` in {len(run['starts'])} starts" for name, run in runs.items() if len(run["starts"]) > 1]
+    return f"Trained without interruption, except {', '.join(several)}." if several else "None was interrupted."
 
 
 def duration(run: dict[str, Any]) -> str:
@@ -58,7 +61,15 @@ def images_table(runs: dict[str, dict[str, Any]]) -> str:
             [title, f"{claim:.3f}", f"{by_epoch[-1]:.4f}", f"{max(by_epoch):.4f}", str(reached or "not reached"),
              str(len(by_epoch)), duration(run)]
         )  # fmt: skip
-    header = ["data", "asked for", "at the end", "best", "asked for in epoch", "epochs", "time on 2 processes"]
+    header = [
+        "data",
+        "expected",
+        "last epoch",
+        "best",
+        "expected value reached in epoch",
+        "epochs",
+        "time on 2 processes",
+    ]
     return machine.table(header, rows) + "\n\n" + epochs(runs, IMAGES, "top1")
 
 
@@ -71,11 +82,11 @@ def epochs(runs: dict[str, dict[str, Any]], names: Any, metric: str) -> str:
 
 
 def counted(names_file: str) -> dict[str, float]:
-    """Nats a character of the held-out names by counts of the training names: what a model must at least beat."""
+    """Baselines in nats per character of the validation names, from character counts of the training names."""
     from harness.tasks.pet_names.config import Task
 
     opened = Task(name="pet_names", names=names_file, rows="names").open(0, None)
-    pairs = np.ones((len(ALPHABET), len(ALPHABET)))  # every pair seen once more, so that none is impossible
+    pairs = np.ones((len(ALPHABET), len(ALPHABET)))  # add-one smoothing, so that no pair is impossible
     pairs[:, BLANK_CODE] = 0
 
     def each(given: Any) -> np.ndarray:
@@ -89,9 +100,9 @@ def counted(names_file: str) -> dict[str, float]:
     single = pairs.sum(0) / pairs.sum()
     following = pairs / pairs.sum(1, keepdims=True)
     return {
-        "all characters alike": math.log(len(ALPHABET) - 1),
-        "how often each character is": -np.log(single[after]).mean(),
-        "how often it follows the one before": -np.log(following[before, after]).mean(),
+        "uniform over characters": math.log(len(ALPHABET) - 1),
+        "frequency of each character": -np.log(single[after]).mean(),
+        "frequency after the previous character": -np.log(following[before, after]).mean(),
     }
 
 
@@ -105,11 +116,11 @@ def names_table(runs: dict[str, dict[str, Any]]) -> str:
             [f"`{name}`: {title}", f"{best['char_loss']:.3f}", f"{best['window_loss']:.3f}",
              f"{best['char_accuracy']:.3f}", f"{best['epoch']} of {len(run['history'])}", duration(run)]
         )  # fmt: skip
-    header = ["model", "nats a character", "nats a window position", "characters guessed", "best epoch", "time"]
+    header = ["model", "nats per character", "nats per window position", "character accuracy", "best epoch", "time"]
     return machine.table(header, rows) + "\n\n" + epochs(runs, NAMES, "char_loss")
 
 
-def made_up(folder: Path) -> str:
+def generated(folder: Path) -> str:
     return ", ".join(generate.names(folder, generate.Wish(50, temperature=0.8)))
 
 
@@ -119,11 +130,11 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         curve(axis, runs[name], "top1", color, title)
         axis.axhline(claim, color=QUIET, linestyle="--", linewidth=1)
         axis.text(axis.get_xlim()[1], claim, f" {claim:.2f}", color=QUIET, va="center", fontsize=8)
-        axis.set_title(f"{title}: held-out accuracy", color=INK, loc="left", fontsize=10)
+        axis.set_title(f"{title}: validation accuracy", color=INK, loc="left", fontsize=10)
     for name, color in zip(NAMES, COLORS[2:], strict=True):
         curve(axes[2], runs[name], "char_loss", color, NAMES[name])
     axes[2].legend(frameon=False, fontsize=8)
-    axes[2].set_title("Pet names: nats a held-out character", color=INK, loc="left", fontsize=10)
+    axes[2].set_title("Pet names: nats per validation character", color=INK, loc="left", fontsize=10)
     for axis in axes:
         axis.set_xlabel("epoch", color=INK, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
@@ -144,11 +155,11 @@ def main() -> None:
     folder = parser.parse_args().runs
     runs = {name: read(folder / name) for name in (*IMAGES, *NAMES)}
     draw(runs, machine.RESULTS / "tutorials.png")
-    text = f"""Each configuration once, as it stands in `configs/`, on two processes of one thread each. The machine had
-other work at the same time, so times are upper bounds. {resumed(runs)}
-Accuracies and losses count each held-out row once.
+    text = f"""Each configuration of `configs/` was trained once, unchanged, on two processes with one thread each. The
+machine was not idle, so times are upper bounds. {resumed(runs)}
+Accuracies and losses count each validation row once.
 
-![Held-out accuracy and loss after each epoch](tutorials.png)
+![Validation accuracy and loss after each epoch](tutorials.png)
 
 ## Images
 
@@ -156,23 +167,23 @@ Accuracies and losses count each held-out row once.
 
 ## Pet names
 
-13,992 different names; one in ten is held out, by the name, so that none is on both sides. A character of a held-out
-name, and the stop behind it, counts once (nats a character, which decides); nats a window position is how the
-tutorial counts: over all eight positions of each window, blanks included. Whole names have no blanks to predict: there
-they count at no cost, so that column compares models of windows only. Numbers are of the best epoch, whose weights are
+The data are 13,992 different names. One in ten is used for validation, split by name, so that no name is in both parts.
+Nats per character, the deciding metric, counts each character of a validation name and its end once. Nats per window
+position follows the tutorial and averages over all eight positions of each window, blanks included. Whole names have no
+blanks to predict, so that column only compares models of windows. All numbers are of the best epoch, whose weights are
 kept.
 
 {names_table(runs)}
 
-Fifty names of `pet_names_gru` (`harness generate runs/pet_names_gru -n 50`, temperature 0.8, seed 0), none of which the
-data have:
+Fifty names of `pet_names_gru` (`harness generate runs/pet_names_gru -n 50`, temperature 0.8, seed 0), none of which
+is in the data:
 
-{made_up(runs["pet_names_gru"]["folder"])}.
+{generated(runs["pet_names_gru"]["folder"])}.
 
 Fifty of `pet_names`:
 
-{made_up(runs["pet_names"]["folder"])}."""
-    machine.write("tutorials", "What the tutorials' systems reach", text)
+{generated(runs["pet_names"]["folder"])}."""
+    machine.write("tutorials", "Results of the tutorials' systems", text)
 
 
 if __name__ == "__main__":

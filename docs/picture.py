@@ -1,4 +1,4 @@
-"""Draws docs/run.png from real runs: the digits on two processes, unbroken, and killed with SIGKILL four times.
+"""Draws docs/run.png from real runs: the digits on two processes, once unbroken, once killed four times with SIGKILL.
 
 python -m docs.picture        (needs matplotlib: pip install -e '.[plot]')
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import matplotlib
@@ -18,41 +20,63 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from harness.data import digits
-from tests.conftest import ROOT
-from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config
 
-KILLS = ((1, 31), (0, 83), (1, 120), (0, 171))  # rank, step
+ROOT = Path(__file__).resolve().parents[1]
+KILLS = ((1, 30), (0, 81), (1, 120), (0, 171))  # rank, first logged step at which it is killed
+SETTINGS = (
+    "task.augment={crop_padding: 1, horizontal_flip: 0.0}", "model.args={width: 32, batch_norm: true}",
+    "batch.global=64", "optimizer.lr=0.1", "schedule.warmup_epochs=1.0", "precision.opt_level=O1", "train.epochs=10",
+    "train.log_every=3", "checkpoint.every_steps=10", "data.num_workers=0",
+)  # fmt: skip
 INK, QUIET, BLUE, RED = "#1f2430", "#8a93a6", "#2f6fde", "#d1453b"
 
 
-def train(folder: Path) -> tuple[list[dict], list[dict], str]:
-    """The records of the unbroken and of the killed run, equal bit for bit, and what a terminal says."""
+def read(folder: Path) -> list[dict]:
+    """The lines of the run's metrics.jsonl; the last one may still be incomplete."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def run(folder: Path, data: Path, kill: tuple[int, int] | None = None) -> int:
+    """Train in ``folder`` on two processes; with ``kill``, kill a rank at a step. Returns the last logged step."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = (f"output={folder.parent}", f"name={folder.name}", f"task.root={data}", f"data.cache_dir={data}/cache")
+    files = (f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv")
+    command = [sys.executable, "driver.py", "-c", "configs/digits.yaml", *own, *files, *SETTINGS]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+        )
+        for rank in ("0", "1")
+    ]
+    if kill:
+        while not any(line["split"] == "train" and line["step"] >= kill[1] for line in read(folder)):
+            assert ranks[0].poll() is None, "the run ended before it was killed"
+            time.sleep(0.01)
+        ranks[kill[0]].kill()
+    codes = [rank.wait(120) for rank in ranks]
+    assert kill or codes == [0, 0], codes
+    return max(line["step"] for line in read(folder) if line["split"] == "train")
+
+
+def train(folder: Path) -> tuple[list[dict], list[dict], list[tuple[int, int]], str]:
+    """The logs of the unbroken and the killed run, (rank, step) of the kills, and the terminal of ``make train``."""
     data = folder / "digits"
     digits.write(data)
-    settings = {
-        "task": {"augment": {"crop_padding": 1, "horizontal_flip": 0.0}},
-        "model": {"args": {"width": 32, "batch_norm": True}},
-        "batch": {"global": 64},
-        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "schedule": {"name": "cosine", "warmup_epochs": 1.0},
-        "precision": {"opt_level": "O1"},
-        "train": {"epochs": 10, "log_every": 3},
-        "checkpoint": {"every_steps": 10},
-    }
-    unbroken = write_config(folder / "unbroken", data, name="digits", **settings)
-    assert run(unbroken, 2) == [0, 0]
-    killed = write_config(folder / "killed", data, name="digits", **settings)
-    for rank, step in KILLS:
-        run(killed, 2, kill=Kill(rank, step))
-    assert run(killed, 2) == [0, 0]
-    folders = [config.parent / "runs" / "digits" for config in (unbroken, killed)]
-    assert_same_run(*folders)
-    records = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
-    return records[0], records[1], _terminal(folder)
+    unbroken, killed = folder / "unbroken", folder / "killed"
+    run(unbroken, data)
+    kills = [(rank, run(killed, data, (rank, step))) for rank, step in KILLS]
+    run(killed, data)
+    weights = [(path / "weights.safetensors").read_bytes() for path in (unbroken, killed)]
+    assert weights[0] == weights[1], "the killed run has other weights"
+    return read(unbroken), read(killed), kills, _terminal(folder)
 
 
 def _terminal(folder: Path) -> str:
-    """What ``make train`` prints: the same command, on the same data, in a folder of its own."""
+    """The output of the command of ``make train`` on the same data."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     (folder / "data").mkdir()
     (folder / "digits").rename(folder / "data" / "digits")
@@ -65,7 +89,7 @@ def _terminal(folder: Path) -> str:
     return "\n".join(["$ make train", *shown])
 
 
-def draw(record: list[dict], killed: list[dict], terminal: str, path: Path) -> None:
+def draw(record: list[dict], killed: list[dict], kills: list[tuple[int, int]], terminal: str, path: Path) -> None:
     figure, (text, axes) = pyplot.subplots(1, 2, figsize=(15, 5.2), width_ratios=(1.15, 1), facecolor="white")
     text.set_axis_off()
     text.add_patch(pyplot.Rectangle((0, 0), 1, 1, transform=text.transAxes, color=INK, zorder=0))
@@ -83,7 +107,7 @@ def draw(record: list[dict], killed: list[dict], terminal: str, path: Path) -> N
 
     steps = [line["step"] for line in record if line["split"] == "train"]
     losses, again = ([line["loss"] for line in lines if line["split"] == "train"] for lines in (record, killed))
-    edges = [0, *(step for _, step in KILLS), steps[-1] + 1]
+    edges = [0, *(step for _, step in kills), steps[-1] + 1]
     axes.plot(steps, losses, color=QUIET, linewidth=6, alpha=0.45, label="unbroken", solid_capstyle="round")
     for number, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
         part = [(step, loss) for step, loss in zip(steps, again, strict=True) if first - 3 <= step <= last]
@@ -91,9 +115,9 @@ def draw(record: list[dict], killed: list[dict], terminal: str, path: Path) -> N
             *zip(*part, strict=True),
             color=BLUE,
             linewidth=1.6,
-            label="killed and started again" if not number else None,
+            label="killed and resumed" if not number else None,
         )
-    for rank, step in KILLS:
+    for rank, step in kills:
         axes.axvline(step, color=RED, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
             f"kill -9\nrank {rank}",
@@ -119,12 +143,12 @@ def draw(record: list[dict], killed: list[dict], terminal: str, path: Path) -> N
         markersize=4,
         linewidth=1,
     )
-    accuracy.set_ylabel("held-out accuracy", color="#2d9d62")
+    accuracy.set_ylabel("validation accuracy", color="#2d9d62")
     accuracy.set_ylim(0, 1.02)
     for side in (axes, accuracy):
         side.spines["top"].set_visible(False)
     axes.legend(frameon=False, loc="center right")
-    axes.set_title("Same weights, same record, bit for bit", size=11, pad=26, color=INK)
+    axes.set_title("Same weights, same metrics, bit for bit", size=11, pad=26, color=INK)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -1,4 +1,4 @@
-"""Makes docs/example_report.html from a real sweep, and docs/example_report.png: how it looks on a desk and on a phone.
+"""Makes docs/example_report.html from a real sweep, and docs/example_report.png, a picture of it on desktop and phone.
 
 harness sweep -c configs/sweeps/pet_names.yaml
 python -m docs.report_picture runs/sweep_pet_names        (needs playwright and a chromium)
@@ -14,10 +14,10 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from harness.report import command
-from tests.conftest import ROOT
+from harness.report import main as report
 
-DESK, PHONE = (1280, 1500), (390, 844)
+ROOT = Path(__file__).resolve().parents[1]
+DESKTOP, PHONE = (1280, 1500), (390, 844)
 EDGE, GAP = 32, 28
 BACKGROUND = (226, 230, 237)
 
@@ -38,22 +38,22 @@ def shot(browser: Browser, page: Path, size: tuple[int, int], scheme: str, at: s
 
 
 def picture(page: Path, out: Path) -> None:
-    """A desk in light, and beside it two phones, one in the dark."""
+    """Write a picture of a light desktop and two phones, one in dark mode."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        desk = shot(browser, page, DESK, "light")
-        height = (DESK[1] - GAP) // 2
+        desktop = shot(browser, page, DESKTOP, "light")
+        height = (DESKTOP[1] - GAP) // 2
         phones = [
             shot(browser, page, (PHONE[0], height), "dark", "target"),
             shot(browser, page, (PHONE[0], height), "light", "settings"),
         ]
         browser.close()
-    sheet = Image.new("RGB", (DESK[0] + PHONE[0] + GAP + 2 * EDGE, DESK[1] + 2 * EDGE), BACKGROUND)
-    sheet.paste(desk, (EDGE, EDGE))
+    sheet = Image.new("RGB", (DESKTOP[0] + PHONE[0] + GAP + 2 * EDGE, DESKTOP[1] + 2 * EDGE), BACKGROUND)
+    sheet.paste(desktop, (EDGE, EDGE))
     for place, phone in enumerate(phones):
-        sheet.paste(phone, (EDGE + DESK[0] + GAP, EDGE + place * (height + GAP)))
+        sheet.paste(phone, (EDGE + DESKTOP[0] + GAP, EDGE + place * (height + GAP)))
     sheet.quantize(256, dither=Image.Dither.NONE).save(out, optimize=True)
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sweep", type=Path, nargs="?", default=Path("runs/sweep_pet_names"))
     page = ROOT / "docs" / "example_report.html"
-    command.main([parser.parse_args().sweep], page, "html", None)
+    report.main([parser.parse_args().sweep], page, "html", None)
     picture(page, page.with_suffix(".png"))
     print(page.with_suffix(".png"))
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.errors import ConfigError
 from harness.report import main
 from tests.conftest import ROOT
-from tests.report.synthetic import Fake, write_run, write_sweep
 
 
 @pytest.mark.parametrize(

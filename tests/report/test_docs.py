@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.cli import main
 from harness.report import lines, pictures
 from tests.conftest import ROOT
-from tests.report.synthetic import Fake, write_run, write_sweep
 
 PAGE = (ROOT / "docs" / "reports.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for line in block.splitlines() if line]

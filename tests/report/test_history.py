@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benchmarks.synthetic_runs import PHASES, Fake, write_run
 from harness.report import history
 from harness.runs import reader
-from tests.report.synthetic import PHASES, Fake, write_run
 
 
 def read(folder, metric="top1", direction="max"):

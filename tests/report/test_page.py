@@ -8,9 +8,9 @@ import re
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import charts_ranks, charts_runs, charts_settings, lines, page, scaling, study
 from harness.runs import reader
-from tests.report.synthetic import Fake, write_run, write_sweep
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
 VOID = {"meta", "link", "input", "img", "br", "line"}

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import reproduce, study
 from harness.runs import reader
-from tests.report.synthetic import Fake, write_run, write_sweep
 
 
 @pytest.fixture

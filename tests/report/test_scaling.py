@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import scaling, study
 from harness.runs import reader
-from tests.report.synthetic import Fake, write_run, write_sweep
 
 
 def of(folder, fakes):

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import study
 from harness.runs import reader
-from tests.report.synthetic import Fake, write_run, write_sweep
 
 
 def build(*folders):

@@ -1,4 +1,4 @@
-"""Run folders and sweep folders as training leaves them, made up: for tests of reports, and to measure them."""
+"""Writes synthetic run and sweep folders, as training leaves them, to test and benchmark reports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.4, "reduce": 0.1, "optimiz
 
 @dataclass(frozen=True)
 class Fake:
-    """A run to be: ``rows`` training rows an epoch, ``speed`` rows a second on one rank; on N ranks each is
-    ``efficiency`` as fast. ``final``: the held-out accuracy it goes towards."""
+    """A synthetic run.
+
+    It has ``rows`` training rows per epoch and a throughput of ``speed`` rows per second on one rank; on N ranks each
+    is ``efficiency`` times as fast. ``final``: the validation accuracy that it approaches.
+    """
 
     name: str = "fake"
     lr: float = 0.1
@@ -33,7 +36,7 @@ class Fake:
     shard: str = "global"
     state: str = "finished"
     settings: dict[str, Any] = field(default_factory=dict)
-    spike_at: int | None = None  # a step with an odd loss
+    spike_at: int | None = None  # a step with an outlying loss
     skips: tuple[int, ...] = ()  # steps that the loss scaler skipped
 
     @property
