@@ -1,4 +1,4 @@
-"""``harness compare``: the differences between two runs, in their settings and in their results."""
+"""``harness compare``: the differences between two runs, in their settings and results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; return 0 if both runs are bitwise equal, else 1. Raises ConfigError (exit code 2) where a
     path holds no run."""
-    from harness.compare import found, page
+    from harness.compare import comparison
     from harness.runs import fetched
     from harness.runs.files import finite
 
-    sides = (found.side(fetched.local_copy(place, checkpoint=True)) for place in (arguments.one, arguments.other))
-    result = found.compare(*sides)
+    sides = (comparison.side(fetched.local_copy(place, checkpoint=True)) for place in (arguments.one, arguments.other))
+    found = comparison.compare(*sides)
     if arguments.json:
-        print(json.dumps(finite(found.as_plain(result)), indent=1, default=str))
+        print(json.dumps(finite(comparison.as_json(found)), indent=1, default=str))
     else:
-        print(page.text(result), end="")
-    return EXIT_DONE if result.same else EXIT_DIFFERENT
+        from harness.compare import text
+
+        print(text.render(found), end="")
+    return EXIT_DONE if found.same else EXIT_DIFFERENT

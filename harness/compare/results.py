@@ -1,4 +1,4 @@
-"""What two runs, or two groups of seeds, came to, and how far a difference between them may be chance."""
+"""Metrics, throughput and predictions of two runs or two groups of seeds, with the statistics of their difference."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from harness.compare import significance
+from harness.report import history
 from harness.report.history import NOT_METRICS
 from harness.runs import layout
 from harness.runs.reader import Record
@@ -22,7 +23,7 @@ Pair = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Evaluations:
-    """Metrics of the newest evaluation of a run, and of the one whose weights it kept. Empty where there is none."""
+    """Metrics of the newest evaluation of a run, and of the best one, whose weights it kept; empty if there is none."""
 
     step: int | None
     final: dict[str, float]
@@ -33,7 +34,7 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric in two runs: of the newest evaluation, and of the best one."""
+    """A metric of two runs, in the newest evaluation and in the best one."""
 
     name: str
     final: Pair
@@ -41,9 +42,19 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """What both runs' best models said of the same rows (``predictions.csv``): how many both have right, A alone, B
-    alone, neither. ``interval``: of B's accuracy minus A's; ``p``: of McNemar's exact test."""
+class Throughput:
+    """None where the log has no value. ``rows_per_s``: in training, over all ranks. ``shares``: of the training time,
+    by the names in the log."""
+
+    wall_s: float | None
+    rows_per_s: float | None
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PairedPredictions:
+    """Predictions of both runs' best weights for the same rows: how many rows both predict correctly, only A, only B,
+    neither. ``interval``: of B's accuracy minus A's. ``p``: of McNemar's exact test."""
 
     rows: int
     both: int
@@ -57,8 +68,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over the seeds of two groups. Standard errors and the interval are None where a single seed says
-    nothing of them."""
+    """A metric over the seeds of two groups. Standard errors and the interval are None for a single seed."""
 
     name: str
     values: tuple[list[float], list[float]]
@@ -71,8 +81,13 @@ class Spread:
         return self.means[1] - self.means[0]
 
 
+def throughput(record: Record) -> Throughput:
+    past = history.read(record, None, "max")
+    return Throughput(past.wall_s, past.rows_per_s, {f"time_{phase}": share for phase, share in past.shares.items()})
+
+
 def evaluations(record: Record) -> Evaluations:
-    """From the record, which is there while a run is still under way; which one was best, from its summary."""
+    """Read the log, which exists while a run is still training; its summary names the best evaluation."""
     table = record.metrics()
     rows = table.filter(pc.equal(table["split"], "eval")).to_pylist()
     by_step = {row["step"]: _metrics(row) for row in rows if row["step"] is not None}
@@ -93,7 +108,7 @@ def _metrics(row: dict[str, Any]) -> dict[str, float]:
 
 
 def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
-    """Every metric of either, in the order of the records; the one that decided what is best comes first."""
+    """Every metric of either run in the order of the logs, the metric that selects the best weights first."""
     names = dict.fromkeys([*one.final, *other.final])
     order = sorted(names, key=lambda name: name not in (one.best_metric, other.best_metric))
     return [
@@ -102,8 +117,8 @@ def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
     ]
 
 
-def guesses(one: Path, other: Path) -> tuple[Guesses | None, str]:
-    """Row by row, what the tables of predictions of two run folders say; or why that cannot be."""
+def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None, str]:
+    """Pair predictions.csv of two run folders row by row; or the reason why this is impossible."""
     tables = []
     for label, folder in (("A", one), ("B", other)):
         table, why = _predictions(folder / layout.PREDICTIONS)
@@ -113,13 +128,13 @@ def guesses(one: Path, other: Path) -> tuple[Guesses | None, str]:
     mine, theirs = tables
     if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
         if any(len(pc.unique(table["id"])) < len(table) for table in tables):
-            return None, "their tables of predictions are of other rows"
+            return None, "their predictions.csv hold different rows"
         mine = mine.join(theirs, ["id", "label"], right_suffix="_other", join_type="inner").combine_chunks()
     else:
         mine = mine.append_column("prediction_other", theirs["prediction"])
     mine = mine.drop_null()
     if not len(mine):
-        return None, "their tables of predictions have no row in common"
+        return None, "their predictions.csv have no row in common"
     right, other_right = pc.equal(mine["prediction"], mine["label"]), pc.equal(mine["prediction_other"], mine["label"])
     both, only_one, only_other = (
         pc.sum(pc.and_(*pair)).as_py()
@@ -127,11 +142,11 @@ def guesses(one: Path, other: Path) -> tuple[Guesses | None, str]:
     )
     counts = both, only_one, only_other, len(mine) - both - only_one - only_other
     interval, p = significance.paired_interval(*counts), significance.mcnemar(only_one, only_other)
-    return Guesses(len(mine), *counts, (only_other - only_one) / len(mine), interval, p), ""
+    return PairedPredictions(len(mine), *counts, (only_other - only_one) / len(mine), interval, p), ""
 
 
 def _predictions(path: Path) -> tuple[pa.Table | None, str]:
-    """id, prediction and label of ``path``, as words; a row that could not be read has no prediction."""
+    """Columns id, prediction and label as text. A row whose input could not be read has no prediction."""
     names = ["id", "prediction", "label"]
     convert = pyarrow.csv.ConvertOptions(
         include_columns=names,
@@ -146,12 +161,12 @@ def _predictions(path: Path) -> tuple[pa.Table | None, str]:
         return pyarrow.csv.read_csv(path, convert_options=convert), ""
     except (pa.ArrowInvalid, OSError):
         return None, "no predictions.csv with a prediction and a label for each row"
-    except KeyError:  # arrow's, for a column that is not there
-        return None, "a predictions.csv without predictions and labels, which is not about right and wrong"
+    except KeyError:  # raised by arrow for a missing column
+        return None, "a predictions.csv without predictions and labels (not a classifier)"
 
 
 def spreads(one: Sequence[Evaluations], other: Sequence[Evaluations], best: bool) -> list[Spread]:
-    """Metrics that all runs of two groups have, over their seeds; of the best evaluations, or the newest."""
+    """Metrics that all runs of both groups have, over their seeds, of the best evaluations or of the newest."""
     groups = [[run.best if best else run.final for run in group] for group in (one, other)]
     names = [name for name in groups[0][0] if all(name in run for group in groups for run in group)]
     deciding = one[0].best_metric

@@ -1,4 +1,4 @@
-"""What two runs were told: configuration, code, packages, and the ranks they ran on."""
+"""Differences between the settings of two runs: configuration, code, packages, and the ranks they ran on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TOPOLOGY = ("world_size", "ranks", "launched_by", "amp")
 
 @dataclass(frozen=True)
 class Code:
-    """Git commits of a run's starts, in their order; None outside a repository. ``changed``: at one of them files
-    differed from the commit. ``same`` is None where that leaves it open."""
+    """Git commits of the starts of each run, in order; None outside a repository. ``changed``: a start had uncommitted
+    changes. ``same`` is None if that leaves the question open."""
 
     commits: tuple[list[str | None], list[str | None]]
     changed: tuple[bool, bool]
@@ -29,47 +29,43 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Only what differs: {dotted key: (one, other)}. None where a run does not say (``unsaid``: why)."""
+class SettingsComparison:
+    """Only the differences, {dotted key: (one, other)}; None if a run does not record them (``missing``: why)."""
 
     recipe: Differences | None
     other: Differences | None
     code: Code | None
     packages: Differences | None
     topology: Differences | None
-    unsaid: list[str]
+    missing: list[str]
 
 
-def compare(one: Record, other: Record) -> Settings:
+def compare(one: Record, other: Record) -> SettingsComparison:
     recipe, rest = config_differences(one, other) if one.config and other.config else (None, None)
-    told = [record.provenance for record in (one, other)]
-    unsaid = [
+    missing = [
         f"{label} has no {name} that can be read"
         for label, record in (("A", one), ("B", other))
         for name, content in ((layout.CONFIG, record.config), (layout.PROVENANCE, record.provenance))
         if not content
     ]
-    known = all(told)
-    return Settings(
-        recipe,
-        rest,
-        _code(*told) if known else None,
-        _between(*(_packages(starts) for starts in told)) if known else None,
-        _between(*({key: over_starts(starts, key) for key in _TOPOLOGY} for starts in told)) if known else None,
-        unsaid,
-    )
+    if not (one.provenance and other.provenance):
+        return SettingsComparison(recipe, rest, None, None, None, missing)
+    starts = one.provenance, other.provenance
+    packages = _differences(*map(_packages, starts))
+    topology = _differences(*({key: over_starts(side, key) for key in _TOPOLOGY} for side in starts))
+    return SettingsComparison(recipe, rest, _code(*starts), packages, topology, missing)
 
 
 def config_differences(one: Record, other: Record) -> tuple[Differences, Differences]:
-    """(settings that change what is trained, those that do not)."""
+    """(differences that change what is trained, differences that do not)."""
     trees = with_defaults(one.config), with_defaults(other.config)
     recipe = recipe_difference(*trees)
-    rest = _between(*map(flatten, trees))
+    rest = _differences(*map(flatten, trees))
     return recipe, {key: pair for key, pair in rest.items() if key not in recipe}
 
 
 def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    """A resolved configuration with what its version did not have yet at its default. A task's options stay."""
+    """A resolved configuration with settings that an older version lacked at their defaults, except task options."""
     whole = dict(tree)
     for name, field in Config.model_fields.items():
         if isinstance(field.default, BaseModel):
@@ -88,7 +84,7 @@ def _as_yaml(value: Any) -> Any:
 
 
 def over_starts(starts: Sequence[dict[str, Any]], key: str) -> Any:
-    """What a run says of ``key``; a run that was resumed elsewhere says several things, as ``first, then second``."""
+    """The value of ``key``. A run that was resumed elsewhere can have several: "first, then second"."""
     values = _changes(start.get(key) for start in starts)
     return values[0] if len(values) == 1 else ", then ".join(map(str, values))
 
@@ -113,9 +109,9 @@ def _code(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Cod
     commits = [_changes(start.get("commit") for start in starts) for starts in git]
     changed = [any(bool(start.get("changed")) for start in starts) for starts in git]
     equal = commits[0] == commits[1]
-    open_question = equal and (any(changed) or None in commits[0])
-    return Code((commits[0], commits[1]), (changed[0], changed[1]), None if open_question else equal)
+    undecided = equal and (any(changed) or None in commits[0])
+    return Code((commits[0], commits[1]), (changed[0], changed[1]), None if undecided else equal)
 
 
-def _between(one: dict[str, Any], other: dict[str, Any]) -> Differences:
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> Differences:
     return {key: (one.get(key), other.get(key)) for key in sorted({*one, *other}) if one.get(key) != other.get(key)}

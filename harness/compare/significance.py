@@ -1,6 +1,6 @@
-"""How far a difference may be chance: over the rows that two models have guessed, and over seeds.
+"""Statistical tests and intervals, for paired predictions and over seeds.
 
-Pure numbers in and out. The tests hold these against scipy, which is no dependency, and against published examples.
+The tests compare the results with scipy, which is not a dependency, and with published examples.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def mcnemar(only_one: int, only_other: int) -> float:
-    """Two-sided p of the exact McNemar test, from the rows that one model alone has right, and the other alone.
+    """Two-sided p of the exact McNemar test, from the numbers of rows that only one or only the other model gets right.
 
-    If both are equally good, each such row is a toss of a fair coin.
+    If both models are equally good, each such row is the toss of a fair coin.
     """
     count = only_one + only_other
     fewer = min(only_one, only_other)
@@ -32,10 +32,10 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
 
 
 def paired_interval(both: int, only_one: int, only_other: int, neither: int) -> tuple[float, float]:
-    """Interval of the other's accuracy minus the one's, over rows that both have guessed.
+    """Interval of the other model's accuracy minus the first's, over rows that both predict.
 
     Newcombe's square-and-add method for paired rows (Statistics in Medicine 17, 1998, pages 2635-2650): Wilson's
-    intervals of the two accuracies, put together with their correlation, which is corrected for continuity.
+    intervals of the two accuracies, combined with their correlation, which is corrected for continuity.
     """
     count = both + only_one + only_other + neither
     hits, other_hits = both + only_one, both + only_other
@@ -56,14 +56,14 @@ def paired_interval(both: int, only_one: int, only_other: int, neither: int) -> 
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for a single value, which says nothing of it."""
+    """Standard error of the mean; None for a single value."""
     return math.sqrt(variance(values) / len(values)) if len(values) > 1 else None
 
 
 def welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:
-    """Welch's interval of the other's mean minus the one's; None where a side has a single value.
+    """Welch's interval of the other mean minus the first; None if a side has a single value.
 
-    Degrees of freedom are rounded down, which makes it a little wider.
+    Degrees of freedom are rounded down, which makes the interval slightly wider.
     """
     squares = [variance(values) / len(values) for values in (one, other) if len(values) > 1]
     if len(squares) < 2:
@@ -77,7 +77,7 @@ def welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float] |
 
 
 def student(freedom: int) -> float:
-    """The t beyond which, on both sides, 1 - LEVEL of Student's distribution lies; ``freedom`` is whole."""
+    """The two-sided critical value t of Student's distribution at LEVEL, for a whole number of degrees of freedom."""
     low, high = 0.0, 20.0  # of one degree it is 12.7
     for _ in range(60):
         middle = (low + high) / 2

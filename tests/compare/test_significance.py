@@ -1,4 +1,4 @@
-"""Intervals and tests, held against scipy, against published examples, and against what must hold of any of them."""
+"""Intervals and tests, compared with scipy, with published examples, and with properties that must always hold."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def test_mcnemar_is_the_exact_binomial_test(pair):
 
 
 def test_mcnemar_by_hand():
-    """Seven tosses, one of them heads: twice (1 + 7) of 128."""
+    """Seven tosses, one of them heads: twice (1 + 7) / 128."""
     assert mcnemar(1, 6) == pytest.approx(2 * 8 / 128)
     assert mcnemar(4, 4) == 1.0
 
 
-def test_many_discordant_rows_take_no_time():
+def test_mcnemar_with_many_rows():
     assert 0 < mcnemar(99_000, 101_000) < 1e-4
 
 
 @pytest.mark.parametrize("hits", [0, 1, 15, 20])
-def test_wilson(hits):
+def test_wilson_is_scipys(hits):
     stats = pytest.importorskip("scipy.stats")
     expected = stats.binomtest(hits, 20).proportion_ci(method="wilson")
     assert wilson(hits, 20) == pytest.approx((expected.low, expected.high), abs=1e-12)
@@ -46,7 +46,7 @@ def test_paired_interval_of_a_published_table():
 
 @given(counts, counts, counts, counts)
 @settings(max_examples=200, deadline=None)
-def test_a_paired_interval_holds_its_difference(both, one, other, neither):
+def test_paired_interval_contains_the_difference(both, one, other, neither):
     count = both + one + other + neither
     if not count:
         return
@@ -58,13 +58,13 @@ def test_a_paired_interval_holds_its_difference(both, one, other, neither):
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 7, 10, 29, 30, 1000])
-def test_student(freedom):
+def test_student_is_scipys(freedom):
     stats = pytest.importorskip("scipy.stats")
     assert student(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
 
 
-def test_welch_where_degrees_of_freedom_are_whole():
-    """Equal spreads and numbers: 2 (n - 1) degrees of freedom, as scipy has it."""
+def test_welch_with_whole_degrees_of_freedom():
+    """Equal variances and sizes: 2 (n - 1) degrees of freedom, as in scipy."""
     stats = pytest.importorskip("scipy.stats")
     one, other = [0.90, 0.92, 0.91], [0.94, 0.96, 0.95]
     expected = stats.ttest_ind(other, one, equal_var=False).confidence_interval()
@@ -80,7 +80,7 @@ def test_welch_is_never_narrower_than_scipy():
     assert high - low < 1.5 * (expected.high - expected.low)
 
 
-def test_a_single_seed_says_nothing_of_its_spread():
+def test_single_seed_has_no_spread():
     assert standard_error([0.5]) is None
     assert welch([0.5], [0.4, 0.6]) is None
     assert standard_error([1.0, 2.0, 3.0]) == pytest.approx(1 / math.sqrt(3))

@@ -1,4 +1,4 @@
-"""Bitwise comparison of what two runs saved: best weights, and the checkpoints of the same steps. Needs torch."""
+"""Bitwise comparison of the best weights of two runs, and of their checkpoints of the same steps. Needs torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, layout
 
-_FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which a difference is looked for
-_NOT_THE_STATE = ("format", "log_offset")  # the latter counts bytes, and times have more or fewer digits
-_OF_THE_GANG = ("ranks", "world_size")  # what differs between numbers of ranks in any case
+_FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which differences are reported
+_IGNORED = ("format", "log_offset")  # log_offset counts bytes, and the logged times vary in their number of digits
+_PER_WORLD_SIZE = ("ranks", "world_size")  # always differ between two world sizes
 
 
 @dataclass(frozen=True)
-class Parting:
-    """The first thing that differs: a tensor, by at most ``by`` (None: in its shape), or plain values."""
+class StateDifference:
+    """The first part that differs: a tensor, by at most ``by`` (None: in its shape), or two plain values."""
 
     name: str
     by: float | None
@@ -29,52 +29,53 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """``weights.safetensors``; ``steps``: which evaluation's they are. ``same`` is None where they cannot be compared,
-    for the reason ``why``."""
+class WeightsComparison:
+    """``steps``: the steps at which the best weights were saved. ``same`` is None if there is no comparison, for the
+    reason ``why``."""
 
     same: bool | None
     steps: tuple[int | None, int | None] = (None, None)
-    first: Parting | None = None
+    first: StateDifference | None = None
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """The whole checkpoints that both runs have, from the first to the newest or to the first that differs."""
+class CheckpointsComparison:
+    """Complete checkpoints of both runs, from the first to the newest or to the first that differs. ``steps``: in both.
+    ``refused``: damaged checkpoints."""
 
     same: bool | None
-    steps: list[int]  # of which both have a checkpoint
+    steps: list[int]
     equal: list[int]
     differs: int | None = None
-    first: Parting | None = None
+    first: StateDifference | None = None
     newest: tuple[int | None, int | None] = (None, None)
     refused: tuple[str, ...] = ()
 
 
-def weights(one: Path, other: Path) -> Weights:
+def weights(one: Path, other: Path) -> WeightsComparison:
     """Compare the best weights of two run folders."""
     missing = [label for label, folder in (("A", one), ("B", other)) if not _weights(folder).is_file()]
     if missing:
-        has = "has no weights yet: it was" if len(missing) == 1 else "have no weights yet: they were"
-        return Weights(None, why=f"{' and '.join(missing)} {has} not evaluated so far")
+        has = "has" if len(missing) == 1 else "have"
+        return WeightsComparison(None, why=f"{' and '.join(missing)} {has} no weights yet (no evaluation so far)")
     try:
         with safe_open(_weights(one), "pt") as mine, safe_open(_weights(other), "pt") as theirs:
             steps = _step(mine), _step(theirs)
             if steps[0] != steps[1]:
-                return Weights(None, steps, why=f"they are of step {steps[0]} in A and of step {steps[1]} in B")
+                return WeightsComparison(None, steps, why=f"A saved them at step {steps[0]}, B at step {steps[1]}")
             names = sorted({*mine.keys(), *theirs.keys()})
             for name in names:
                 pair = [file.get_tensor(name) if name in file.keys() else None for file in (mine, theirs)]  # noqa: SIM118
                 first = next(differing(name, *pair), None)
                 if first:
-                    return Weights(False, steps, first)
+                    return WeightsComparison(False, steps, first)
     except (SafetensorError, OSError) as error:
-        return Weights(None, why=f"weights.safetensors cannot be read: {first_line(error)}")
-    return Weights(True, steps)
+        return WeightsComparison(None, why=f"weights.safetensors cannot be read: {first_line(error)}")
+    return WeightsComparison(True, steps)
 
 
-def checkpoints(one: Path, other: Path) -> Checkpoints:
+def checkpoints(one: Path, other: Path) -> CheckpointsComparison:
     """Compare the checkpoints of the same steps of two run folders, up to the first that differs."""
     mine, theirs = checkpoint.steps(one / layout.CHECKPOINTS), checkpoint.steps(other / layout.CHECKPOINTS)
     newest = max(mine, default=None), max(theirs, default=None)
@@ -88,38 +89,38 @@ def checkpoints(one: Path, other: Path) -> Checkpoints:
             if (problem := checkpoint.damage(path))
         ]
         try:
-            found = [] if problems else list(_parting(mine[step], theirs[step]))
+            found = [] if problems else list(_difference(mine[step], theirs[step]))
         except CheckpointError as error:
             problems.append(f"step {step}: {error.message}")
         except (AttributeError, KeyError, TypeError):
-            problems.append(f"step {step}: what is in it is not what this harness writes")
+            problems.append(f"step {step}: not a checkpoint of this harness")
         if problems:
             refused += problems
         elif found:
-            return Checkpoints(False, common, equal, step, found[0], newest, tuple(refused))
+            return CheckpointsComparison(False, common, equal, step, found[0], newest, tuple(refused))
         else:
             equal.append(step)
-    return Checkpoints(True if equal else None, common, equal, None, None, newest, tuple(refused))
+    return CheckpointsComparison(True if equal else None, common, equal, None, None, newest, tuple(refused))
 
 
-def _parting(one: Path, other: Path) -> list[Parting]:
-    """The first difference of two checkpoints, if there is one."""
+def _difference(one: Path, other: Path) -> list[StateDifference]:
+    """The first difference between two checkpoints, in a list that is empty if they are equal."""
     mine, theirs = (checkpoint.read(path, mapped=True) for path in (one, other))
-    same_gang = mine.get("world_size") == theirs.get("world_size")
-    names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in _NOT_THE_STATE]
+    same_world = mine.get("world_size") == theirs.get("world_size")
+    names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in _IGNORED]
     for name in names:
-        if same_gang or name not in _OF_THE_GANG:
-            pair = [without_clocks(name, content.get(name), same_gang) for content in (mine, theirs)]
+        if same_world or name not in _PER_WORLD_SIZE:
+            pair = [without_clocks(name, content.get(name), same_world) for content in (mine, theirs)]
             for found in differing(name, *pair):
                 return [found]
     return []
 
 
-def without_clocks(name: str, part: Any, same_gang: bool = True) -> Any:
-    """A part of a checkpoint without seconds, and without who did which part of the epoch where gangs differ."""
+def without_clocks(name: str, part: Any, same_world: bool = True) -> Any:
+    """A part of a checkpoint without its times, and, if world sizes differ, without the ranks' shares of the epoch."""
     if name == "state":
         timeless = _without_seconds(part)
-        return timeless if same_gang else {key: value for key, value in timeless.items() if key != "segments"}
+        return timeless if same_world else {key: value for key, value in timeless.items() if key != "segments"}
     if name == "ranks":
         return [{**rank, "meter": _without_seconds(rank["meter"])} for rank in part]
     return part
@@ -129,19 +130,19 @@ def _without_seconds(part: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in part.items() if not key.endswith("_s")}
 
 
-def differing(name: str, one: Any, other: Any) -> Iterator[Parting]:
-    """Every place under ``name`` where nested plain data and tensors differ in a bit, in order."""
+def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
+    """Every place under ``name`` where nested plain data and tensors differ in a bit, in order. NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if not _same_bits(one, other):
-            yield Parting(name, _apart(one, other), None)
+            yield StateDifference(name, _apart(one, other), None)
     elif isinstance(one, dict) and isinstance(other, dict):
         for key in dict.fromkeys((*one, *other)):
             yield from differing(f"{name}.{key}", one.get(key), other.get(key))
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         for index, pair in enumerate(zip(one, other, strict=True)):
             yield from differing(f"{name}[{index}]", *pair)
-    elif type(one) is not type(other) or (one != other and not (one != one and other != other)):  # NaN is NaN
-        yield Parting(name, None, (_short(one), _short(other)))
+    elif type(one) is not type(other) or (one != other and not (one != one and other != other)):
+        yield StateDifference(name, None, (_short(one), _short(other)))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -158,7 +159,7 @@ def _apart(one: Tensor, other: Tensor) -> float | None:
 
 
 def _short(value: Any) -> Any:
-    """``value``, if it is a word or a number; else what kind of thing it is."""
+    """``value`` if it is text or a number, otherwise its type and size."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return value if value is None or isinstance(value, str | int | float) else f"{type(value).__name__} of {len(value)}"
