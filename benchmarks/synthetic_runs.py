@@ -1,4 +1,4 @@
-"""Writes synthetic run and sweep folders, as training leaves them, to test and benchmark reports."""
+"""Synthetic run folders and sweep folders, for tests and benchmarks of reports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.4, "reduce": 0.1, "optimiz
 
 @dataclass(frozen=True)
 class Fake:
-    """A synthetic run.
-
-    It has ``rows`` training rows per epoch and a throughput of ``speed`` rows per second on one rank; on N ranks each
-    is ``efficiency`` times as fast. ``final``: the validation accuracy that it approaches.
-    """
+    """``rows``: training rows per epoch. ``speed``: rows per second on one rank; of several, each has ``efficiency``
+    times that. ``final``: the validation accuracy that the run approaches."""
 
     name: str = "fake"
     lr: float = 0.1
@@ -36,8 +33,8 @@ class Fake:
     shard: str = "global"
     state: str = "finished"
     settings: dict[str, Any] = field(default_factory=dict)
-    spike_at: int | None = None  # a step with an outlying loss
-    skips: tuple[int, ...] = ()  # steps that the loss scaler skipped
+    spike_at: int | None = None  # the step of a loss spike
+    skips: tuple[int, ...] = ()  # skipped steps
 
     @property
     def rows_per_s(self) -> float:
@@ -60,8 +57,8 @@ def config(fake: Fake) -> dict[str, Any]:
     return tree
 
 
-def lines(fake: Fake) -> list[dict[str, Any]]:
-    """The record: a line every ``log_every`` steps and at each epoch's end, and an evaluation of a second an epoch."""
+def entries(fake: Fake) -> list[dict[str, Any]]:
+    """The log: an entry every ``log_every`` steps and at the end of each epoch, and an evaluation of 1 s per epoch."""
     generator = np.random.default_rng([fake.seed, int(fake.lr * 1e6), fake.batch])
     steps = math.ceil(fake.rows / fake.batch)
     found: list[dict[str, Any]] = []
@@ -93,9 +90,9 @@ def lines(fake: Fake) -> list[dict[str, Any]]:
 
 
 def write_run(folder: Path, fake: Fake) -> Path:
-    """The run folder of ``fake`` at ``folder``; of an unfinished one half the record, broken off in mid-line."""
+    """Write the run folder of ``fake``; the log of an unfinished run has half of its entries and ends within a line."""
     (folder / "logs").mkdir(parents=True)
-    record = [json.dumps(line) for line in lines(fake)]
+    record = [json.dumps(line) for line in entries(fake)]
     if fake.state != "finished":
         record = record[: len(record) // 2]
     text = "\n".join(record) + "\n"
@@ -127,18 +124,18 @@ def write_run(folder: Path, fake: Fake) -> Path:
 
 
 def write_sweep(folder: Path, fakes: list[Fake], keys: tuple[str, ...] = ("optimizer.lr", "batch.global")) -> Path:
-    """A sweep folder with a trial for each of ``fakes``."""
-    told = []
+    """Write a sweep folder with a trial for each of ``fakes``."""
+    trials = []
     for number, fake in enumerate(fakes):
         place = f"trials/{number:04d}"
         write_run(folder / place, fake)
         known = {"optimizer.lr": fake.lr, "batch.global": fake.batch, "seed": fake.seed, **fake.settings}
-        told.append(
+        trials.append(
             {"number": number, "run": place, "params": {key: known[key] for key in keys}, "world": fake.world,
              "state": {"stopped": "pruned", "unfinished": "running"}.get(fake.state, fake.state),
              "value": fake.final if fake.state == "finished" else None,
              "error": "the loss became nan" if fake.state == "failed" else None}
         )  # fmt: skip
-    content = {"name": folder.name, "direction": "maximize", "metric": "top1", "space": {}, "trials": told}
+    content = {"name": folder.name, "direction": "maximize", "metric": "top1", "space": {}, "trials": trials}
     (folder / "sweep.json").write_text(json.dumps(content))
     return folder

@@ -11,7 +11,7 @@ from harness.compare.equality import Equality
 from harness.compare.results import Evaluations, Metric, PairedPredictions, Spread, Throughput
 from harness.compare.settings import SettingsComparison
 from harness.errors import ConfigError
-from harness.report.study import LENGTH
+from harness.report.run_set import LENGTH
 from harness.runs.reader import Record, find
 
 

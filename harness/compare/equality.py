@@ -31,7 +31,7 @@ class EntryDifference:
 @dataclass(frozen=True)
 class LogComparison:
     """Entries of both logs that cover the same steps, times excluded. ``low``: the last step up to which nothing
-    differs. ``loss``: the largest difference of a training loss, and its step. ``same``: None without common entries."""
+    differs. ``loss``: the largest difference of a training loss, and its step. ``same``: None if nothing is common."""
 
     lines: tuple[int, int]
     last_steps: tuple[int, int]

@@ -1,1 +1,5 @@
-"""Reports of runs and sweeps: files in, files out; nothing in training knows of it. ``command`` is the way in."""
+"""``harness report``: one page, or tables, about runs and sweeps.
+
+It reads run folders (``harness.runs.reader``) and needs neither torch nor the training code. Start at main.py;
+run_set.py holds the runs side by side, sections.py decides which figures the page shows.
+"""

@@ -11,9 +11,7 @@ HELP = "write one page about runs or a sweep: curves, speed-up, where the time w
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="RUN_OR_SWEEP", help="run folders, or the folder of a sweep")
-    parser.add_argument(
-        "--format", choices=["html", "md", "csv", "png"], default="html", help="kind of file (default: html)"
-    )
+    parser.add_argument("--format", choices=["html", "md", "csv"], default="html", help="kind of file (default: html)")
     parser.add_argument(
         "-o", "--out", type=Path, metavar="FILE", help="file to write (default: report.FORMAT in the first folder)"
     )

@@ -1,12 +1,13 @@
-"""The history of one run, as small as a figure needs it: its record read once, reduced, and let go of.
+"""The history of one run, thinned to what a figure needs.
 
-``epoch`` is where in the data an update was, in epochs and fractions; ``samples`` are training rows over all ranks;
-``seconds`` are those of the clock since training began, with evaluations and checkpoints, without the time between a
-stop and the next start.
+Axes: ``epoch``: the position in the data, in epochs and fractions. ``samples``: training rows over all ranks.
+``seconds``: wall time since training began, with evaluations and checkpoints, without the time between a stop and the
+next start.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,16 +15,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from harness.report import downsample
 from harness.runs.reader import Record
 
 Direction = Literal["max", "min"]
 AXES = ("epoch", "samples", "seconds")
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of a step; shares are in time_PHASE
-TRAIN_POINTS = 400  # of a run's training curve
-EVAL_POINTS = 200  # of each held-out curve
-_MIN_WINDOWS = 5  # lines of a record that tell whether its pace was even
-NOT_METRICS = frozenset(  # of the numbers in an evaluation's line
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of a step; log entries have time_PHASE
+TRAIN_POINTS = 400  # per run, of the training curve
+EVAL_POINTS = 200  # per run, of each validation curve
+_MIN_ENTRIES = 5  # needed to judge how even the pace was
+NOT_METRICS = frozenset(  # numbers of an evaluation's entry
     ["step", "epoch", "samples", "skipped", "wall_s", "lr", "loss_scale", "samples_per_s", "data_wait", "rows_used",
      "rows", "bad_rows", *(f"time_{phase}" for phase in PHASES)]
 )  # fmt: skip
@@ -31,7 +31,7 @@ NOT_METRICS = frozenset(  # of the numbers in an evaluation's line
 
 @dataclass(frozen=True)
 class Curve:
-    """``values[name][i]`` was measured after ``steps[i]`` updates, where ``at[axis][i]`` says; (points,) each."""
+    """``values[name][i]`` was measured after ``steps[i]`` updates, at ``at[axis][i]``; arrays of shape (points,)."""
 
     steps: np.ndarray
     at: dict[str, np.ndarray]
@@ -54,47 +54,47 @@ def no_curve() -> Curve:
 
 @dataclass(frozen=True)
 class History:
-    """``gains``: the evaluations that were better than all before them, with the deciding metric as ``value``; the last
-    one is the best. ``shares``: of the time, by phase, adding up to 1; of an old run ``data`` and ``rest`` alone.
-    ``rows_per_s``: rows trained a second of training, evaluations left out. ``swing``: how many times that the
-    fastest tenth of the record's lines is; 1 where the pace was even."""
+    """``improvements``: evaluations better than all before, the last is the best; ``value`` is the deciding metric.
+    ``shares``: of the training time, by phase, with sum 1. ``rows_per_s``: in training, without evaluations.
+    ``burst``: the pace of the fastest tenth of the log, as a multiple of the mean; 1 if the pace was even.
+    ``loss_scales``: smallest and largest."""
 
     train: Curve = field(default_factory=no_curve)
-    held_out: Curve = field(default_factory=no_curve)
-    gains: Curve = field(default_factory=no_curve)
+    validation: Curve = field(default_factory=no_curve)
+    improvements: Curve = field(default_factory=no_curve)
     last: dict[str, float] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     rows_per_s: float | None = None
-    swing: float | None = None
+    burst: float | None = None
     train_s: float | None = None
     wall_s: float | None = None
     steps: int = 0
     samples: int | None = None
     skipped: int | None = None
-    loss_scales: tuple[float, float] | None = None  # least, largest
+    loss_scales: tuple[float, float] | None = None
 
 
 def read(record: Record, metric: str | None, direction: Direction) -> History:
-    """The history of ``record``, whatever of it is there. ``metric`` decides which evaluation is better."""
+    """The history of ``record``, as far as it exists. ``metric`` decides which evaluation is better."""
     table = record.metrics()
     if not len(table):
         return History()
-    train, edges, held_out = (table.filter(pc.equal(table["split"], split)) for split in ("train", "epoch", "eval"))
-    places = _Places(train, edges, held_out)
-    trained = places.curve(train, ["loss", "lr", "loss_scale", "skipped"])
-    evaluated = places.curve(held_out, _metrics(held_out), finished_epochs=True)
+    train, epochs, evals = (table.filter(pc.equal(table["split"], split)) for split in ("train", "epoch", "eval"))
+    axes = _Axes(train, epochs, evals)
+    trained = axes.curve(train, ["loss", "lr", "loss_scale", "skipped"])
+    evaluated = axes.curve(evals, _metrics(evals), finished_epochs=True)
     times_s = _window_s(train)
     scales = trained.values["loss_scale"][~np.isnan(trained.values["loss_scale"])]
     seconds = np.concatenate([trained.at["seconds"], evaluated.at["seconds"]])
     skipped = trained.values["skipped"]
     return History(
-        train=trained.take(downsample.keep([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
-        held_out=evaluated.take(downsample.keep(list(evaluated.values.values()), EVAL_POINTS)),
-        gains=_gains(evaluated, metric, direction),
+        train=trained.take(thin([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
+        validation=evaluated.take(thin(list(evaluated.values.values()), EVAL_POINTS)),
+        improvements=_improvements(evaluated, metric, direction),
         last={name: float(values[-1]) for name, values in evaluated.values.items() if len(values)},
         shares=_shares(train, times_s),
         rows_per_s=_ratio(_rows(train)[times_s > 0].sum(), times_s.sum()),
-        swing=_swing(_rows(train), times_s),
+        burst=_burst(_rows(train), times_s),
         train_s=float(times_s.sum()) or None,
         wall_s=_last(seconds, largest=True),
         steps=int(np.nanmax(np.concatenate([trained.steps, evaluated.steps, [0.0]]))),
@@ -104,18 +104,16 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
     )
 
 
-class _Places:
-    """Where an update was: in epochs, samples and seconds. Lines that do not say are between those that do."""
+class _Axes:
+    """The position of an update in epochs, samples and seconds, interpolated where an entry does not have it."""
 
-    def __init__(self, train: pa.Table, edges: pa.Table, held_out: pa.Table) -> None:
+    def __init__(self, train: pa.Table, epochs: pa.Table, evals: pa.Table) -> None:
         self._steps, self._samples = _numbers(train, "step"), _numbers(train, "samples")
-        self._seconds = _numbers(train, "wall_s")
         ends = {0.0: 0.0}
-        for table, behind in ((edges, 1.0), (held_out, 0.0)):  # an epoch's own line still has that epoch's number
-            steps, epochs = _numbers(table, "step"), _numbers(table, "epoch") + behind
-            ends |= {
-                step: epoch for step, epoch in zip(steps.tolist(), epochs.tolist(), strict=True) if epoch > 0 < step
-            }
+        for table, offset in ((epochs, 1.0), (evals, 0.0)):  # the entry at the end of epoch e has epoch = e
+            steps, numbers = _numbers(table, "step"), _numbers(table, "epoch") + offset
+            pairs = zip(steps.tolist(), numbers.tolist(), strict=True)
+            ends |= {step: epoch for step, epoch in pairs if epoch > 0 < step}
         self._ends = np.array(sorted(ends.items()))
 
     def curve(self, table: pa.Table, names: list[str], finished_epochs: bool = False) -> Curve:
@@ -127,7 +125,7 @@ class _Places:
         return Curve(steps, at, {name: _numbers(table, name) for name in names})
 
     def _epochs(self, table: pa.Table, steps: np.ndarray) -> np.ndarray:
-        """Between the ends of epochs; behind the last one, at the pace of the epoch before."""
+        """Interpolated between the ends of epochs; after the last one, at the pace of the epoch before."""
         if len(self._ends) < 2:
             return _numbers(table, "epoch")
         (before, was), (last, done) = self._ends[-2:]
@@ -155,18 +153,17 @@ def _between(at: np.ndarray, steps: np.ndarray, values: np.ndarray) -> np.ndarra
     return np.interp(at, steps[known], values[known])
 
 
-def _metrics(held_out: pa.Table) -> list[str]:
-    """The columns of evaluations that hold a metric, in the record's order."""
+def _metrics(evals: pa.Table) -> list[str]:
+    """The columns of evaluations that hold a metric, in the order of the log."""
     return [
         column.name
-        for column in held_out.schema
-        if column.name not in NOT_METRICS
-        and _is_number(column.type)
-        and held_out[column.name].null_count < len(held_out)
+        for column in evals.schema
+        if column.name not in NOT_METRICS and _is_number(column.type)
+        if evals[column.name].null_count < len(evals)
     ]
 
 
-def _gains(evaluated: Curve, metric: str | None, direction: Direction) -> Curve:
+def _improvements(evaluated: Curve, metric: str | None, direction: Direction) -> Curve:
     if metric not in evaluated.values:
         return no_curve()
     values = evaluated.values[metric]
@@ -178,40 +175,35 @@ def _gains(evaluated: Curve, metric: str | None, direction: Direction) -> Curve:
 
 
 def _rows(train: pa.Table) -> np.ndarray:
-    """Training rows since the line before."""
+    """Training rows since the entry before."""
     return np.diff(np.nan_to_num(_numbers(train, "samples")), prepend=0.0)
 
 
 def _window_s(train: pa.Table) -> np.ndarray:
-    """Seconds of training since the line before; 0 where a line does not tell its speed."""
+    """Seconds of training since the entry before; 0 where an entry has no speed."""
     speed = np.nan_to_num(_numbers(train, "samples_per_s"))
     return np.divide(_rows(train), speed, out=np.zeros(len(speed)), where=speed > 0)
 
 
-def _swing(rows: np.ndarray, times_s: np.ndarray) -> float | None:
-    """Of whole windows alone: the short one at the end of an epoch has a speed of its own."""
-    if len(rows) < _MIN_WINDOWS:
+def _burst(rows: np.ndarray, times_s: np.ndarray) -> float | None:
+    """Computed from whole windows only: the short one at the end of an epoch has a speed of its own."""
+    if len(rows) < _MIN_ENTRIES:
         return None
     whole = (times_s > 0) & (rows >= np.median(rows))
-    if whole.sum() < _MIN_WINDOWS:
+    if whole.sum() < _MIN_ENTRIES:
         return None
     mean = rows[whole].sum() / times_s[whole].sum()
     return float(np.quantile(rows[whole] / times_s[whole], 0.9) / mean)
 
 
 def _shares(train: pa.Table, times_s: np.ndarray) -> dict[str, float]:
-    """Where the time of training went: each line counts as long as it lasted."""
-    told = {phase: _numbers(train, f"time_{phase}") for phase in PHASES}
-    known = (times_s > 0) & ~np.isnan(np.array(list(told.values()))).all(axis=0)
-    if known.any():
-        weights = times_s[known] / times_s[known].sum()
-        return {phase: float((np.nan_to_num(values[known]) * weights).sum()) for phase, values in told.items()}
-    wait = _numbers(train, "data_wait")
-    known = (times_s > 0) & ~np.isnan(wait)
+    """Shares of the training time by phase: entries weighted by their duration."""
+    phases = {phase: _numbers(train, f"time_{phase}") for phase in PHASES}
+    known = (times_s > 0) & ~np.isnan(np.array(list(phases.values()))).all(axis=0)
     if not known.any():
         return {}
-    data = float((wait[known] * times_s[known]).sum() / times_s[known].sum())
-    return {"data": data, "rest": 1.0 - data}
+    weights = times_s[known] / times_s[known].sum()
+    return {phase: float((np.nan_to_num(values[known]) * weights).sum()) for phase, values in phases.items()}
 
 
 def _ratio(above: Any, below: Any) -> float | None:
@@ -221,3 +213,27 @@ def _ratio(above: Any, below: Any) -> float | None:
 def _last(values: np.ndarray, largest: bool = False) -> float | None:
     known = values[~np.isnan(values)]
     return None if not len(known) else float(known.max() if largest else known[-1])
+
+
+def thin(series: Sequence[np.ndarray], limit: int) -> np.ndarray:
+    """Ascending indices of the points to keep of ``series``, each of shape (points,): about ``limit`` at most.
+
+    Keeps the first and the last point, and the smallest and the largest value of each series in every bucket of
+    neighbors, so that a spike of a single point is never lost. NaN is no value. Keeps all of ``limit`` points or fewer.
+    """
+    num_points = len(series[0]) if series else 0
+    if num_points <= limit:
+        return np.arange(num_points)
+    num_buckets = max(1, (limit - 2) // (2 * len(series)))
+    width = -(-num_points // num_buckets)
+    kept = {0, num_points - 1}
+    starts = np.arange(0, num_points, width)
+    for values in series:
+        padded = np.full(len(starts) * width, np.nan)
+        padded[:num_points] = values
+        buckets = padded.reshape(len(starts), width)
+        known = ~np.isnan(buckets).all(axis=1)
+        smallest = np.where(np.isnan(buckets), np.inf, buckets).argmin(axis=1)
+        largest = np.where(np.isnan(buckets), -np.inf, buckets).argmax(axis=1)
+        kept.update((starts + smallest)[known].tolist(), (starts + largest)[known].tolist())
+    return np.array(sorted(kept))

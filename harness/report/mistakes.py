@@ -1,7 +1,7 @@
-"""What a classifier gets wrong: its confusion matrix, and the held-out rows it is most sure of and wrong about.
+"""Errors of a classifier: its confusion matrix, and the wrong predictions with the highest scores.
 
-Images are looked for where the run's configuration says, from the working folder and from the folders above the run;
-one that cannot be found or read is left out.
+Images are searched under ``task.root``, from the working folder and from the folders above the run. Images that cannot
+be found or read are left out.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from harness.report.study import Run
+from harness.report.run_set import ReportedRun
 from harness.runs import layout
 
-MAX_CLASSES = 60  # of a matrix that is drawn; of more, the pairs confused most
+MAX_CLASSES = 60  # of a matrix that is drawn; larger ones only have a list of pairs
 MAX_SHOWN = 24  # mistakes
 MAX_PAIRS = 10
-_PIXELS = 96  # the longer side of an image on the page
+_PIXELS = 96  # longer side of an image on the page
 _PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
 
@@ -51,7 +51,7 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out row. ``score``: the probability given to the wrong prediction; ``image``: a data URI, or empty."""
+    """A validation row. ``score``: the probability of the wrong prediction; ``image``: a data URI, or empty."""
 
     row: str
     label: str
@@ -60,8 +60,8 @@ class Mistake:
     image: str
 
 
-def confusion(run: Run) -> Confusion | None:
-    """``confusion.csv``; None where there is none, or no square of counts."""
+def confusion(run: ReportedRun) -> Confusion | None:
+    """Read ``confusion.csv``; None if it does not exist or is not a square of counts."""
     try:
         with open(run.record.path / layout.CONFUSION, newline="", encoding="utf-8") as file:
             header, *lines = csv.reader(file)
@@ -73,7 +73,7 @@ def confusion(run: Run) -> Confusion | None:
     return Confusion(classes, counts) if square and classes else None
 
 
-def worst(run: Run) -> tuple[list[Mistake], int, int]:
+def worst(run: ReportedRun) -> tuple[list[Mistake], int, int]:
     """(the worst mistakes, how many there are, rows) of ``predictions.csv``; nothing where it has no label."""
     table = _predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
@@ -119,8 +119,8 @@ def _scores(wrong: pa.Table) -> np.ndarray:
 # Images
 
 
-def _images(run: Run) -> Callable[[str], str]:
-    """From a row's id to its image as a data URI, empty where there is none."""
+def _images(run: ReportedRun) -> Callable[[str], str]:
+    """A function from a row's id to its image as a data URI, empty if there is none."""
     try:
         from PIL import Image
     except ImportError:
@@ -152,14 +152,14 @@ def _is_below(name: str, num_rows: int) -> bool:
     return name.isdecimal() and int(name) < num_rows
 
 
-def _places(run: Run) -> Iterator[Path]:
-    """Where relative paths of the run may start: the working folder, and the folders above the run."""
+def _places(run: ReportedRun) -> Iterator[Path]:
+    """Folders that relative paths may start from: the working folder, and the folders above the run."""
     yield Path()
     yield from run.record.path.resolve().parents[:4]
 
 
-def _published(run: Run, path: Path) -> np.ndarray | None:
-    """Images of an IDX file, (rows, height, width), mapped; None where it is not there or not whole."""
+def _published(run: ReportedRun, path: Path) -> np.ndarray | None:
+    """Memory-mapped images of an IDX file, (rows, height, width); None if it is missing or incomplete."""
     for place in _places(run):
         try:
             header = np.fromfile(place / path, dtype=">u4", count=4)

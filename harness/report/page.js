@@ -1,4 +1,4 @@
-// The report's charts and switches. Everything it shows is in the page; it asks nobody for anything.
+// The report's charts and switches. It uses only data in the page and makes no request.
 "use strict";
 (() => {
   const report = JSON.parse(document.getElementById("report-data").textContent);
@@ -6,12 +6,12 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 560px)");
   const touch = matchMedia("(pointer: coarse)");
-  const AXES = { epoch: "epochs", samples: "training samples", seconds: "seconds by the clock" };
+  const AXES = { epoch: "epochs", samples: "training samples", seconds: "seconds" };
   const hidden = new Set();
   const chosen = (name, otherwise) => document.querySelector(`input[name="${name}"]:checked`)?.value ?? otherwise;
   const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
 
-  // "@c0" in a figure is the palette's color of that name.
+  // "@c0" in a figure stands for the color of that name in the palette.
   const painted = (part) => {
     if (typeof part === "string") return part.startsWith("@") ? color(part.slice(1)) : part;
     if (Array.isArray(part)) return part.map(painted);
@@ -40,7 +40,7 @@
     };
   };
 
-  // A curve of each line that is shown: of part "train" or "held_out".
+  // The curves of the visible lines: part "train" or "validation".
   const curve = (chart) => {
     const axis = chosen("axis", "epoch");
     const name = chart.choice ? chosen(chart.choice, chart.value) : chart.value;
@@ -58,11 +58,11 @@
           fill: "toself", fillcolor: faint(ink), line: { width: 0 }, hoverinfo: "skip", showlegend: false,
         });
       }
-      const marked = chart.part === "held_out" && y.length <= 60;
+      const marked = chart.part === "validation" && y.length <= 60;
       data.push({
         type: "scatter", mode: marked ? "lines+markers" : "lines", x, y, name: line.label,
         line: { color: ink, dash: line.dash, width: report.lines.length > 8 ? 1.6 : 2.2, shape: chart.shape ?? "linear" },
-        marker: { symbol: line.symbol, size: y.length > 1 ? 5.5 : 11 },  // a point without a line must be seen alone
+        marker: { symbol: line.symbol, size: y.length > 1 ? 5.5 : 11 },  // a single point needs a larger marker
         hovertemplate: `${line.shown}<br>%{x:,.4~g} ${AXES[axis]}: <b>%{y:.5~g}</b><extra></extra>`,
       });
     });
@@ -77,19 +77,41 @@
     };
   };
 
-  // Labels of several settings, one a line where there is little room for them.
+  // Labels with one setting per line on narrow screens.
   const broken = (trace) => trace.orientation === "h" && narrow.matches
     ? { ...trace, y: trace.y.map((label) => label.replaceAll(" · ", "<br>")) } : trace;
 
+  // plotly.js is stored as gzip in Python's base85. As an inline script it must match a hash of the page's policy.
+  const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~";
+  const unpack = async () => {
+    const packed = document.getElementById("plotly");
+    const text = packed.textContent;
+    const bytes = new DataView(new ArrayBuffer(text.length / 5 * 4));
+    for (let at = 0; at < text.length; at += 5) {
+      let number = 0;
+      for (const digit of text.slice(at, at + 5)) number = number * 85 + DIGITS.indexOf(digit);
+      bytes.setUint32(at / 5 * 4, number);
+    }
+    const stream = new Blob([bytes.buffer.slice(0, Number(packed.dataset.bytes))]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+  };
+  const plotly = unpack().catch(() => {
+    for (const div of document.querySelectorAll(".chart")) div.textContent = "This browser cannot draw the figures; update it, or see the numbers below.";
+  });
+
   let drawn = 0;
   const draw = async (div) => {
+    await plotly;
+    if (!window.Plotly) return;
     const chart = report.charts[div.dataset.chart];
     const figure = chart.part ? curve(chart) : { data: painted(chart.data).map(broken), layout: painted(chart.layout) };
     const tall = narrow.matches && figure.data[0]?.orientation === "h" ? 52 * figure.data[0].y.length + 110 + 20 * figure.data.length : 0;
     div.dataset.height ??= parseInt(div.style.height, 10);
     div.style.height = `${Math.max(tall, Number(div.dataset.height))}px`;
     const layout = { ...figure.layout, template: look(), height: div.clientHeight, autosize: true };
-    if (root.classList.contains("paper")) layout.width = div.clientWidth;  // paper is not measured by itself
+    if (root.classList.contains("paper")) layout.width = div.clientWidth;  // plotly does not measure paper
     await Plotly.react(div, figure.data, layout, {
       displaylogo: false, responsive: true, displayModeBar: touch.matches ? false : "hover",
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
@@ -120,7 +142,7 @@
     });
   }
 
-  // The table: sorted by a click or a key on a header, and searched.
+  // The table of runs: sorting and search.
   const table = document.getElementById("all-runs");
   const body = table.tBodies[0];
   const rows = [...body.rows];
@@ -132,7 +154,7 @@
       head.setAttribute("aria-sort", up ? "ascending" : "descending");
       const compare = (one, two) => {
         const [a, b] = [order(one, column), order(two, column)];
-        if (a === "" || b === "") return (a === "") - (b === "");  // what is unknown comes last, either way
+        if (a === "" || b === "") return (a === "") - (b === "");  // unknown values come last in either order
         const by = isNaN(a) || isNaN(b) ? a.localeCompare(b, undefined, { numeric: true }) : a - b;
         return up ? by : -by;
       };
@@ -154,15 +176,15 @@
       try {
         await navigator.clipboard.writeText(source.textContent);
         button.textContent = "Copied";
-        document.getElementById("told").textContent = "The commands are copied.";
+        document.getElementById("status").textContent = "Commands copied";
         setTimeout(() => { button.textContent = "Copy"; }, 2000);
       } catch {
-        getSelection().selectAllChildren(source);  // a page from a file may not write to the clipboard
+        getSelection().selectAllChildren(source);  // a page opened from a file may not write to the clipboard
       }
     });
   }
 
-  // The section that is being read, in the bar.
+  // The navigation bar marks the section in view.
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -178,13 +200,13 @@
   }, { rootMargin: "-20% 0px -70% 0px" });
   for (const section of document.querySelectorAll("main section")) seen.observe(section);
 
-  // Other light, other width, paper.
+  // Color scheme, width, printing.
   dark.addEventListener("change", () => redraw(() => true));
   narrow.addEventListener("change", () => redraw(() => true));
   addEventListener("beforeprint", () => { root.classList.add("paper"); redraw(() => true); });
   addEventListener("afterprint", () => { root.classList.remove("paper"); redraw(() => true); });
 
-  // One chart at a time, so that the page can be read and scrolled meanwhile.
+  // One chart at a time, so that the page stays responsive.
   (async () => {
     for (const div of charts) {
       await draw(div);

@@ -1,4 +1,4 @@
-"""How to have a run again, and on what it was made: the commands to type, and its provenance in words."""
+"""The commands that reproduce a run, and its provenance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.report import words
-from harness.report.study import Run, devices, shown
+from harness.report import formatting
+from harness.report.run_set import ReportedRun, devices
 from harness.runs import layout
 
 
-def commands(run: Run) -> list[str]:
-    """What to type in the project's folder: the code as it was, then the same configuration under another name."""
+def commands(run: ReportedRun) -> list[str]:
+    """Commands for the repository: check out the commit, then train the same configuration under a new name."""
     start = _newest(run)
     lines = []
     git = start.get("git")
@@ -24,14 +24,14 @@ def commands(run: Run) -> list[str]:
         lines.append(f"git checkout {shlex.quote(str(git['commit'])[:12])}")
     if run.record.sweep is not None:
         return [*lines, trial_again(run.record.sweep.path, run.record.sweep.name, run.record.path)]
-    config = shlex.quote(shown(run.record.path / layout.CONFIG))
+    config = shlex.quote(formatting.path(run.record.path / layout.CONFIG))
     name = shlex.quote(f"name={run.record.name}_again")
     ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
     hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
     world = run.world or 1
     if len(hosts) > 1:
         where = f"NNODES={len(hosts)} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=PORT"
-        lines.append(f"{where} launch/multi_node.sh {world // len(hosts)} {config} {name}   # and so on, on each node")
+        lines.append(f"{where} launch/multi_node.sh {world // len(hosts)} {config} {name}   # likewise on each node")
     elif world > 1:
         lines.append(f"launch/single_node.sh {world} {config} {name}")
     else:
@@ -40,30 +40,34 @@ def commands(run: Run) -> list[str]:
 
 
 def trial_again(sweep: Path, name: str, run: Path) -> str:
-    """The command that trains the trial ``run`` of the sweep folder ``sweep`` again as it was trained, with its ranks,
-    threads and engine, beside the sweep: in the sweep's folder nothing else belongs."""
-    own = [f"output={shown(sweep.parent)}", f"name={name}-{run.name}"]
-    return shlex.join(["harness", "launch", "-c", shown(run / layout.CONFIG), *own])
+    """The command that trains the trial at ``run`` again, with its ranks, threads and engine, into a folder next to
+    the sweep: a sweep folder holds only its own trials."""
+    own = [f"output={formatting.path(sweep.parent)}", f"name={name}-{run.name}"]
+    return shlex.join(["harness", "launch", "-c", formatting.path(run / layout.CONFIG), *own])
 
 
-def caveats(run: Run) -> list[str]:
-    """What stands between those commands and the same numbers."""
+def caveats(run: ReportedRun) -> list[str]:
+    """Reasons why these commands may give other numbers."""
     start = _newest(run)
     found = []
     git = start.get("git")
     if not isinstance(git, dict) or not git.get("commit"):
-        found.append("The run does not say which commit it was made with.")
+        found.append("The commit is unknown.")
     elif git.get("changed"):
-        found.append("The code had changes that were not committed: the commit alone may not give the same numbers.")
+        found.append("The code had uncommitted changes, so the commit may give other numbers.")
     if len(run.record.provenance) > 1:
-        found.append(f"It was trained in {len(run.record.provenance)} starts, each going on from a checkpoint.")
+        found.append(
+            f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})."
+        )
     if run.settings.get("train.deterministic") is False:
-        found.append("It was not deterministic (train.deterministic: false): the numbers will be near, not equal.")
+        found.append(
+            "Training was not deterministic (train.deterministic: false): expect similar numbers, not equal ones."
+        )
     return found
 
 
-def provenance(run: Run) -> list[tuple[str, str]]:
-    """(what, how it was) of the newest start."""
+def provenance(run: ReportedRun) -> list[tuple[str, str]]:
+    """(title, value) of the newest start."""
     start, starts = _newest(run), run.record.provenance
     if not start:
         return []
@@ -73,19 +77,19 @@ def provenance(run: Run) -> list[tuple[str, str]]:
         "command": _command(start.get("command")),
         "git commit": _commit(start),
         "machine": _machine(start.get("ranks")),
-        "ranks": str(start.get("world_size", words.NOTHING)),
-        "launched by": str(start.get("launched_by", words.NOTHING)),
-        "amp": str(start.get("amp", words.NOTHING)),
-        "Python": str(start.get("python", words.NOTHING)),
+        "ranks": str(start.get("world_size", formatting.NOTHING)),
+        "launched by": str(start.get("launched_by", formatting.NOTHING)),
+        "amp": str(start.get("amp", formatting.NOTHING)),
+        "Python": str(start.get("python", formatting.NOTHING)),
         "CUDA": str(start.get("cuda") or "none"),
         "packages": ", ".join(f"{name} {version}" for name, version in _packages(start).items()),
     }  # fmt: skip
     return list(facts.items())
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, int]]]]:
-    """(what, [(how it was, in how many runs)]) of all in which the runs' provenance differs."""
-    told: dict[str, Counter[str]] = {}
+def differences(runs: Sequence[ReportedRun]) -> list[tuple[str, list[tuple[str, int]]]]:
+    """(title, [(value, number of runs)]) for everything in which the provenance of the runs differs."""
+    found: dict[str, Counter[str]] = {}
     for run in runs:
         start = _newest(run)
         if not start:
@@ -97,16 +101,16 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, int]]]]:
         }
         facts |= {"Python": str(start.get("python")), "device": ", ".join(sorted(set(devices(run.record))))}
         facts |= _packages(start)
-        for what, how in facts.items():
-            told.setdefault(what, Counter())[how] += 1
-    return [(what, counts.most_common()) for what, counts in told.items() if len(counts) > 1]
+        for title, value in facts.items():
+            found.setdefault(title, Counter())[value] += 1
+    return [(title, counts.most_common()) for title, counts in found.items() if len(counts) > 1]
 
 
-def commit(run: Run) -> str:
+def commit(run: ReportedRun) -> str:
     return _commit(_newest(run))
 
 
-def _newest(run: Run) -> dict[str, Any]:
+def _newest(run: ReportedRun) -> dict[str, Any]:
     return run.record.provenance[-1] if run.record.provenance else {}
 
 
@@ -122,18 +126,18 @@ def _when(started: Any) -> str:
 
 
 def _command(command: Any) -> str:
-    """As it was typed, with the interpreter and the folders of this machine left out."""
+    """The command line, without the interpreter's folder and the working folder."""
     parts = [str(word) for word in command] if isinstance(command, list) else []
     if not parts:
-        return words.NOTHING
+        return formatting.NOTHING
     parts[0] = os.path.basename(parts[0])
-    return words.from_here(shlex.join(parts))
+    return formatting.without_working_folder(shlex.join(parts))
 
 
 def _machine(ranks: Any) -> str:
     """ "2 × host: cuda (NVIDIA H100)" """
     kinds = Counter(re.sub(r"cuda:\d+", "cuda", str(rank)) for rank in ranks) if isinstance(ranks, list) else Counter()
-    return ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or words.NOTHING
+    return ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or formatting.NOTHING
 
 
 def _packages(start: dict[str, Any]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""What more ranks bring: time to a target, speed-up and efficiency, over runs that differ in their world size alone.
+"""Scaling with the number of ranks: time to a target, speed-up and efficiency of runs that differ only in world size.
 
-Nothing is interpolated: the time to a target is the clock's at the first evaluation that reached it. The speed of a run
-is rows trained a second of training, without evaluations; of several seeds it is the mean.
+Nothing is interpolated: the time to a target is the wall time of the first evaluation that reached it. The speed of a
+run is in rows per second of training, without evaluations; over several seeds it is the mean.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import statistics
 from dataclasses import dataclass
 
 from harness.report.history import Direction
-from harness.report.study import Run, Study
+from harness.report.run_set import ReportedRun, RunSet
 
 
 @dataclass(frozen=True)
 class Reached:
-    """When a run first had the target, by the clock and in training rows."""
+    """The first evaluation at which a run reached the target."""
 
     seconds: float
     samples: float
@@ -25,61 +25,61 @@ class Reached:
 
 @dataclass(frozen=True)
 class Target:
-    """A value of the deciding metric. ``why``: where it comes from."""
+    """A value of the deciding metric. ``why``: its origin."""
 
     value: float
     why: str
 
 
 @dataclass(frozen=True)
-class Point:
-    """All runs of a recipe at one world size. ``speed_up`` is over the smallest world size of the recipe,
-    ``efficiency`` its share of the ideal; None where a side is not known."""
+class ScalingPoint:
+    """All runs of a recipe at one world size, compared with the recipe's smallest world size. ``efficiency``: the share
+    of the ideal speed-up. ``seconds``: to the target, None unless all runs reached it. None: one side is unknown."""
 
     world: int
-    runs: list[Run]
+    runs: list[ReportedRun]
     rows_per_s: float | None
     speed_up: float | None
     efficiency: float | None
-    seconds: float | None  # to the target; None unless all runs reached it
-    sooner: float | None  # how many times sooner than the smallest world size
+    seconds: float | None
+    times_sooner: float | None
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """A recipe at several world sizes. ``same_batches``: the ranks together saw the same global batches at each."""
+class ScalingSeries:
+    """A recipe at several world sizes. ``same_batches``: the global batches are the same at each of them."""
 
     label: str
-    points: list[Point]
+    points: list[ScalingPoint]
     same_batches: bool
 
 
-def reached(run: Run, target: float, direction: Direction) -> Reached | None:
-    """When ``run`` first had ``target``; None if it never did."""
-    gains = run.history.gains
-    for place, value in enumerate(gains.values.get("value", [])):
+def reached(run: ReportedRun, target: float, direction: Direction) -> Reached | None:
+    """When ``run`` first reached ``target``; None if it never did."""
+    improvements = run.history.improvements
+    for place, value in enumerate(improvements.values.get("value", [])):
         if (value >= target) if direction == "max" else (value <= target):
-            return Reached(*(float(gains.at[axis][place]) for axis in ("seconds", "samples", "epoch")))
+            return Reached(*(float(improvements.at[axis][place]) for axis in ("seconds", "samples", "epoch")))
     return None
 
 
-def ladders(study: Study, target: float | None) -> list[Ladder]:
-    """The recipes that were finished at two or more world sizes, in the order of their best runs."""
-    found: dict[str, dict[int, list[Run]]] = {}
-    for run in study.ranked:
+def series(runs: RunSet, target: float | None) -> list[ScalingSeries]:
+    """The recipes that finished at two or more world sizes, in the order of their best runs."""
+    found: dict[str, dict[int, list[ReportedRun]]] = {}
+    for run in runs.ranked:
         if run.world and run.record.state == "finished":
             found.setdefault(run.recipe, {}).setdefault(run.world, []).append(run)
     made = []
     for by_world in found.values():
         if len(by_world) > 1:
             first = next(iter(by_world.values()))[0]
-            label = study.setting(first, without=("seed", "batch.per_rank"))
+            label = runs.describe(first, without=("seed", "batch.per_rank"))
             same = first.settings.get("data.shard") == "global"
-            made.append(Ladder(label, _points(by_world, target, study.direction), same))
+            made.append(ScalingSeries(label, _points(by_world, target, runs.direction), same))
     return made
 
 
-def _points(by_world: dict[int, list[Run]], target: float | None, direction: Direction) -> list[Point]:
+def _points(by_world: dict[int, list[ReportedRun]], target: float | None, direction: Direction) -> list[ScalingPoint]:
     worlds = sorted(by_world)
     speeds = {world: _mean([run.history.rows_per_s for run in by_world[world]]) for world in worlds}
     times: dict[int, float | None] = dict.fromkeys(worlds)
@@ -92,37 +92,37 @@ def _points(by_world: dict[int, list[Run]], target: float | None, direction: Dir
     for world in worlds:
         speed_up, sooner = _ratio(speeds[world], speeds[base]), _ratio(times[base], times[world])
         efficiency = speed_up * base / world if speed_up is not None else None
-        points.append(Point(world, by_world[world], speeds[world], speed_up, efficiency, times[world], sooner))
+        points.append(ScalingPoint(world, by_world[world], speeds[world], speed_up, efficiency, times[world], sooner))
     return points
 
 
-def choose_target(study: Study, asked: float | None) -> Target | None:
-    """The value that is asked for; else one that as much as can be compared has reached.
+def choose_target(runs: RunSet, asked: float | None) -> Target | None:
+    """``asked``, or else a value that many of the runs that can be compared have reached.
 
-    That is the value that half of the recipes with several world sizes reached at each of them, or else the one that
-    half of the runs have, rounded to three digits towards the easier.
+    That is the value that half of the recipes reached at each of their world sizes, or else the value that half of the
+    runs reached, rounded to three digits toward the easier side.
     """
     if asked is not None:
-        return Target(asked, "asked for with --target")
-    worst = min if study.direction == "max" else max
+        return Target(asked, "chosen with --target")
+    worst = min if runs.direction == "max" else max
     levels = [
         worst(values)
-        for ladder in ladders(study, None)
-        if len(values := [run.best for point in ladder.points for run in point.runs if run.best is not None]) > 1
+        for each in series(runs, None)
+        if len(values := [run.best for point in each.points for run in point.runs if run.best is not None]) > 1
     ]
-    values = levels or [run.best for run in study.runs if run.best is not None]
+    values = levels or [run.best for run in runs.runs if run.best is not None]
     if not values:
         return None
-    if len(values) == 1:
-        why = "what was reached on every number of ranks" if levels else "what the run reached"
+    if levels:
+        why = f"reached by {'half of the recipes' if len(values) > 1 else 'the recipe'} at every number of ranks"
     else:
-        why = "what half of the recipes reached on every number of ranks" if levels else "what half of the runs reached"
-    ranked = sorted(values, reverse=study.direction == "max")
-    return Target(_easier(ranked[(len(ranked) - 1) // 2], study.direction), why)
+        why = "reached by half of the runs" if len(values) > 1 else "reached by the run"
+    ranked = sorted(values, reverse=runs.direction == "max")
+    return Target(_easier(ranked[(len(ranked) - 1) // 2], runs.direction), why)
 
 
 def _easier(value: float, direction: Direction) -> float:
-    """``value`` at three significant digits, so that whoever has ``value`` has this too."""
+    """``value`` at three significant digits, rounded so that a run that reached ``value`` has reached it too."""
     if value == 0 or not math.isfinite(value):
         return value
     digits = 2 - math.floor(math.log10(abs(value)))

@@ -1,24 +1,25 @@
-"""The sections of the page that have figures: which there are, what is said above them, and why others are left out."""
+"""The sections of a report that have figures, their notes, and the reasons why others are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from harness.report import charts_ranks, charts_runs, charts_settings, mistakes, table, words
+from harness.report import charts, formatting, mistakes, scaling_charts, settings_charts, tables
 from harness.report.charts import Chart
-from harness.report.lines import Line
+from harness.report.curves import CurveLine
+from harness.report.history import Curve
 from harness.report.mistakes import Mistake
-from harness.report.scaling import Ladder, Target
-from harness.report.study import Run, Study
+from harness.report.run_set import ReportedRun, RunSet
+from harness.report.scaling import ScalingSeries, Target
 
-MAX_SWING = 1.25  # of a run's pace, above which its speed is said to be rough
-_NUMBERS_A_LINE = 12  # evaluations of a line in the table behind the curves
+MAX_BURST = 1.25  # above which a run's pace was too uneven for an exact speed-up
+_NUMBERS_PER_LINE = 12  # rows per line in the table behind the curves
 
 
 @dataclass(frozen=True)
-class Group:
-    """A section of figures: sentences above them, and a table below that is always seen."""
+class ReportSection:
+    """A section of figures: notes above them, and a table below."""
 
     key: str
     title: str
@@ -31,193 +32,172 @@ class Group:
 
 
 def choose(
-    study: Study, target: Target | None, ladders: Sequence[Ladder], drawn: Sequence[Line]
-) -> tuple[list[Chart], list[Group], list[str]]:
-    """(figures of the drawn lines, the sections after them, why others are left out)."""
-    curves, left_out = _curves(study, drawn)
-    groups = [
-        _time_to_target(study, target, ladders, left_out),
-        _speed_up(ladders, left_out),
-        _seeds(study),
-        _settings(study, left_out),
-        _time(drawn, left_out),
-        _mistakes(study, left_out),
+    runs: RunSet, target: Target | None, scaling: Sequence[ScalingSeries], lines: Sequence[CurveLine]
+) -> tuple[list[Chart], list[ReportSection], list[str]]:
+    """(charts of the learning curves, the sections after them, reasons why others are left out).
+
+    The curves' charts have no ``data``: the page draws them from the lines, along the axis that the reader chooses.
+    """
+    curves, left_out = _curves(runs, lines)
+    sections = [
+        _time_to_target(runs, target, scaling, left_out),
+        _speed_up(scaling, left_out),
+        _seeds(runs),
+        _settings(runs, left_out),
+        _time(lines, left_out),
+        _mistakes(runs, left_out),
     ]
-    return curves, [group for group in groups if group], left_out
+    return curves, [section for section in sections if section], left_out
 
 
-def _curves(study: Study, drawn: Sequence[Line]) -> tuple[list[Chart], list[str]]:
-    """The figures whose lines the page draws, and what is left out of them."""
+def _curves(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list[str]]:
     left_out: list[str] = []
     curves = []
-    what = words.plural(len(drawn), "line")
-    if any(len(line.first.history.held_out) for line in drawn):
-        header, rows = _evaluations(study, drawn)
-        summary = f"Held-out metrics along training, {what}; the numbers are in the table below."
-        curves.append(Chart("held-out", "On held-out rows", summary, [], {}, header, rows, height=360))
-    elif drawn:
-        left_out.append("Held-out curves: no run was evaluated yet.")
-    if any(len(line.first.history.train) for line in drawn):
-        header, rows = _training(drawn)
-        summary = f"Loss or learning rate in training, {what}; the numbers are in the table below."
-        curves.append(Chart("training", "In training", summary, [], {}, header, rows, height=360))
-    if any(_scale_moved(line.first) for line in drawn):
-        header = ["run", "least loss scale", "largest loss scale", "skipped steps", "steps"]
+    amount = formatting.plural(len(lines), "line")
+    if any(len(line.first.history.validation) for line in lines):
+        header, rows = _numbers(lines, "validation", {name: name for name in metrics(runs, lines)})
+        summary = f"Validation metrics during training, {amount}; the table below has the numbers."
+        curves.append(Chart("validation", "Validation", summary, [], {}, header, rows, height=360))
+    elif lines:
+        left_out.append("Validation curves: no run has an evaluation yet.")
+    if any(len(line.first.history.train) for line in lines):
+        header, rows = _numbers(lines, "train", {"loss": "loss", "lr": "learning rate"})
+        summary = f"Training loss or learning rate, {amount}; the table below has the numbers."
+        curves.append(Chart("training", "Training", summary, [], {}, header, rows, height=360))
+    if any(_scale_changed(line.first) for line in lines):
+        header = ["run", "smallest loss scale", "largest loss scale", "skipped steps", "steps"]
         rows = [
-            [line.label, *(words.count(side) for side in run.history.loss_scales or (None, None)),
-             words.count(run.history.skipped), words.count(run.history.steps)]
-            for line in drawn for run in line.repeats.runs
+            [line.label, *(formatting.count(side) for side in run.history.loss_scales or (None, None)),
+             formatting.count(run.history.skipped), formatting.count(run.history.steps)]
+            for line in lines for run in line.group.runs
         ]  # fmt: skip
-        summary = f"The loss scale along training, {what}; skipped steps are in the table below."
+        summary = f"Loss scale during training, {amount}; the table below has the skipped steps."
         curves.append(Chart("scale", "Loss scale and skipped steps", summary, [], {}, header, rows, height=300))
-    elif drawn:
-        scales = {line.first.history.loss_scales[0] for line in drawn if line.first.history.loss_scales}
-        told = (
-            f"it stayed at {', '.join(words.count(scale) for scale in sorted(scales))}" if scales else "none was used"
-        )
-        left_out.append(f"Loss scale: {told}, and no step was skipped.")
+    elif lines:
+        scales = {line.first.history.loss_scales[0] for line in lines if line.first.history.loss_scales}
+        constant = f"it stayed at {', '.join(formatting.count(scale) for scale in sorted(scales))}"
+        left_out.append(f"Loss scale: {constant if scales else 'not used'}, and no step was skipped.")
     return curves, left_out
 
 
-def _scale_moved(run: Run) -> bool:
+def _scale_changed(run: ReportedRun) -> bool:
     scales = run.history.loss_scales
     return bool(run.history.skipped) or (scales is not None and scales[0] != scales[1])
 
 
-def _evaluations(study: Study, drawn: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    names = metrics(study, drawn)
+def _numbers(lines: Sequence[CurveLine], part: str, names: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): evenly spaced points of each line, with the last; ``names``: {value: column title}."""
     rows = []
-    for line in drawn:
-        curve = line.first.history.held_out
-        for place in _spread(len(curve)):
-            at = [words.number(curve.at["epoch"][place]), words.count(curve.at["samples"][place])]
-            at.append(words.number(curve.at["seconds"][place]))
+    for line in lines:
+        curve: Curve = getattr(line.first.history, part)
+        last = len(curve) - 1
+        count = min(len(curve), _NUMBERS_PER_LINE)
+        for place in sorted({round(index * last / max(1, count - 1)) for index in range(count)}):
+            at = [formatting.number(curve.at["epoch"][place]), formatting.count(curve.at["samples"][place])]
             values = [curve.values[name][place] if name in curve.values else None for name in names]
-            rows.append([line.label, *at, *(words.number(value, 5) for value in values)])
-    return ["run", "epoch", "samples", "seconds", *names], rows
+            numbers = [formatting.number(value, 5) for value in values]
+            rows.append([line.label, *at, formatting.number(curve.at["seconds"][place]), *numbers])
+    return ["run", "epoch", "samples", "seconds", *names.values()], rows
 
 
-def _training(drawn: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    rows = []
-    for line in drawn:
-        curve = line.first.history.train
-        for place in _spread(len(curve)):
-            at = [words.number(curve.at["epoch"][place]), words.count(curve.at["samples"][place])]
-            at += [words.number(curve.at["seconds"][place]), words.number(curve.values["loss"][place], 5)]
-            rows.append([line.label, *at, words.number(curve.values["lr"][place])])
-    return ["run", "epoch", "samples", "seconds", "loss", "learning rate"], rows
+def metrics(runs: RunSet, lines: Sequence[CurveLine]) -> list[str]:
+    """Validation metrics, the deciding one first."""
+    names = dict.fromkeys(name for line in lines for name in line.first.history.validation.values)
+    return sorted(names, key=lambda name: name != runs.metric)
 
 
-def _spread(num_points: int) -> list[int]:
-    """Some places among so many, evenly, with the last."""
-    if num_points <= _NUMBERS_A_LINE:
-        return list(range(num_points))
-    return sorted({round(place * (num_points - 1) / (_NUMBERS_A_LINE - 1)) for place in range(_NUMBERS_A_LINE)})
-
-
-def metrics(study: Study, drawn: Sequence[Line]) -> list[str]:
-    """Held-out metrics, the deciding one first."""
-    names = dict.fromkeys(name for line in drawn for name in line.first.history.held_out.values)
-    return sorted(names, key=lambda name: name != study.metric)
-
-
-def undrawn(study: Study, drawn: Sequence[Line]) -> str:
-    hidden = len(study.runs) - sum(len(line.repeats.runs) for line in drawn)
-    if not hidden or not drawn:
+def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
+    hidden = len(runs.runs) - sum(len(line.group.runs) for line in lines)
+    if not hidden or not lines:
         return ""
-    return f"{words.plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'} in the table of all runs."
+    others = f"{formatting.plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
+    return f"Only the best {len(lines)} lines are drawn; {others} in the table of all runs."
 
 
 def _time_to_target(
-    study: Study, target: Target | None, ladders: Sequence[Ladder], left_out: list[str]
-) -> Group | None:
-    if len(study.runs) == 1:
-        return None  # a single bar; the time is beside the best value
-    chart = charts_ranks.time_to_target(study, target, ladders) if target else None
+    runs: RunSet, target: Target | None, scaling: Sequence[ScalingSeries], left_out: list[str]
+) -> ReportSection | None:
+    if len(runs.runs) == 1:
+        return None  # the card at the top shows the single time
+    chart = scaling_charts.time_to_target(runs, target, scaling) if target else None
     if target is None or chart is None:
-        left_out.append(
-            f"Time to a target: no run reached {words.number(target.value)}." if target
-            else "Time to a target: no run was evaluated."
-        )  # fmt: skip
+        why = f"no run reached {formatting.number(target.value)}" if target else "no run has an evaluation"
+        left_out.append(f"Time to target: {why}.")
         return None
+    goal = f"{formatting.metric(runs.metric)} {formatting.at_least(runs.direction, target.value)}"
     notes = [
-        f"By the clock, evaluations and checkpoints included, until the first evaluation that had "
-        f"{words.metric(study.metric)} {'≥' if study.direction == 'max' else '≤'} {words.number(target.value)} "
-        f"({target.why}; another one: --target). Nothing is interpolated."
+        f"Wall time, with evaluations and checkpoints, until the first evaluation with {goal} ({target.why}; choose "
+        "another target with --target). Nothing is interpolated."
     ]
-    return Group("target", "Time to target", [chart], notes)
+    return ReportSection("target", "Time to target", [chart], notes)
 
 
-def _speed_up(ladders: Sequence[Ladder], left_out: list[str]) -> Group | None:
-    figures = charts_ranks.speed_up(ladders)
+def _speed_up(scaling: Sequence[ScalingSeries], left_out: list[str]) -> ReportSection | None:
+    figures = scaling_charts.speed_up(scaling)
     if not figures:
-        left_out.append("Speed-up: no two finished runs differ in their number of ranks alone.")
+        left_out.append("Speed-up: no two finished runs differ only in their number of ranks.")
         return None
     notes = [
-        "Compared are runs alike in every setting that matters to training, in their global batch and in the kind of "
-        "device, and different in the number of ranks. Rows a second of training, evaluations left out; the ideal is "
-        "as many times faster as there are more ranks."
+        "Compares runs with the same settings, global batch and kind of device, and different numbers of ranks. Speed "
+        "is in rows per second of training, without evaluations. The ideal is proportional to the number of ranks."
     ]
-    if not all(ladder.same_batches for ladder in ladders):
+    if not all(each.same_batches for each in scaling):
         notes.append(
-            "Some of them did not use data.shard: global: their batches hold other rows at each number of ranks, so "
-            "their curves differ by chance besides."
+            "Some of these runs do not use data.shard: global, so their batches hold other rows at each number of "
+            "ranks, and their curves also differ by chance."
         )
-    restless = [run.place for ladder in ladders for point in ladder.points for run in point.runs
-                if (run.history.swing or 1.0) > MAX_SWING]  # fmt: skip
-    if restless:
-        shown = ", ".join(restless[:6]) + (f" and {len(restless) - 6} more" if len(restless) > 6 else "")
+    uneven = [run.place for each in scaling for point in each.points for run in point.runs
+              if (run.history.burst or 1.0) > MAX_BURST]  # fmt: skip
+    if uneven:
+        shown = ", ".join(uneven[:6]) + (f" and {len(uneven) - 6} more" if len(uneven) > 6 else "")
         notes.append(
-            f"The machine was not quiet: the pace of {shown} swung in training (the fastest tenth of the record is "
-            f"more than {MAX_SWING:g} times as fast as the whole). Take speed-ups with them as rough."
+            f"The pace of {shown} was uneven (the fastest tenth was more than {MAX_BURST:g} times as fast as the "
+            "mean), perhaps because the machine was busy. Their speed-ups are approximate."
         )
-    header, rows = table.scaling_rows(ladders)
-    return Group("speed", "Speed-up", figures, notes, header, rows, "What was compared with what")
+    header, rows = tables.scaling_rows(scaling)
+    return ReportSection("speed", "Speed-up", figures, notes, header, rows, "Compared runs")
 
 
-def _seeds(study: Study) -> Group | None:
-    header, rows = table.seeds_rows(study)
+def _seeds(runs: RunSet) -> ReportSection | None:
+    header, rows = tables.seeds_rows(runs)
     if not rows:
         return None
-    notes = [
-        f"Runs that differ in their seed alone: {words.metric(study.metric)}, spread as sample standard deviation."
-    ]
-    return Group("seeds", "Over seeds", [], notes, header, rows, "Best values over seeds")
+    notes = [f"Runs that differ only by seed: {formatting.metric(runs.metric)}, ± sample standard deviation."]
+    return ReportSection("seeds", "Seeds", [], notes, header, rows, "Best values over seeds")
 
 
-def _settings(study: Study, left_out: list[str]) -> Group | None:
-    figures = [*charts_settings.heat_maps(study), *charts_settings.slices(study)]
-    if not figures:
-        if len(study.runs) > 1:
-            left_out.append("Batch × learning rate: the runs do not vary both.")
-        return None
-    return Group("settings", "Settings", figures)
+def _settings(runs: RunSet, left_out: list[str]) -> ReportSection | None:
+    figures = [*settings_charts.heat_maps(runs), *settings_charts.slices(runs)]
+    if figures:
+        return ReportSection("settings", "Settings", figures)
+    if len(runs.runs) > 1:
+        left_out.append("Batch size × learning rate: the runs do not vary both.")
+    return None
 
 
-def _time(drawn: Sequence[Line], left_out: list[str]) -> Group | None:
-    chart = charts_runs.where_time_went(drawn)
+def _time(lines: Sequence[CurveLine], left_out: list[str]) -> ReportSection | None:
+    chart = charts.where_time_went(lines)
     if chart is None:
-        left_out.append("Where the time went: the records do not tell.")
+        left_out.append("Where the time went: the logs have no times.")
         return None
-    notes = ["Shares of training time over all ranks, without evaluations."]
-    if "rest" in {phase for line in drawn for phase in line.first.history.shares}:
-        notes.append("Runs of earlier versions tell only how long they waited for data.")
-    return Group("time", "Time", [chart], notes)
+    return ReportSection("time", "Time", [chart], ["Shares of the training time over all ranks, without evaluations."])
 
 
-def _mistakes(study: Study, left_out: list[str]) -> Group | None:
-    run, found = next(((run, made) for run in study.ranked if (made := mistakes.confusion(run))), (None, None))
+def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
+    run, found = next(((run, made) for run in runs.ranked if (made := mistakes.confusion(run))), (None, None))
     if run is None or found is None:
         left_out.append("Mistakes: no run has a confusion matrix.")
         return None
-    chart = charts_runs.confusion(found, run.label)
+    chart = charts.confusion(found, run.label)
     shown, wrong, num_rows = mistakes.worst(run)
-    notes = [f"Of {run.label}. The matrix is of its newest evaluation, the list of its best weights."]
+    notes = [f"Run: {run.label}. The matrix is from its newest evaluation, the list from its best weights."]
     if num_rows:
-        notes.append(f"{words.count(wrong)} of {words.count(num_rows)} held-out rows are guessed wrong.")
-    header, rows = (
-        ["label", "prediction", "rows"],
-        [[label, prediction, str(n)] for label, prediction, n in found.pairs],
-    )
-    caption = "Confused most often"
-    return Group("mistakes", "Mistakes", [chart] if chart else [], notes, header if rows else [], rows, caption, shown)
+        notes.append(f"{formatting.count(wrong)} of {formatting.count(num_rows)} validation rows are predicted wrong.")
+    rows = [[true, predicted, str(count)] for true, predicted, count in found.pairs]
+    header, caption = ["label", "prediction", "rows"] if rows else [], "Most frequent errors"
+    return ReportSection("mistakes", "Mistakes", [chart] if chart else [], notes, header, rows, caption, shown)
+
+
+def all_charts(sections: Sequence[ReportSection]) -> Iterator[Chart]:
+    for section in sections:
+        yield from section.charts

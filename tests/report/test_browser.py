@@ -1,4 +1,4 @@
-"""The page in a real browser: no error, no request, every chart drawn, the switches and the keyboard at work."""
+"""The page in a browser: no error, no request, every chart drawn, switches and keyboard work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.report import page, scaling, study
+from harness.report import page, run_set, scaling
 from harness.runs import reader
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
 CHROMIUM = next(
@@ -16,7 +16,7 @@ CHROMIUM = next(
 )
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM, reason="there is no chromium on this machine: apt install chromium"),
+    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: apt install chromium"),
     pytest.mark.timeout(200),
 ]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -36,7 +36,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A page with every kind of chart there is."""
+    """A page with every kind of chart."""
     folder = tmp_path_factory.mktemp("browser")
     fakes = [
         Fake(lr=lr, batch=batch, world=world, skips=(9,) if lr > 0.1 else ())
@@ -45,28 +45,28 @@ def report(tmp_path_factory):
     sweep = write_sweep(folder / "sweep", [*fakes, Fake(lr=0.05, seed=1), Fake(lr=0.8, state="unfinished")])
     for trial in (sweep / "trials").iterdir():
         (trial / "confusion.csv").write_text("label,cat,<b>dog</b>\ncat,8,1\n<b>dog</b>,2,9\n")
-    found = study.build(reader.find([sweep]))
+    found = run_set.build(reader.find([sweep]))
     path = folder / "report.html"
     path.write_text(page.render(found, scaling.choose_target(found, None)), encoding="utf-8")
     return path
 
 
 class Visit:
-    """A page, with all that went wrong in it and all it asked for."""
+    """An open page, with its errors and its requests."""
 
     def __init__(self, browser, path, **context):
         self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | context))
         self.page = self.context.new_page()
-        self.wrong, self.asked = [], []
-        self.page.on("console", lambda message: self.wrong.append(message.text) if message.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.wrong.append(dialog.message), dialog.dismiss()))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.errors, self.requests = [], []
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.errors.append(dialog.message), dialog.dismiss()))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", timeout=READY_MS)
 
     def longest(self, chart):
-        """The largest x of one of a chart's lines."""
+        """The largest x of one line of a chart."""
         return self.page.evaluate(LONGEST % chart)
 
     def redrawn(self, what):
@@ -89,26 +89,26 @@ def visit(browser, report):
         each.context.close()
 
 
-def test_every_chart_is_drawn_and_nothing_is_asked_of_anyone(visit, report):
+def test_every_chart_is_drawn_without_a_request(visit, report):
     here = visit()
     charts = here.page.evaluate("""[...document.querySelectorAll('[data-chart]')].map((div) => ({
         key: div.dataset.chart, marks: div.querySelectorAll('.points path, .js-line, .hm image').length,
         width: div.querySelector('.main-svg').getBoundingClientRect().width, room: div.clientWidth }))""")
     assert [chart["key"] for chart in charts] == [
-        "held-out", "training", "scale", "time-to-target", "speed-up", "efficiency", "heat-1", "heat-2",
+        "validation", "training", "scale", "time-to-target", "speed-up", "efficiency", "heat-1", "heat-2",
         "slice-optimizer.lr", "time", "confusion",
     ]  # fmt: skip
     for chart in charts:
         assert chart["marks"] > 0, chart
         assert chart["width"] == pytest.approx(chart["room"], abs=1), chart
     here.page.mouse.wheel(0, 4000)
-    assert here.wrong == []
-    assert [url for url in here.asked if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
-    # Nor could it, if it would.
-    told = here.page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'answered', (error) => String(error))")
-    assert "answered" not in told
-    assert any("Content Security Policy" in message for message in here.wrong)
-    here.wrong.clear()
+    assert here.errors == []
+    assert [url for url in here.requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
+    # The policy forbids requests and other scripts.
+    answer = here.page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'answered', (error) => String(error))")
+    assert "answered" not in answer
+    assert any("Content Security Policy" in message for message in here.errors)
+    here.errors.clear()
     ran = here.page.evaluate("""() => {
         const script = document.createElement('script');
         script.textContent = 'window.ran = true';
@@ -117,39 +117,39 @@ def test_every_chart_is_drawn_and_nothing_is_asked_of_anyone(visit, report):
     assert not ran
 
 
-def test_the_switches_between_axes_metrics_and_lines(visit):
+def test_switches_between_axes_metrics_and_lines(visit):
     here = visit()
-    for chart in ("held-out", "training", "scale"):
+    for chart in ("validation", "training", "scale"):
         assert here.longest(chart) == pytest.approx(10)
-    # 6400 rows an epoch: on two ranks at 1600 rows/s 4 s, and 1 s of evaluation.
+    # 6400 rows per epoch: 4 s on two ranks at 1600 rows/s, and 1 s of evaluation.
     for axis, length in (("samples", 64_000), ("seconds", 50.0), ("epoch", 10)):
-        before = here.longest("held-out")
+        before = here.longest("validation")
         here.choose("axis", axis)
-        here.redrawn(f"{LONGEST % 'held-out'} !== {before}")
-        assert here.longest("held-out") == pytest.approx(length)
+        here.redrawn(f"{LONGEST % 'validation'} !== {before}")
+        assert here.longest("validation") == pytest.approx(length)
         here.redrawn(f"{LONGEST % 'training'} > {length * 0.9 - 1} && {LONGEST % 'training'} <= {length}")
-        assert axis in here.page.locator("#chart-held-out .xtitle").text_content()
+        assert axis in here.page.locator("#chart-validation .xtitle").text_content()
     here.choose("metric", "loss")
-    here.redrawn("document.querySelector('#chart-held-out .ytitle')?.textContent === 'loss'")
+    here.redrawn("document.querySelector('#chart-validation .ytitle')?.textContent === 'loss'")
     here.choose("quantity", "lr")
     here.redrawn("document.querySelector('#chart-training .ytitle')?.textContent === 'learning rate'")
-    lines = "document.getElementById('chart-held-out').data.length"
+    lines = "document.getElementById('chart-validation').data.length"
     here.page.get_by_role("button", name="None", exact=True).click()
     here.redrawn(f"{lines} === 0")
     here.page.get_by_role("checkbox").first.check()
     here.redrawn(f"{lines} > 0")
     here.page.get_by_role("button", name="All", exact=True).click()
     here.redrawn(f"{lines} >= 16")
-    assert here.wrong == []
+    assert here.errors == []
 
 
-def test_by_keyboard_alone(visit):
+def test_keyboard(visit):
     here = visit()
     here.page.keyboard.press("Tab")
     assert here.page.evaluate("document.activeElement.textContent") == "Skip to the report"
     here.page.locator('input[name="axis"]').first.focus()
     here.page.keyboard.press("ArrowRight")
-    here.redrawn("document.querySelector('#chart-held-out .xtitle').textContent.includes('samples')")
+    here.redrawn("document.querySelector('#chart-validation .xtitle').textContent.includes('samples')")
     head = here.page.locator("#all-runs th", has_text="rows/s")
     head.get_by_role("button").focus()
     speeds = []
@@ -164,7 +164,7 @@ def test_by_keyboard_alone(visit):
     here.page.locator("#filter").fill("0.8 unfinished")
     assert here.page.locator("#all-runs tbody tr:visible").count() == 1
     assert here.page.locator("#found").text_content() == "1 found"
-    assert here.wrong == []
+    assert here.errors == []
 
 
 CONTRASTS = """() => {
@@ -184,23 +184,23 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_in_either_light(visit, scheme):
-    """With contrast as WCAG asks: 4.5 for text, 3 for lines."""
+def test_phone_in_either_color_scheme(visit, scheme):
+    """Nothing overflows; contrast is at least WCAG's 4.5 for text and 3 for lines."""
     here = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme, is_mobile=True, has_touch=True)
     assert here.page.evaluate("document.documentElement.scrollWidth") == 390
     outside = here.page.evaluate("""[...document.querySelectorAll('body *')].filter((each) =>
         each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.scroll, pre, nav, .entries'))
         .map((each) => each.outerHTML.slice(0, 80))""")
     assert outside == []
-    for text in ("#chart-held-out .xtick text", "#chart-heat-1 .heatmap-label text"):
+    for text in ("#chart-validation .xtick text", "#chart-heat-1 .heatmap-label text"):
         ink = here.page.evaluate(f"document.querySelector('{text}').style.fill")
         lightness = sum(int(part) for part in ink.removeprefix("rgb(").rstrip(")").split(",")) / 3
         assert (lightness > 128) == (scheme == "dark"), text
     assert {pair: share for pair, share in here.page.evaluate(CONTRASTS).items() if share < 1} == {}
-    assert here.wrong == []
+    assert here.errors == []
 
 
-def test_it_prints_in_light_whatever_the_screen(visit, tmp_path):
+def test_page_prints_in_light_colors(visit, tmp_path):
     here = visit(color_scheme="dark")
     paper = here.page.evaluate("""() => {
         dispatchEvent(new Event('beforeprint'));
@@ -211,17 +211,17 @@ def test_it_prints_in_light_whatever_the_screen(visit, tmp_path):
     assert paper[1] != "#ffffff"
     here.page.pdf(path=tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
-    assert here.wrong == []
+    assert here.errors == []
 
 
-def test_names_that_are_scripts_do_nothing(visit, tmp_path):
+def test_scripts_in_names_do_not_run(visit, tmp_path):
     evil = "<img src=x onerror=alert(1)><a href='javascript:alert(2)'>x</a>"
     runs = [write_run(tmp_path / str(n), Fake(name=evil, settings={"model.name": f"{evil}{n}"})) for n in range(3)]
-    found = study.build(reader.find(runs))
+    found = run_set.build(reader.find(runs))
     path = tmp_path / "report.html"
     path.write_text(page.render(found, scaling.choose_target(found, None)), encoding="utf-8")
     here = visit(path)
     assert here.page.locator("main img, main a[href^=javascript]").count() == 0
     assert evil in here.page.locator("h3").first.text_content()
-    assert here.wrong == []
-    assert here.asked == [path.as_uri()]
+    assert here.errors == []
+    assert here.requests == [path.as_uri()]

@@ -1,4 +1,4 @@
-"""Confusion matrices and the worst mistakes, from what a run leaves, with the images that can still be found."""
+"""Confusion matrices and the most confident mistakes of a run, with their images."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.synthetic_runs import Fake, write_run
-from harness.report import mistakes, study
+from harness.report import mistakes, run_set
 from harness.runs import reader
+from benchmarks.synthetic_runs import Fake, write_run
 
 TABLE = """id,prediction,label,score_cat,score_dog
 a.png,cat,cat,0.9,0.1
@@ -29,10 +29,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(folder):
-    return study.build([reader.read(folder)]).runs[0]
+    return run_set.build([reader.read(folder)]).runs[0]
 
 
-def test_the_matrix(folder):
+def test_confusion_matrix(folder):
     (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
     found = mistakes.confusion(run(folder))
     assert found.classes == ["cat", "dog"]
@@ -40,12 +40,12 @@ def test_the_matrix(folder):
 
 
 @pytest.mark.parametrize("text", ["", "label,cat\n", "label,cat,dog\ncat,5,2\n", "label,cat\ncat,many\n", "a\0b"])
-def test_a_matrix_that_is_none(folder, text):
+def test_damaged_confusion_matrix_is_ignored(folder, text):
     (folder / "confusion.csv").write_text(text)
     assert mistakes.confusion(run(folder)) is None
 
 
-def test_the_surest_mistakes_first_with_their_images(folder, tmp_path):
+def test_most_confident_mistakes_first_with_their_images(folder, tmp_path):
     (folder / "predictions.csv").write_text(TABLE)
     Image.new("RGB", (200, 100), (255, 0, 0)).save(tmp_path / "data" / "c.png")
     shown, wrong, rows = mistakes.worst(run(folder))
@@ -60,7 +60,7 @@ def test_the_surest_mistakes_first_with_their_images(folder, tmp_path):
     assert image.convert("RGB").getpixel((5, 5)) == (255, 0, 0)
 
 
-def test_images_are_looked_for_above_the_run_too(folder, tmp_path, monkeypatch):
+def test_images_are_searched_above_the_run_folder(folder, tmp_path, monkeypatch):
     (folder / "predictions.csv").write_text(TABLE)
     Image.new("L", (8, 8)).save(tmp_path / "data" / "c.png")
     (tmp_path / "elsewhere").mkdir()
@@ -69,13 +69,13 @@ def test_images_are_looked_for_above_the_run_too(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
-def test_an_image_that_cannot_be_read_is_left_out(folder, tmp_path, content):
+def test_unreadable_image_is_left_out(folder, tmp_path, content):
     (folder / "predictions.csv").write_text(TABLE)
     (tmp_path / "data" / "c.png").write_bytes(content)
     assert mistakes.worst(run(folder))[0][0].image == ""
 
 
-def test_an_id_that_leads_to_no_image_opens_nothing(folder, tmp_path):
+def test_files_that_are_not_images_are_not_opened(folder, tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     (folder / "predictions.csv").write_text(
         "id,prediction,label,score\n../secret.txt,a,b,0.9\n,a,b,0.8\n/dev/zero,a,b,0.7\n"
@@ -83,7 +83,7 @@ def test_an_id_that_leads_to_no_image_opens_nothing(folder, tmp_path):
     assert [mistake.image for mistake in mistakes.worst(run(folder))[0]] == ["", "", ""]
 
 
-def test_published_images_by_their_number(tmp_path, monkeypatch):
+def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw = tmp_path / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -100,11 +100,11 @@ def test_published_images_by_their_number(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text", ["", "id,prediction\n1,2\n", "a,b,c\n1\n", "id,prediction,label\n", "id,prediction,label\n1,,cat\n"]
 )
-def test_tables_without_mistakes(folder, text):
+def test_predictions_without_mistakes(folder, text):
     (folder / "predictions.csv").write_text(text)
     assert mistakes.worst(run(folder))[0] == []
 
 
-def test_a_mistake_without_scores(folder):
+def test_mistake_without_scores(folder):
     (folder / "predictions.csv").write_text("id,prediction,label\n1,cat,dog\n")
     assert [mistake.score for mistake in mistakes.worst(run(folder))[0]] == [0.0]

@@ -1,4 +1,4 @@
-"""The commands that make a run again, and what is told of how it was made."""
+"""The commands that reproduce a run, and its provenance."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.report import reproduce, study
+from harness.report import reproduce, run_set
 from harness.runs import reader
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def place(tmp_path, monkeypatch):
 def run(folder, **start):
     told = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps([told[0] | start]))
-    return study.build([reader.read(folder)]).runs[0]
+    return run_set.build([reader.read(folder)]).runs[0]
 
 
-def test_one_process(place):
+def test_command_for_one_process(place):
     found = run(write_run(place / "runs" / "fake", Fake()))
     assert reproduce.commands(found) == [
         "git checkout 0123456789ab",
@@ -32,12 +32,12 @@ def test_one_process(place):
     assert reproduce.caveats(found) == []
 
 
-def test_several_ranks_of_one_machine(place):
+def test_command_for_several_ranks_on_one_machine(place):
     found = run(write_run(place / "runs" / "fake", Fake(world=4)))
     assert reproduce.commands(found)[1] == "launch/single_node.sh 4 runs/fake/config.yaml name=fake_again"
 
 
-def test_several_machines(place):
+def test_command_for_several_machines(place):
     ranks = [f"{host}: cuda:{card} (NVIDIA H100)" for host in ("one", "two") for card in (0, 1)]
     found = run(write_run(place / "runs" / "fake", Fake(world=4)), ranks=ranks)
     assert reproduce.commands(found)[1].startswith(
@@ -46,24 +46,24 @@ def test_several_machines(place):
     assert dict(reproduce.provenance(found))["machine"] == "2 × one: cuda (NVIDIA H100), 2 × two: cuda (NVIDIA H100)"
 
 
-def test_a_trial_is_made_again_outside_its_sweep(place):
+def test_trial_is_reproduced_outside_its_sweep(place):
     sweep = write_sweep(place / "runs" / "lr", [Fake(name="0000")])
-    found = study.build(reader.find([sweep])).runs[0]
+    found = run_set.build(reader.find([sweep])).runs[0]
     assert reproduce.commands(found)[1] == (
         "harness launch -c runs/lr/trials/0000/config.yaml output=runs name=lr-0000"
     )
 
 
-def test_what_stands_in_the_way(place):
+def test_caveats(place):
     folder = write_run(place / "runs" / "fake", Fake(settings={"train.deterministic": False}))
-    told = " ".join(reproduce.caveats(run(folder, git={"commit": "abc", "changed": True})))
-    assert "not committed" in told
-    assert "not deterministic" in told
-    assert "which commit" in " ".join(reproduce.caveats(run(folder, git=None)))
+    text = " ".join(reproduce.caveats(run(folder, git={"commit": "abc", "changed": True})))
+    assert "uncommitted changes" in text
+    assert "not deterministic" in text
+    assert "commit is unknown" in " ".join(reproduce.caveats(run(folder, git=None)))
     assert reproduce.commands(run(folder, git=None)) == ["python driver.py -c runs/fake/config.yaml name=fake_again"]
 
 
-def test_shell_signs_in_names_are_quoted(place):
+def test_names_are_quoted_for_the_shell(place):
     found = run(write_run(place / "runs" / "a b;rm", Fake(name="x;y")), git={"commit": "$(reboot)"})
     assert reproduce.commands(found) == [
         "git checkout '$(reboot)'",
@@ -71,13 +71,13 @@ def test_shell_signs_in_names_are_quoted(place):
     ]
 
 
-def test_the_command_is_told_without_the_folders_of_the_machine(place):
+def test_command_is_shown_without_machine_folders(place):
     words = ["/opt/venv/bin/python", str(place / "driver.py"), "-c", "configs/a b.yaml"]
     found = run(write_run(place / "runs" / "fake", Fake()), command=words)
     assert dict(reproduce.provenance(found))["command"] == "python driver.py -c 'configs/a b.yaml'"
 
 
-def test_in_what_runs_differ(place):
+def test_differences_between_runs(place):
     one = run(write_run(place / "one", Fake()))
     two = run(write_run(place / "two", Fake()), packages={"torch": "2.7.0", "numpy": "2.0.0"})
     assert reproduce.differences([one, two]) == [("torch", [("2.6.0", 1), ("2.7.0", 1)])]

@@ -1,4 +1,4 @@
-"""The runs of a report side by side: which metric decides, what sets them apart, who is the best, what repeats what."""
+"""The runs of a report side by side: the deciding metric, the best run, the settings that vary, repeats by seed."""
 
 from __future__ import annotations
 
@@ -11,36 +11,22 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from harness.config.schema import NOT_THE_RECIPE, flatten
-from harness.report import history, words
+from harness.report import formatting, history
 from harness.report.history import Direction, History
 from harness.runs.reader import Record
 
-MAX_APART = 4  # settings that a run is named by; runs that differ in more are named by their folders
-LENGTH = ("train.epochs", "train.max_steps")  # a resumed run may be longer; a compared one may not
-_SHORT = {
-    "batch.global": "batch",
-    "batch.per_rank": "batch a rank",
-    "optimizer.lr": "lr",
-    "optimizer.name": "optimizer",
-    "optimizer.weight_decay": "weight decay",
-    "model.name": "model",
-    "precision.opt_level": "level",
-    "parallel.strategy": "strategy",
-    "schedule.name": "schedule",
-    "task.name": "task",
-    "train.epochs": "epochs",
-}
+MAX_IN_LABEL = 4  # settings in a run's label; runs that differ in more are named by their folders
+LENGTH = ("train.epochs", "train.max_steps")  # may change on resume, but not between runs that are compared
 _SMALLER_IS_BETTER = re.compile(r"loss|nll|perplexity|error|entropy|(^|_)(mae|mse|rmse|wer|cer|bpc)(_|$)", re.I)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run as the report has it. ``settings``: the flat configuration; ``recipe``: the same text for runs that differ
-    in seed and world size alone; ``label``: unique in the report; ``best``: of the deciding metric."""
+class ReportedRun:
+    """``label``: unique in the report. ``settings``: the flat configuration. ``recipe``: equal text for runs that
+    differ only by seed and world size. ``best``: of the deciding metric."""
 
     record: Record
     label: str
@@ -56,12 +42,12 @@ class Run:
 
     @property
     def place(self) -> str:
-        """Where it is, in a word or two."""
+        """ "trial 3", or the run folder."""
         return f"trial {self.record.trial.number}" if self.record.trial else self.path
 
     @property
     def batch(self) -> int | None:
-        """Rows of an optimizer step over all ranks."""
+        """Rows per optimizer step over all ranks."""
         return global_batch(self.settings, self.world)
 
     @property
@@ -74,17 +60,16 @@ class Run:
         return self.settings.get("seed")
 
     def at_best(self, axis: str) -> float | None:
-        """Where on an axis the best evaluation was."""
-        gains = self.history.gains
-        return float(gains.at[axis][-1]) if len(gains) else None
+        """The position of the best evaluation on an axis."""
+        improvements = self.history.improvements
+        return float(improvements.at[axis][-1]) if len(improvements) else None
 
 
 @dataclass(frozen=True)
-class Repeats:
-    """Runs of one recipe at one world size: they differ in their seed alone. The best values have a mean and a spread
-    (the sample standard deviation, from two runs on)."""
+class SeedGroup:
+    """Runs of one recipe and world size, which differ only by seed. The spread is the sample standard deviation."""
 
-    runs: list[Run]
+    runs: list[ReportedRun]
 
     @cached_property
     def values(self) -> list[float]:
@@ -100,57 +85,57 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class Study:
-    """``apart``: the settings, as dotted keys, in which runs differ."""
+class RunSet:
+    """All runs of a report. ``varied``: dotted keys of the settings in which they differ."""
 
     title: str
-    runs: list[Run]
+    runs: list[ReportedRun]
     metric: str | None
     direction: Direction
-    apart: list[str]
+    varied: list[str]
 
     @cached_property
-    def ranked(self) -> list[Run]:
-        """The best first; runs that were never evaluated last."""
+    def ranked(self) -> list[ReportedRun]:
+        """The best run first; runs without an evaluation last."""
         sign = -1.0 if self.direction == "max" else 1.0
         return sorted(self.runs, key=lambda run: (run.best is None, sign * (run.best or 0.0)))
 
     @property
-    def best(self) -> Run | None:
+    def best(self) -> ReportedRun | None:
         return next((run for run in self.ranked if run.best is not None), None)
 
     @cached_property
-    def repeats(self) -> list[Repeats]:
-        """All runs, those that repeat each other together, the best first."""
-        found: dict[tuple[str, int | None], list[Run]] = {}
+    def seed_groups(self) -> list[SeedGroup]:
+        """All runs, the group with the best run first."""
+        found: dict[tuple[str, int | None], list[ReportedRun]] = {}
         for run in self.ranked:
             found.setdefault((run.recipe, run.world), []).append(run)
-        return [Repeats(runs) for runs in found.values()]
+        return [SeedGroup(runs) for runs in found.values()]
 
-    def setting(self, run: Run, without: Sequence[str] = ("seed",)) -> str:
-        """What sets ``run`` apart, in words; its label where that would be too long, its name where nothing does."""
-        keys = [key for key in self.apart if key not in without]
+    def describe(self, run: ReportedRun, without: Sequence[str] = ("seed",)) -> str:
+        """The varied settings of ``run``; its label if that is too long, its name if nothing is varied."""
+        keys = [key for key in self.varied if key not in without]
         return describe(run.settings, keys) or (run.label if keys else _title([run.record]))
 
 
-def build(records: Sequence[Record], metric: str | None = None) -> Study:
-    """The study of ``records``: reads all their histories, several at once."""
+def build(records: Sequence[Record], metric: str | None = None) -> RunSet:
+    """Read the histories of ``records``, several at once."""
     metric = metric or deciding_metric(records)
     direction = direction_of(metric, records)
     flat = [flatten(record.config) or (dict(record.trial.params) if record.trial else {}) for record in records]
-    apart = settings_apart(records, flat)
-    labels = _labels(records, flat, apart)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading is arrow's work, which lets other threads run
+    varied = varied_settings(records, flat)
+    labels = _labels(records, flat, varied)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # arrow reads without the GIL
         histories = list(pool.map(lambda record: history.read(record, metric, direction), records))
     runs = [
-        Run(record, label, shown(record.path), settings, recipe(record, settings), past, _best(past))
+        ReportedRun(record, label, formatting.path(record.path), settings, recipe(record, settings), past, _best(past))
         for record, settings, label, past in zip(records, flat, labels, histories, strict=True)
     ]
-    return Study(_title(records), runs, metric, direction, apart)
+    return RunSet(_title(records), runs, metric, direction, varied)
 
 
 def _best(past: History) -> float | None:
-    return float(past.gains.values["value"][-1]) if len(past.gains) else None
+    return float(past.improvements.values["value"][-1]) if len(past.improvements) else None
 
 
 def _title(records: Sequence[Record]) -> str:
@@ -162,11 +147,11 @@ def _title(records: Sequence[Record]) -> str:
 
 
 def deciding_metric(records: Sequence[Record]) -> str | None:
-    """The metric that a sweep or most of the runs are judged by."""
-    told: Counter[str] = Counter(
+    """The metric of the sweep, or the one that most runs chose their best weights by."""
+    found: Counter[str] = Counter(
         name for record in records if (name := record.sweep.metric if record.sweep else None)
     ) or Counter(name for record in records for name in _own_metrics(record))
-    return told.most_common(1)[0][0] if told else None
+    return found.most_common(1)[0][0] if found else None
 
 
 def _own_metrics(record: Record) -> list[str]:
@@ -179,7 +164,7 @@ def _own_metrics(record: Record) -> list[str]:
 
 
 def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:
-    """Which way is better: as a sweep says, else as the runs themselves chose their best, else by the metric's name."""
+    """Taken from the sweep, otherwise from how the runs chose their best evaluation, otherwise from the name."""
     for record in records:
         if record.sweep and record.sweep.direction and record.sweep.metric == metric:
             return record.sweep.direction
@@ -196,7 +181,7 @@ def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:
     return "min" if _SMALLER_IS_BETTER.search(metric or "") else "max"
 
 
-# What sets runs apart
+# What differs
 
 
 def global_batch(settings: dict[str, Any], world: int | None) -> int | None:
@@ -207,8 +192,8 @@ def global_batch(settings: dict[str, Any], world: int | None) -> int | None:
 
 
 def recipe(record: Record, settings: dict[str, Any]) -> str:
-    """The same text for runs that are comparable: alike in all that is trained and on what kind of device, but for the
-    seed and the world size. Batches count over all ranks."""
+    """Equal text for comparable runs: everything that matters to training and the kind of device, except seed and world
+    size. Batches count over all ranks."""
     if not settings:
         return str(record.path)
     kept = {key: value for key, value in settings.items() if _is_recipe(key) and key != "seed"}
@@ -218,7 +203,7 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
 
 
 def devices(record: Record) -> list[str]:
-    """The kind of device of each rank of the newest start: "cpu", "NVIDIA H100", …"""
+    """The kind of device of each rank of the newest start, such as "cpu" or "NVIDIA H100"."""
     ranks = record.provenance[-1].get("ranks") if record.provenance else None
     kinds = [re.search(r"\((.*)\)\s*$", str(rank)) for rank in ranks] if isinstance(ranks, list) else []
     return [kind.group(1) for kind in kinds if kind]
@@ -228,8 +213,8 @@ def _is_recipe(key: str) -> bool:
     return key in LENGTH or not (key in NOT_THE_RECIPE or key.split(".")[0] in NOT_THE_RECIPE)
 
 
-def settings_apart(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -> list[str]:
-    """Keys of which the runs have different values; those that a sweep has searched first."""
+def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -> list[str]:
+    """Keys for which the runs have different values; those that a sweep searched come first."""
     searched = list(dict.fromkeys(key for record in records if record.trial for key in record.trial.params))
     known = [settings for settings in flat if settings]
     keys = dict.fromkeys([*searched, *(key for settings in known for key in settings)])
@@ -239,45 +224,34 @@ def settings_apart(records: Sequence[Record], flat: Sequence[dict[str, Any]]) ->
     ]  # fmt: skip
 
 
-def short(key: str) -> str:
-    """A setting's name where there is little room."""
-    return _SHORT.get(key, key)
-
-
 def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
-    """ "lr 0.004 · batch 1024"; empty where that would be long."""
-    parts = [f"{short(key)} {_text(settings.get(key))}" for key in keys]
-    return " · ".join(parts) if len(parts) <= MAX_APART else ""
+    """ "lr 0.004 · batch 1024"; empty if that would be long."""
+    parts = [f"{formatting.key(key)} {_value(settings.get(key))}" for key in keys]
+    return " · ".join(parts) if len(parts) <= MAX_IN_LABEL else ""
 
 
-def _text(value: Any) -> str:
+def _value(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def shown(path: Path) -> str:
-    """``path`` as one would type it here."""
-    inside = os.path.relpath(path)
-    return str(path) if inside.startswith("..") else inside
-
-
-def _name(record: Record) -> str:
-    return f"{record.sweep.name}/{record.path.name}" if record.sweep else record.name
-
-
-def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], apart: list[str]) -> list[str]:
-    """A short name for each run that no other has: its settings, the number of ranks where that differs, the folder."""
+def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
+    """A short unique name for each run: its settings, the number of ranks if that differs, its folder."""
     worlds = {record.world_size for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):
-        told = describe(settings, apart) if settings and (record.sweep or len(apart) <= MAX_APART) else ""
-        if told and len(worlds) > 1 and record.world_size:
-            told += f" · {words.plural(record.world_size, 'rank')}"
-        labels.append(told or _name(record))
-    for distinction in (_name, lambda record: shown(record.path)):
+        label = describe(settings, varied) if settings and (record.sweep or len(varied) <= MAX_IN_LABEL) else ""
+        if label and len(worlds) > 1 and record.world_size:
+            label += f" · {formatting.plural(record.world_size, 'rank')}"
+        labels.append(label or _name(record))
+    for distinction in (_name, lambda record: formatting.path(record.path)):
         seen = Counter(labels)
         for place, record in enumerate(records):
             if seen[label := labels[place]] > 1:
                 labels[place] = distinction(record) if label == _name(record) else f"{label} ({distinction(record)})"
     return labels
+
+
+def _name(record: Record) -> str:
+    return f"{record.sweep.name}/{record.path.name}" if record.sweep else record.name

@@ -1,8 +1,9 @@
-"""Numbers, durations and paths as people read them, the same in every form of a report."""
+"""Numbers, durations and paths as text, the same in every format of a report."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 STATES = {
@@ -15,16 +16,24 @@ STATES = {
     "unreadable": "? unreadable",
 }
 NOTHING = "–"
-_NAMES = {
-    "top1": "accuracy (top-1)",
-    "top5": "accuracy (top-5)",
-    "mean_class_accuracy": "mean class accuracy",
-    "loss": "loss",
+_METRICS = {"top1": "accuracy (top-1)", "top5": "accuracy (top-5)"}
+_SHORT_KEYS = {
+    "batch.global": "batch",
+    "batch.per_rank": "batch per rank",
+    "optimizer.lr": "lr",
+    "optimizer.name": "optimizer",
+    "optimizer.weight_decay": "weight decay",
+    "model.name": "model",
+    "precision.opt_level": "level",
+    "parallel.strategy": "strategy",
+    "schedule.name": "schedule",
+    "task.name": "task",
+    "train.epochs": "epochs",
 }
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """At so many significant digits."""
+    """``value`` with this many significant digits."""
     if value is None or value != value:
         return NOTHING
     text = f"{value:,.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
@@ -49,8 +58,7 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
@@ -60,11 +68,21 @@ def plural(amount: int, noun: str) -> str:
 
 def metric(name: str | None) -> str:
     """A metric's name in a sentence."""
-    return _NAMES.get(name or "", (name or "metric").replace("_", " "))
+    return _METRICS.get(name or "", (name or "metric").replace("_", " "))
+
+
+def at_least(direction: str, value: float) -> str:
+    """ "≥ 0.95", or "≤" where smaller is better."""
+    return f"{'≥' if direction == 'max' else '≤'} {number(value)}"
+
+
+def key(name: str) -> str:
+    """A short name of a setting."""
+    return _SHORT_KEYS.get(name, name)
 
 
 def setting(value: Any) -> str:
-    """A value of a configuration, as YAML has it."""
+    """A value of a configuration, in YAML's spelling."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -72,6 +90,12 @@ def setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def from_here(text: str) -> str:
-    """``text`` with paths in the working folder as one types them there."""
+def path(place: Path) -> str:
+    """``place`` relative to the working folder if it is inside."""
+    inside = os.path.relpath(place)
+    return str(place) if inside.startswith("..") else inside
+
+
+def without_working_folder(text: str) -> str:
+    """``text`` with paths in the working folder made relative."""
     return text.replace(os.getcwd() + os.sep, "")

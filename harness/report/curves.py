@@ -1,6 +1,6 @@
-"""The curves of a report: which runs are drawn, and the points of each, along epochs, samples and seconds.
+"""Learning curves: which runs are drawn, and the points of each line.
 
-Runs that repeat each other with other seeds are one line, their mean, in the band from the least to the largest.
+Runs that differ only by seed are one line, their mean, in a band from the smallest to the largest value.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.report import words
+from harness.report import formatting
 from harness.report.history import AXES, Curve
-from harness.report.study import Repeats, Run, Study
+from harness.report.run_set import ReportedRun, RunSet, SeedGroup
 
 MAX_LINES = 24
 NUM_COLORS = 8  # of the page's palette
@@ -23,53 +23,52 @@ _BAND_POINTS = 100
 
 
 @dataclass(frozen=True)
-class Line:
-    """``color`` is a place in the palette; dash and symbol tell lines apart without it."""
+class CurveLine:
+    """``color``: an index into the palette. Dash and symbol distinguish lines without color."""
 
     label: str
-    repeats: Repeats
+    group: SeedGroup
     color: int
     dash: str
     symbol: str
 
     @property
-    def first(self) -> Run:
-        return self.repeats.runs[0]
+    def first(self) -> ReportedRun:
+        return self.group.runs[0]
 
 
-def choose(study: Study) -> list[Line]:
+def choose(runs: RunSet) -> list[CurveLine]:
     """The best runs, MAX_LINES at most: a color and a symbol for each recipe, a dash for each world size."""
-    drawn = [repeats for repeats in study.repeats if any(_has_points(run) for run in repeats.runs)][:MAX_LINES]
-    recipes = list(dict.fromkeys(repeats.runs[0].recipe for repeats in drawn))
-    worlds = sorted({repeats.runs[0].world or 0 for repeats in drawn})
+    drawn = [group for group in runs.seed_groups if any(_has_points(run) for run in group.runs)][:MAX_LINES]
+    recipes = list(dict.fromkeys(group.runs[0].recipe for group in drawn))
+    worlds = sorted({group.runs[0].world or 0 for group in drawn})
     found = []
-    for repeats in drawn:
-        run = repeats.runs[0]
+    for group in drawn:
+        run = group.runs[0]
         place = recipes.index(run.recipe)
         dash = worlds.index(run.world or 0) + place // NUM_COLORS
-        label = run.label if len(repeats.runs) == 1 else _label(study, repeats)
-        found.append(
-            Line(label, repeats, place % NUM_COLORS, DASHES[dash % len(DASHES)], SYMBOLS[place % len(SYMBOLS)])
-        )
+        label = run.label if len(group.runs) == 1 else _label(runs, group)
+        color, symbol = place % NUM_COLORS, SYMBOLS[place % len(SYMBOLS)]
+        found.append(CurveLine(label, group, color, DASHES[dash % len(DASHES)], symbol))
     return found
 
 
-def _has_points(run: Run) -> bool:
-    return bool(len(run.history.train) or len(run.history.held_out))
+def _has_points(run: ReportedRun) -> bool:
+    return bool(len(run.history.train) or len(run.history.validation))
 
 
-def _label(study: Study, repeats: Repeats) -> str:
-    run = repeats.runs[0]
-    several = len({other.world for other in study.runs}) > 1
-    ranks = f" · {words.plural(run.world, 'rank')}" if several and run.world else ""
-    return f"{study.setting(run)}{ranks} · mean of {len(repeats.runs)} seeds"
+def _label(runs: RunSet, group: SeedGroup) -> str:
+    run = group.runs[0]
+    several = len({other.world for other in runs.runs}) > 1
+    ranks = f" · {formatting.plural(run.world, 'rank')}" if several and run.world else ""
+    return f"{runs.describe(run)}{ranks} · mean of {len(group.runs)} seeds"
 
 
-def points(line: Line) -> dict[str, Any]:
-    """The line for the page: {train, held_out: {at: {axis: [...]}, values, low, high: {name: [...]}}}."""
+def points(line: CurveLine) -> dict[str, Any]:
+    """The line for the page: {train, validation: {at: {axis: [...]}, values, low, high: {name: [...]}}}."""
     found: dict[str, Any] = {"label": line.label, "color": line.color, "dash": line.dash, "symbol": line.symbol}
-    for part in ("train", "held_out"):
-        curves = [getattr(run.history, part) for run in line.repeats.runs]
+    for part in ("train", "validation"):
+        curves = [getattr(run.history, part) for run in line.group.runs]
         found[part] = _band([curve for curve in curves if len(curve)])
     return found
 
@@ -95,5 +94,5 @@ def _band(curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def rounded(values: np.ndarray) -> list[float | None]:
-    """Six significant digits, which no screen shows; null where there is no number."""
+    """Six significant digits, more than a screen shows; None where the value is not finite."""
     return [None if value != value or abs(value) == np.inf else float(f"{value:.6g}") for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""Runs side by side: the metric that decides, what sets runs apart, their names, what repeats what."""
+"""Runs side by side: the deciding metric, varied settings, labels, groups of seeds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import statistics
 
 import pytest
 
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.report import study
+from harness.report import run_set
 from harness.runs import reader
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 
 def build(*folders):
-    return study.build(reader.find(folders))
+    return run_set.build(reader.find(folders))
 
 
-def test_the_best_first_and_what_was_never_evaluated_last(tmp_path):
+def test_best_run_first_and_runs_without_evaluation_last(tmp_path):
     folders = [write_run(tmp_path / str(final), Fake(name=f"r{final}", final=final)) for final in (0.7, 0.9, 0.8)]
     folders.append(write_run(tmp_path / "none", Fake(name="none", epochs=1, state="unfinished")))
     found = build(*folders)
@@ -36,32 +36,32 @@ def test_the_best_first_and_what_was_never_evaluated_last(tmp_path):
         ({"best": [], "history": 3}, None, "max"),
     ],
 )
-def test_the_metric_and_which_way_is_better(tmp_path, summary, metric, direction):
+def test_deciding_metric_and_direction(tmp_path, summary, metric, direction):
     run = write_run(tmp_path / "run", Fake())
     (run / "summary.json").write_text(json.dumps(summary))
     found = build(run)
     assert (found.metric, found.direction) == (metric, direction)
 
 
-def test_a_sweep_says_itself(tmp_path):
+def test_sweep_names_its_metric_and_direction(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", [Fake(final=0.8), Fake(final=0.9, lr=0.2)])
-    told = json.loads((sweep / "sweep.json").read_text())
-    (sweep / "sweep.json").write_text(json.dumps(told | {"metric": "loss", "direction": "minimize"}))
+    content = json.loads((sweep / "sweep.json").read_text())
+    (sweep / "sweep.json").write_text(json.dumps(content | {"metric": "loss", "direction": "minimize"}))
     found = build(sweep)
     assert (found.metric, found.direction) == ("loss", "min")
     assert found.best.settings["optimizer.lr"] == 0.2
     assert found.title == "sweep"
 
 
-def test_labels_are_what_sets_runs_apart(tmp_path):
+def test_labels_are_the_varied_settings(tmp_path):
     fakes = [Fake(lr=lr, world=world) for lr in (0.1, 0.001) for world in (1, 2)]
     found = build(write_sweep(tmp_path / "sweep", fakes))
     assert [run.label for run in found.runs] == ["lr 0.1 · 1 rank", "lr 0.1 · 2 ranks", "lr 0.001 · 1 rank",
                                                  "lr 0.001 · 2 ranks"]  # fmt: skip
-    assert found.apart == ["optimizer.lr"]
+    assert found.varied == ["optimizer.lr"]
 
 
-def test_two_runs_of_one_name_and_recipe_are_told_apart(tmp_path):
+def test_runs_with_equal_name_and_recipe_have_different_labels(tmp_path):
     found = build(*(write_run(tmp_path / place / "digits", Fake(name="digits")) for place in ("a", "b")))
     labels = [run.label for run in found.runs]
     assert len(set(labels)) == 2
@@ -69,7 +69,7 @@ def test_two_runs_of_one_name_and_recipe_are_told_apart(tmp_path):
     assert len({run.path for run in found.runs}) == 2
 
 
-def test_runs_that_differ_in_much_are_named_by_themselves(tmp_path):
+def test_runs_with_many_varied_settings_are_labeled_by_name(tmp_path):
     many = {f"task.option{number}": number for number in range(6)}
     one = write_run(tmp_path / "one", Fake(name="one"))
     two = write_run(tmp_path / "two", Fake(name="two", settings={key: value + 1 for key, value in many.items()}))
@@ -77,22 +77,22 @@ def test_runs_that_differ_in_much_are_named_by_themselves(tmp_path):
     assert [run.label for run in build(one, two, three).runs] == ["one", "two", "three"]
 
 
-def test_seeds_make_a_mean_and_a_spread(tmp_path):
+def test_seeds_have_a_mean_and_a_spread(tmp_path):
     finals = (0.9, 0.92, 0.97)
     fakes = [Fake(seed=seed, final=final) for seed, final in enumerate(finals)]
     found = build(write_sweep(tmp_path / "sweep", [*fakes, Fake(lr=0.5)]))
-    by_size = {len(repeats.runs): repeats for repeats in found.repeats}
+    by_size = {len(group.runs): group for group in found.seed_groups}
     bests = [run.best for run in by_size[3].runs]
     assert by_size[3].mean == pytest.approx(statistics.fmean(bests))
     assert by_size[3].spread == pytest.approx(statistics.stdev(bests))
     assert by_size[1].spread is None
 
 
-def test_what_cannot_be_read_is_in_the_report_as_what_it_is(tmp_path):
+def test_unreadable_runs_are_reported_with_their_state(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", [Fake(), Fake(lr=0.2, state="unfinished"), Fake(lr=0.3, state="failed")])
-    told = json.loads((sweep / "sweep.json").read_text())
-    told["trials"].append({"number": 3, "run": "trials/0003", "params": {"optimizer.lr": 0.4}, "state": "waiting"})
-    (sweep / "sweep.json").write_text(json.dumps(told))
+    content = json.loads((sweep / "sweep.json").read_text())
+    content["trials"].append({"number": 3, "run": "trials/0003", "params": {"optimizer.lr": 0.4}, "state": "waiting"})
+    (sweep / "sweep.json").write_text(json.dumps(content))
     (sweep / "trials" / "0001" / "config.yaml").write_text("{")
     found = build(sweep)
     assert [run.record.state for run in found.runs] == ["finished", "unfinished", "failed", "waiting"]
