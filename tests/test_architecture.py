@@ -312,14 +312,11 @@ def run_folder_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in found)
 
 
-UNFINISHED = ("engines.dask.file_sync",)
-
-
 def test_run_folder_names_are_spelled_in_one_module():
     wrong = [
         f"harness/{name}:{line}: {spelled!r} belongs to harness/runs/layout.py"
         for name, tree in TREES.items()
-        if name not in (*UNFINISHED, "runs.layout") and package(name) != "apex"
+        if name != "runs.layout" and package(name) != "apex"
         for line, spelled in run_folder_names(tree)
     ]
     assert wrong == []
@@ -341,7 +338,7 @@ def test_files_are_replaced_in_one_module():
         or (node.func.attr == "move" and getattr(node.func.value, "id", "") == "shutil")
         if not isinstance(node.func.value, ast.Constant)
     }
-    assert renaming <= {*allowed, *UNFINISHED}
+    assert renaming <= allowed
 
 
 def test_urls_are_recognised_in_one_module():

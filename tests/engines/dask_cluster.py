@@ -1,4 +1,4 @@
-"""A real ``dask scheduler`` with ``dask worker`` processes, and what tests do to them."""
+"""A real ``dask scheduler`` with ``dask worker`` processes, for tests to use and to kill."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from tests.end_to_end.processes import Started, environment_of, started, wait_until
 
-START_S = 120  # until all is there, on a machine that has much to do
+START_S = 120  # for a cluster or a run to start, on a busy machine
 MARK = "HARNESS_TEST"
 
 
 class Cluster:
-    """A scheduler and ``num_workers`` workers of a thread each, on the loopback interface."""
+    """A scheduler and ``num_workers`` single-threaded workers, on the loopback interface."""
 
     def __init__(self, folder: Path, num_workers: int, opened: ExitStack) -> None:
         from distributed import Client
@@ -52,7 +52,7 @@ class Cluster:
         return dict(self.client.run(os.getpid))
 
     def kill_worker(self, address: str) -> None:
-        """SIGKILL to a worker's nanny and to its process, as when its machine went away with what they supervise."""
+        """SIGKILL a worker's nanny and its process."""
         pid = self.pids()[address]
         nanny = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         for each in (nanny, pid):
@@ -61,7 +61,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path, num_workers: int) -> Iterator[Cluster]:
-    """Nothing of it, nor of what its workers started, is left when the body ends."""
+    """A Cluster; none of its processes is left when the block ends."""
     with ExitStack() as opened:
         yield Cluster(folder, num_workers, opened)
 
@@ -89,14 +89,14 @@ class Running(threading.Thread):
         from harness.engines.dask import engine
 
         try:
-            self.conclusion = engine.run(*self._words, hear=self.events.append)
+            self.conclusion = engine.run(*self._words, on_event=self.events.append)
         except Exception as error:
             self.error = error
 
     def lines(self, rank: int, file: str) -> list[str]:
-        """What was told live of a file of a rank."""
-        told = [event for event in self.events if event["rank"] == rank and event.get("file") == file]
-        return [line for event in told for line in event["lines"]]
+        """The lines of a rank's file that events have brought."""
+        found = [event for event in self.events if event["rank"] == rank and event.get("file") == file]
+        return [line for event in found for line in event["lines"]]
 
     def end(self, timeout_s: float) -> Any:
         """The Conclusion, within ``timeout_s``."""

@@ -1,4 +1,4 @@
-"""Engine dask, on a real scheduler with real workers: the same weights as ever, one report, nobody left over."""
+"""Engine dask, on a real scheduler with real workers: the same weights, one report, and no process left."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from harness.config import loader
 from harness.engines import launch
-from harness.engines.dask import reservation, worker_files
-from harness.engines.dask import worker as dask_rank
+from harness.engines.dask import placement, reservation, store
+from harness.engines.dask import worker as on_worker
 from harness.errors import ConfigError, LaunchError
-from harness.runs import rank_exit
+from harness.runs import rank_exit, run_dir
 from harness.runs.checkpoint import Checkpoints
-from harness.runs.run_dir import RunFolder
+from harness.version import __version__
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -35,7 +35,7 @@ from tests.engines.dask_cluster import START_S, Running, cluster, marked, ranks
 pytest.importorskip("distributed", reason="engine dask needs dask.distributed: pip install 'apex-harness[dask]'")
 MODELS = "tests.end_to_end.models"
 SLOW, FAST = ({"name": f"{MODELS}.Slow", "args": {"step_s": step_s}} for step_s in (0.1, 0.0))
-CONSTANT = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the rate is not to depend on the epochs
+CONSTANT = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the same learning rates for any number of epochs
 TWO = {"launch": {"nproc": 2}}
 
 
@@ -52,7 +52,7 @@ def dask_cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, stripes):
-    """The run folder of two ranks that nobody disturbed, without Dask."""
+    """The run folder of an uninterrupted run on two ranks, without Dask."""
     folder = tmp_path_factory.mktemp("unbroken")
     assert run(write_config(folder, stripes, model=FAST, **CONSTANT), 2) == [0, 0]
     return folder / "runs" / "run"
@@ -60,7 +60,7 @@ def unbroken(tmp_path_factory, stripes):
 
 @pytest.fixture
 def mark():
-    """For launch.env: whoever carries it is one of the test's ranks."""
+    """For launch.env: identifies the processes of the test's ranks."""
     return secrets.token_hex(8)
 
 
@@ -68,7 +68,7 @@ def marking(mark):
     return f"launch.env={{HARNESS_TEST: {mark}}}"
 
 
-# What it would do
+# Without a cluster
 
 
 def test_render(tmp_path, stripes):
@@ -80,7 +80,7 @@ def test_render(tmp_path, stripes):
 
 
 @pytest.mark.parametrize("word", ["min_nodes=1", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
-def test_what_means_nothing_here(tmp_path, stripes, word):
+def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
     from harness.engines.dask import engine
 
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
@@ -89,8 +89,18 @@ def test_what_means_nothing_here(tmp_path, stripes, word):
             call(job)
 
 
+def test_what_is_refused_before_anything_starts(tmp_path, stripes):
+    from harness.engines.dask import engine
+
+    config = write_config(tmp_path, stripes)
+    with pytest.raises(LaunchError, match="asynchronous"):
+        engine.run(SimpleNamespace(asynchronous=True), config)
+    with pytest.raises(ConfigError, match="3 ranks"):
+        engine.run(SimpleNamespace(asynchronous=False), config, ["launch.nproc=3"])
+
+
 def test_a_worker_never_imports_torch():
-    command = "import sys, harness.engines.dask.worker_files; sys.exit('torch' in sys.modules)"
+    command = "import sys, harness.engines.dask.store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
@@ -113,57 +123,49 @@ def places(found):
     return [address for address, _ in found["places"]]
 
 
-def test_workers_are_claimed_all_or_none_and_by_one_run():
+def test_workers_are_reserved_all_or_none_and_by_one_run():
     there = scheduler(worker("b:1"), worker("a:1", threads=4), worker("c:1"))
-    assert places(reservation.claim("one", "me", 2, {}, there)) == ["a:1", "b:1"]
-    refused = reservation.claim("two", "other", 2, {}, there)
+    assert places(reservation.reserve("one", "me", 2, {}, there)) == ["a:1", "b:1"]
+    refused = reservation.reserve("two", "other", 2, {}, there)
     assert refused["places"] == []
     assert [line for line in refused["seen"] if "1 rank(s) of another run: room for 0" in line]
-    assert places(reservation.claim("three", "other", 1, {}, there)) == ["c:1"]
+    assert places(reservation.reserve("three", "other", 1, {}, there)) == ["c:1"]
     reservation.release("one", there)
-    assert places(reservation.claim("two", "other", 2, {}, there)) == ["a:1", "b:1"]
-    there.clients = ("me",)  # what the other had claimed, it took along
-    assert places(reservation.claim("four", "me", 3, {}, there)) == ["a:1", "b:1", "c:1"]
+    assert places(reservation.reserve("two", "other", 2, {}, there)) == ["a:1", "b:1"]
+    there.clients = ("me",)  # reservations end with their client
+    assert places(reservation.reserve("four", "me", 3, {}, there)) == ["a:1", "b:1", "c:1"]
 
 
 def test_busy_and_closing_workers_have_no_room():
     busy, mine = worker("a:1", tasks=["sum-1"]), worker("b:1", tasks=["apex-harness-0-rank-0"])
     there = scheduler(busy, mine, worker("c:1", status="closing_gracefully"), worker("d:1", threads=2, tasks=["sum-2"]))
-    assert places(reservation.claim("one", "me", 2, {}, there)) == ["b:1", "d:1"]
-    assert reservation.claim("two", "me", 1, {}, there)["places"] == []
+    assert places(reservation.reserve("one", "me", 2, {}, there)) == ["b:1", "d:1"]
+    assert reservation.reserve("two", "me", 1, {}, there)["places"] == []
 
 
-def test_a_rank_a_gpu_and_workers_with_gpus_first():
+def test_one_rank_per_gpu_and_workers_with_gpus_first():
     there = scheduler(worker("a:1"), worker("b:1", threads=8, GPU=2), worker("c:1", threads=1, GPU=4))
-    found = reservation.claim("one", "me", 4, {}, there)
+    found = reservation.reserve("one", "me", 4, {}, there)
     assert found["places"] == [("b:1", {"GPU": 1}), ("b:1", {"GPU": 1}), ("c:1", {"GPU": 1}), ("a:1", {})]
     there = scheduler(worker("a:1"), worker("b:1", BIG=1.0), worker("c:1", threads=4, BIG=3.0))
-    assert places(reservation.claim("one", "me", 2, {"BIG": 1.0}, there)) == ["b:1", "c:1"]
-    assert reservation.claim("two", "me", 1, {"BIG": 1.0}, there)["places"] == []
-
-
-def refusing(error):
-    def run(*words, **options):
-        raise error
-
-    return SimpleNamespace(run=run, scheduler=SimpleNamespace(address="tcp://there:1"))
+    assert places(reservation.reserve("one", "me", 2, {"BIG": 1.0}, there)) == ["b:1", "c:1"]
+    assert reservation.reserve("two", "me", 1, {"BIG": 1.0}, there)["places"] == []
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "hint"),
     [(ModuleNotFoundError("No module named 'harness'"), "install the project"), (ConnectionError("reset"), "reset")],
 )
-def test_a_worker_that_cannot_be_asked(error, told):
-    from harness.engines.dask.placement import ask
+def test_a_worker_that_cannot_be_called(error, hint):
+    def run(*words, **options):
+        raise error
 
-    with pytest.raises(LaunchError, match=told):
-        ask(refusing(error), dask_rank.look, "")
+    client = SimpleNamespace(run=run, scheduler=SimpleNamespace(address="tcp://there:1"))
+    with pytest.raises(LaunchError, match=hint):
+        placement.call(client, on_worker.describe, "")
 
 
 def test_workers_of_different_releases_are_refused(tmp_path, stripes):
-    from harness.engines.dask import placement
-    from harness.version import __version__
-
     def facts(**versions):
         known = {"harness": __version__, "torch": "2.15.0", "python": "3.11.7"}
         return {"host": "a", "devices": None, "sees": True, "versions": known | versions}
@@ -174,12 +176,12 @@ def test_workers_of_different_releases_are_refused(tmp_path, stripes):
         scheduler=SimpleNamespace(address="tcp://there:1"), id="me",
     )  # fmt: skip
     job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2"])
-    seats, shared = placement.find(there, job, "name", 0.0)
-    assert [seat.worker for seat in seats] == ["a:1", "b:1"]
+    found, shared = placement.find(there, job, "name", 0.0)
+    assert [each.worker for each in found] == ["a:1", "b:1"]
     assert shared
-    for versions, told in (({"torch": "2.6.0"}, "b:1 has torch 2.6.0, others 2.15.0"), ({"harness": "0"}, "harness 0")):
+    for versions, text in (({"torch": "2.6.0"}, "b:1 has torch 2.6.0, others 2.15.0"), ({"harness": "0"}, "harness 0")):
         seen["b:1"] = facts(**versions)
-        with pytest.raises(LaunchError, match=told):
+        with pytest.raises(LaunchError, match=text):
             placement.find(there, job, "name", 0.0)
     seen["b:1"] = facts() | {"sees": False}
     assert placement.find(there, job, "name", 0.0)[1] is False
@@ -188,64 +190,7 @@ def test_workers_of_different_releases_are_refused(tmp_path, stripes):
         placement.find(there, job, "name", 0.0)
 
 
-def test_a_path_a_dictionary_or_a_config_may_be_given(tmp_path, stripes):
-    from harness.engines.dask import engine
-
-    path = write_config(tmp_path, stripes, **TWO)
-    jobs = [engine._job(each, ["train.epochs=2"]) for each in (path, str(path), yaml.safe_load(path.read_text()))]
-    jobs.append(engine._job(jobs[0].config, []))
-    assert all(job.config == jobs[0].config for job in jobs)
-    assert jobs[0].world_size == jobs[0].config.train.epochs == 2
-    with pytest.raises(LaunchError, match="asynchronous"):
-        engine.run(SimpleNamespace(asynchronous=True), path)
-
-
-def test_a_batch_that_cannot_be_dealt(tmp_path, stripes):
-    from harness.engines.dask import engine
-
-    with pytest.raises(ConfigError, match="8 examples cannot be divided among 3 ranks"):
-        engine.run(SimpleNamespace(asynchronous=False), write_config(tmp_path, stripes), ["launch.nproc=3"])
-
-
-@pytest.fixture
-def placed(tmp_path, stripes, monkeypatch):
-    """Two ranks that nobody has started, after a start that has left words."""
-    from harness.engines.dask.cluster_run import Placed
-
-    logs = tmp_path / "runs" / "run" / "logs"
-    logs.mkdir(parents=True)
-    rank_exit.leave(logs, 1, 7, 75, "stopped")
-    monkeypatch.setattr(Placed, "_start", lambda self: None)
-    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2"])
-    placed = Placed(SimpleNamespace(status="closed"), job, None, ExitStack())
-    placed._seats = [None, None]
-    return placed
-
-
-def test_a_rank_that_has_lost_its_worker_runs_until_it_has_left_its_own_words(tmp_path, placed):
-    placed._lose([1], "worker b:1 is gone")
-    assert placed._is_running(1)
-    rank_exit.leave(tmp_path / "runs" / "run" / "logs", 1, 9, 75, "stopped")
-    assert not placed._is_running(1)
-    placed._exits[0] = 70
-    outcome = placed.follow()
-    assert (outcome.lost, outcome.lost_rank) == ("worker b:1 is gone", 1)
-
-
-# Files, without a disk in common
-
-
-def test_results_of_two_starts_do_not_come_home_to_one_folder(placed, monkeypatch):
-    monkeypatch.setattr("harness.runs.run_dir._HOLD_S", 0.0)
-    other = RunFolder(placed._job.folder)
-    placed._send(SimpleNamespace(send=lambda foreign: None))
-    with pytest.raises(ConfigError, match="another start"):
-        other.hold()
-    following = threading.Thread(target=placed._clear)  # as whoever follows it does
-    following.start()
-    following.join(10)
-    other.hold()
-    other.release()
+# Files, without a shared disk
 
 
 class Disks:
@@ -258,24 +203,24 @@ class Disks:
     def nthreads(self, workers):
         return {name: 1 for name in workers if name in self.alive}
 
-    def run(self, function, job, *words, workers):
+    def run(self, function, *arguments, workers):
         self.break_at -= 1
         if self.break_at == 0:
             raise ConnectionError("the connection broke")
-        return {name: asyncio.run(function(job, *words, dask_worker=self._workers[name])) for name in workers}
+        return {name: asyncio.run(function(*arguments, dask_worker=self._workers[name])) for name in workers}
 
 
 @pytest.fixture
 def apart(tmp_path):
-    """The run folder at home, that of rank 0 and that of rank 1, and what stands between them."""
-    from harness.engines.dask.file_sync import Home
+    """The run folders of the client, of rank 0 and of rank 1, on three disks, and the FileSync between them."""
+    from harness.engines.dask.file_sync import FileSync
 
     disks = Disks(one=tmp_path / "one", two=tmp_path / "two")
-    home = Home(disks, "job", tmp_path / "run", 2, {"one": [0], "two": [1]})
     folders = [tmp_path / "run", *(tmp_path / disk / "apex-harness-job/output/run" for disk in ("one", "two"))]
     for folder in folders:
         folder.mkdir(parents=True)
-    return SimpleNamespace(disks=disks, home=home, folders=folders)
+    sync = FileSync(disks, "job", Checkpoints(tmp_path / "run" / "checkpoints", 2), {"one": [0], "two": [1]})
+    return SimpleNamespace(disks=disks, sync=sync, folders=folders)
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -283,134 +228,114 @@ def write(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
 
 
-def save(folder: Path, step: int, **content) -> None:
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    Checkpoints(folder / "checkpoints", 2).write(step, {"state": {"step": step}, **content})
+def save(folder: Path, step: int) -> None:
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    Checkpoints(folder / "checkpoints", 2).write(step, {"state": {"step": step}})
 
 
-def test_files_come_home_as_they_grow(apart):
-    home, first, second = apart.folders
-    write(first, "metrics.jsonl", "one\n")
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_files_are_fetched_as_they_grow(apart):
+    client, first, second = apart.folders
     write(first, "config.yaml", "of the worker")
     write(first, "summary.json.tmp", "half")
-    write(second, "metrics.jsonl", "not the record")
-    for text in ("a\n", "a\nb\n", "x\ny\nz\n", "x\n"):  # grown, written anew, cut
+    write(second, "metrics.jsonl", "not the log of rank 0")
+    for text in ("a\n", "a\nb\n", "x\ny\nz\n", "x\n"):  # grown, rewritten, truncated
         write(first, "metrics.jsonl", text)
         write(second, "logs/rank-1.log", text)
-        apart.home.fetch(["one", "two"])
-        assert (home / "metrics.jsonl").read_text() == (home / "logs" / "rank-1.log").read_text() == text
-    assert {path.name for path in home.rglob("*") if path.is_file()} == {"metrics.jsonl", "rank-1.log"}
+        apart.sync.fetch(["one", "two"])
+        assert (client / "metrics.jsonl").read_text() == (client / "logs" / "rank-1.log").read_text() == text
+    shutil.rmtree(first.parents[1])  # the worker was restarted
+    apart.sync.fetch(["one", "two"])
+    assert names(client) == {"metrics.jsonl", "logs/rank-1.log"}
+    apart.disks.alive = {"two"}
+    with pytest.raises(ConnectionError, match="worker one is gone"):
+        apart.sync.fetch(["one", "two"])
 
 
-def test_large_files_come_in_chunks(apart, monkeypatch):
-    monkeypatch.setattr(worker_files, "CHUNK_BYTES", 1000)
-    home, first, _ = apart.folders
+def test_large_files_are_copied_in_chunks(apart, monkeypatch):
+    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+    client, first, _ = apart.folders
     for size in (2500, 4000, 3000, 0):
         (first / "weights.safetensors").write_bytes(os.urandom(size))
-        apart.home.fetch(["one"])
-        assert (home / "weights.safetensors").read_bytes() == (first / "weights.safetensors").read_bytes()
+        apart.sync.fetch(["one"])
+        assert (client / "weights.safetensors").read_bytes() == (first / "weights.safetensors").read_bytes()
+        apart.sync.send(None)
+        assert (client / "weights.safetensors").read_bytes() == (first / "weights.safetensors").read_bytes()
 
 
-def test_a_checkpoint_comes_whole_wherever_the_connection_breaks(apart):
-    home, first, _ = apart.folders
-    at_home = Checkpoints(home / "checkpoints", 2)
+def test_the_client_has_a_complete_checkpoint_wherever_the_connection_breaks(apart):
+    client, first, _ = apart.folders
+    checkpoints = Checkpoints(client / "checkpoints", 2)
     save(first, 10)
-    apart.home.fetch(["one"])
+    apart.sync.fetch(["one"])
     for before, step in ((10, 20), (20, 30), (30, 40)):
         save(first, step)
         for breaks in itertools.count(1):
             apart.disks.break_at = breaks
             with suppress(ConnectionError):
-                apart.home.fetch(["one"])
-            found = at_home.newest()
-            assert found is not None  # whole, as ``newest`` makes sure
+                apart.sync.fetch(["one"])
+            newest = checkpoints.newest()  # verifies it
+            assert newest is not None
             if apart.disks.break_at > 0:
                 break
-            assert found.name in (f"step-{before}", f"step-{step}")
+            assert newest.name in (f"step-{before}", f"step-{step}")
         assert breaks > 5
-        assert found.name == f"step-{step}"
-    assert {path.name for path in (home / "checkpoints").iterdir()} == {"step-30", "step-40", "latest"}
+        assert newest.name == f"step-{step}"
+    assert {path.name for path in (client / "checkpoints").iterdir()} == {"step-30", "step-40", "latest"}
+    apart.disks.break_at = -1
+    save(first, 50)
+    (first / "checkpoints" / "step-50" / "state.pt").write_bytes(b"half")
+    apart.sync.fetch(["one"])
+    assert (client / "checkpoints" / "latest").read_text() == "step-40\n"
 
 
-def test_a_damaged_checkpoint_stays_away(apart):
-    home, first, _ = apart.folders
-    save(first, 10)
-    (first / "checkpoints" / "step-10" / "state.pt").write_bytes(b"half")
-    apart.home.fetch(["one"])
-    assert list((home / "checkpoints").iterdir()) == []
-
-
-def test_what_a_resume_needs_is_sent(apart):
-    home, first, second = apart.folders
+def test_what_a_resume_needs_is_sent(apart, tmp_path):
+    client, first, second = apart.folders
     for step in (10, 20, 30):
-        save(home, step)
-    write(home, "checkpoints/best", "step-20\n")
+        save(client, step)
+    write(client, "checkpoints/best", "step-20\n")
     for name in ("metrics.jsonl", "failure.json", "config.yaml", "logs/rank-0.log", "logs/rank-1.log", "events/a"):
-        write(home, name, name)
-    apart.home.send(None)
-
-    def names(folder):
-        return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-    newest = {"checkpoints/step-30/state.pt", "checkpoints/step-30/manifest.json"}
-    best = {"checkpoints/step-20/state.pt", "checkpoints/step-20/manifest.json"}
+        write(client, name, name)
+    apart.sync.send(None)
+    newest = {"checkpoints/step-30/state.pt", "checkpoints/step-30/manifest.json", "checkpoints/latest"}
+    best = {"checkpoints/step-20/state.pt", "checkpoints/step-20/manifest.json", "checkpoints/best"}
     assert names(second) == {*newest, "logs/rank-1.log"}
-    pointers = {"checkpoints/latest", "checkpoints/best"}
-    assert names(first) == {*newest, *best, *pointers, "metrics.jsonl", "events/a", "logs/rank-0.log"}
+    assert names(first) == {*newest, *best, "metrics.jsonl", "events/a", "logs/rank-0.log"}
     assert Checkpoints(first / "checkpoints", 2).newest().name == "step-30"
 
 
-def test_a_checkpoint_of_another_run_is_sent_to_all(apart, tmp_path):
-    save(tmp_path / "one", 7)
-    apart.home.send(tmp_path / "one" / "checkpoints" / "step-7")
+def test_a_borrowed_checkpoint_is_sent_to_all(apart, tmp_path):
+    save(tmp_path / "other", 7)
+    apart.sync.send(tmp_path / "other" / "checkpoints" / "step-7")
     for disk in ("one", "two"):
-        sent = tmp_path / disk / "apex-harness-job" / "from"
-        assert {path.name for path in sent.iterdir()} == {"state.pt", "manifest.json"}
+        assert names(tmp_path / disk / "apex-harness-job" / "borrowed") == {"state.pt", "manifest.json"}
 
 
-def test_the_failure_that_tells_more_is_kept(apart):
-    home, first, second = apart.folders
-    write(first, "failure.json", json.dumps({"rank": 0, "message": "lost contact with the other ranks: closed"}))
-    apart.home.fetch(["one", "two"])
-    assert json.loads((home / "failure.json").read_text())["rank"] == 0
+def test_the_failure_that_is_no_consequence_is_kept(apart):
+    client, first, second = apart.folders
+    write(first, "failure.json", json.dumps({"rank": 0, "message": f"{rank_exit.LOST_CONTACT}: closed"}))
+    apart.sync.fetch(["one", "two"])
+    assert json.loads((client / "failure.json").read_text())["rank"] == 0
     write(second, "failure.json", json.dumps({"rank": 1, "message": "division by zero"}))
-    apart.home.fetch(["one", "two"])
-    assert json.loads((home / "failure.json").read_text())["rank"] == 1
+    apart.sync.fetch(["one", "two"])
+    assert json.loads((client / "failure.json").read_text())["rank"] == 1
 
 
-def test_a_worker_that_was_started_anew_has_nothing(apart):
-    home, first, second = apart.folders
-    shutil.rmtree(first.parents[1])
-    write(second, "logs/rank-1.log", "a\n")
-    apart.home.fetch(["one", "two"])
-    assert [path.name for path in home.rglob("*") if path.is_file()] == ["rank-1.log"]
-
-
-def test_a_worker_that_is_gone_is_not_waited_for(apart):
-    apart.disks.alive = {"two"}
-    with pytest.raises(ConnectionError, match="worker one is gone"):
-        apart.home.fetch(["one", "two"])
-
-
-def test_lines_are_told_once_each(tmp_path):
+def test_each_new_line_is_read_once(tmp_path):
     path = tmp_path / "log"
     path.write_text("before\n")
-    tail = dask_rank.Tail(path)
-    assert tail.read() == []
-    with open(path, "a") as file:
-        file.write("one\ntwo\nhal")
-    assert tail.read() == ["one", "two"]
-    assert tail.read() == []
-    with open(path, "a") as file:
-        file.write("f\n")
-    assert tail.read() == ["half"]
-    shutil.copy(path, tmp_path / "other")
-    path.write_text("new\n")  # cut, and written on
-    assert tail.read() == []
-    with open(path, "a") as file:
-        file.write("more\n")
-    assert tail.read() == ["more"]
-    assert dask_rank.Tail(tmp_path / "absent").read() == []
+    tail = on_worker.Tail(path)
+    for text, mode, expected in (
+        ("", "a", []), ("one\ntwo\nhal", "a", ["one", "two"]), ("f\n", "a", ["half"]), ("new\n", "w", []),
+        ("more\n", "a", ["more"]),
+    ):  # fmt: skip
+        with open(path, mode) as file:
+            file.write(text)
+        assert tail.read() == expected
+    assert on_worker.Tail(tmp_path / "absent").read() == []
 
 
 # On a cluster
@@ -418,7 +343,7 @@ def test_lines_are_told_once_each(tmp_path):
 
 @pytest.fixture
 def others_task(tmp_path, dask_cluster):
-    """Somebody else's work on the cluster, which ends when the test does: (future, what ends it)."""
+    """Other people's work on the cluster, which ends with the test: (future, function that ends it)."""
     flag = tmp_path / "flag"
     flag.touch()
     waiting = ["sh", "-c", f"while [ -e {flag} ]; do sleep 0.1; done"]
@@ -429,9 +354,8 @@ def others_task(tmp_path, dask_cluster):
 
 
 @pytest.mark.slow
-def test_the_same_weights_again_and_again(tmp_path, stripes, unbroken, dask_cluster, others_task, mark):
-    """Two submissions of one configuration, the second for more epochs: each trains, and together they are one run.
-    Other work on the cluster goes on meanwhile."""
+def test_two_submissions_make_one_run(tmp_path, stripes, unbroken, dask_cluster, others_task, mark):
+    """The second submission trains more epochs and resumes the first. Other work on the cluster continues."""
     content = yaml.safe_load(write_config(tmp_path, stripes, model=FAST, **CONSTANT, **TWO).read_text())
     first = Running(dask_cluster.client, content, "train.epochs=1", marking(mark))
     assert first.end(START_S).exit_code == 0
@@ -450,13 +374,18 @@ def test_the_same_weights_again_and_again(tmp_path, stripes, unbroken, dask_clus
 
 
 @pytest.mark.slow
-def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, stripes, unbroken, dask_cluster, mark):
-    """What the second start goes on from has come home, and is sent to workers that have nothing."""
+def test_killed_rank_and_an_exact_restart_without_a_shared_disk(
+    tmp_path, stripes, unbroken, dask_cluster, mark, monkeypatch
+):
+    """The second start resumes from files that the client has fetched, on workers that have none."""
     settings = {"launch": {"nproc": 2, "dask": {"shared": False}}, "checkpoint": {"every_steps": 2}}
     config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **settings)
     folder = tmp_path / "runs" / "run"
     first = Running(dask_cluster.client, config, marking(mark))
-    wait_until((folder / "checkpoints" / "latest").exists, START_S, "a checkpoint at home")
+    wait_until((folder / "checkpoints" / "latest").exists, START_S, "a fetched checkpoint")
+    monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
+    with pytest.raises(ConfigError, match="another start is training in this run folder"):
+        Running(dask_cluster.client, config, "launch.nproc=1").end(START_S)
     os.kill(ranks(mark)[1], signal.SIGKILL)
     killed = time.monotonic()
     assert first.end(END_S).exit_code == 70
@@ -477,7 +406,8 @@ def test_killed_rank_and_an_exact_restart_without_a_disk_in_common(tmp_path, str
 @pytest.mark.slow
 def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark, capfd):
     model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
-    run_ = Running(dask_cluster.client, write_config(tmp_path, stripes, model=model, **TWO), marking(mark))
+    config = loader.load(write_config(tmp_path, stripes, model=model, **TWO), ())
+    run_ = Running(dask_cluster.client, config, marking(mark))
     text = run_.end(START_S).text
     assert run_.conclusion.exit_code == 70
     assert capfd.readouterr().err.count("Traceback") == 1
@@ -509,7 +439,7 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_is_not_there(tmp_path, stripes):
+def test_a_scheduler_that_does_not_answer(tmp_path, stripes):
     from harness.engines.dask import engine
 
     words = ["launch.dask.scheduler=tcp://127.0.0.1:1", "launch.dask.timeout_s=1"]
@@ -519,8 +449,8 @@ def test_a_scheduler_that_is_not_there(tmp_path, stripes):
 
 @pytest.mark.slow
 def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
-    """Two runs hold workers of their own; a third one that needs two has to wait. When a client dies, its ranks end,
-    and its workers are free; the other run is stopped by its own client, with a checkpoint."""
+    """Two runs reserve one worker each; a third that needs two has to wait. When a client dies, its ranks end and its
+    workers are free; the other run is stopped by its own client, with a checkpoint."""
     runs, endless = {}, {"model": SLOW, "train": {"epochs": 1000}}
     page = [sys.executable, ROOT / "launch" / "dask_cluster.py", "--scheduler", dask_cluster.address]
     for name in ("one", "two"):
@@ -546,7 +476,7 @@ def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
 
 @pytest.mark.slow
 def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, unbroken, dask_cluster, mark):
-    """kill -9 of a worker and of its nanny: its rank does not outlive it, and its peers end."""
+    """After kill -9 of a worker and its nanny, their rank ends, and so do its peers."""
     config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **TWO)
     folder = tmp_path / "runs" / "run"
     first = Running(dask_cluster.client, config, marking(mark))
@@ -555,7 +485,7 @@ def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, unbroke
     dask_cluster.kill_worker(worker)
     killed = time.monotonic()
     assert first.end(END_S).exit_code == 70
-    wait_until(lambda: not marked(mark), END_S, "the rank that has lost its worker has left Python, too")
+    wait_until(lambda: not marked(mark), END_S, "the rank that has lost its worker has ended")
     assert time.monotonic() - killed < END_S
     assert "failed: rank 1 on" in first.conclusion.text
     assert f"worker {worker} on " in first.conclusion.text
@@ -566,7 +496,7 @@ def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, unbroke
 
 @pytest.mark.slow
 def test_lost_scheduler(tmp_path, stripes, dask_cluster, mark):
-    """Stays behind all tests that use the cluster: it has none any more after this."""
+    """Runs after all other tests that use the cluster, which has no scheduler after this."""
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
     run_ = Running(dask_cluster.client, config, marking(mark))
     wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
@@ -577,8 +507,8 @@ def test_lost_scheduler(tmp_path, stripes, dask_cluster, mark):
 
 
 @pytest.mark.slow
-def test_interrupt_in_a_terminal_of_a_cluster_for_the_run_alone(tmp_path, stripes):
-    """A terminal sends Ctrl-C to all processes of its job: also to the workers, which must not die of it."""
+def test_interrupt_in_a_terminal(tmp_path, stripes):
+    """A terminal sends Ctrl-C to all processes of its job, also to the workers of the run's own cluster."""
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
     with started([sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "dask", "--nproc", "2"],
                  tmp_path / "terminal.txt") as run_:  # fmt: skip
@@ -586,10 +516,10 @@ def test_interrupt_in_a_terminal_of_a_cluster_for_the_run_alone(tmp_path, stripe
         os.killpg(run_.process.pid, signal.SIGINT)
         assert run_.wait(END_S) == 75
         assert not run_.ranks()
-        wait_until(lambda: not run_.alive(), 10, "multiprocessing's resource tracker ends by itself")
+        wait_until(lambda: not run_.alive(), 10, "multiprocessing's resource tracker has ended")
     assert "stopped early with a checkpoint" in run_.text().splitlines()[-1]
 
 
 def scratch(there) -> list[Path]:
-    """What runs have left on the workers' disks."""
+    """Files that runs have left on the workers' disks."""
     return list(there.folder.glob("disk-*/**/apex-harness-*"))

@@ -1,7 +1,7 @@
-"""Engine dask: one gang of ranks on the workers of a Dask cluster, each a process that its worker answers for.
+"""Engine dask: ranks on the workers of a Dask cluster, each a process that its worker supervises.
 
 harness launch -c configs/digits.yaml --engine dask --scheduler tcp://10.0.0.1:8786 --nproc 4
-dask.run(client, "configs/digits.yaml")     # in a notebook, with a distributed.Client that is there already
+engine.run(client, "configs/digits.yaml")     # in a notebook, with your distributed.Client
 """
 
 from __future__ import annotations
@@ -23,59 +23,59 @@ from harness.config.schema import Config
 from harness.distributed.launch_env import Launch, environment
 from harness.distributed.monitor import attend
 from harness.engines.base import Job, plan, refuse, shell
-from harness.engines.dask.cluster_run import BY, News, Placed
+from harness.engines.dask.cluster_run import BY, ClusterRun, Event
 from harness.errors import LaunchError
 from harness.runs import layout
 from harness.runs.outcome import Aftermath, Conclusion
 
 _CLOSE_S = 5.0
-_TOGETHER = "the ranks are dealt to workers as they come: launch.nnodes times launch.nproc of them"
+_ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
 
 def render(job: Job) -> str:
     _check(job)
     settings, world = job.settings.dask, job.world_size
-    where = settings.scheduler or f"a cluster of this machine with {world} worker(s) of a thread each"
+    where = settings.scheduler or f"a cluster on this machine with {world} single-threaded worker(s)"
     symbols: dict[str, Any] = {"rank": "R", "local_rank": "L", "local_world_size": "N", "master_port": "PORT"}
     launch = Launch(**symbols, world_size=world, master_addr="ADDRESS", by=BY, supervised=True)
     takes = f", resources={settings.resources}" if settings.resources else ""
     command = [job.settings.python or "PYTHON", "driver.py", "-c", "CONFIG"]
     return (
-        f"# {where}: room for {world} rank(s) on as many workers within {settings.timeout_s:g} s, or nothing begins\n"
+        f"# {where}: {world} free worker(s) within {settings.timeout_s:g} s, or nothing starts\n"
         f"client.submit(supervise, RANK, workers=[WORKER], allow_other_workers=False, pure=False{takes})\n"
-        f"# each starts a rank, R from 0 to {world - 1}, L of N on its machine; ADDRESS and PORT are those of rank 0\n"
-        f"# PYTHON is the worker's, CONFIG the resolved configuration, which is sent\n"
+        f"# each starts a rank: R from 0 to {world - 1}, L of N on its machine; ADDRESS and PORT belong to rank 0\n"
+        f"# PYTHON is the worker's; CONFIG is the resolved configuration, which is sent\n"
         f"{shell(command, job.environ() | environment(launch))}\n"
     )
 
 
-def start(job: Job) -> Placed:
+def start(job: Job) -> ClusterRun:
     _check(job)
     with ExitStack() as opened:
         client = _connect(job, opened)
-        return Placed(client, job, None, opened.pop_all())
+        return ClusterRun(client, job, None, opened.pop_all())
 
 
 def run(
     client: Any,
     config: str | Path | Mapping[str, Any] | Config,
     overrides: Sequence[str] = (),
-    hear: Callable[[News], None] | None = None,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Conclusion:
-    """Train ``config`` (a YAML's path, its content as a dictionary, or a Config) on the cluster of ``client``; return
-    how it ended: ``exit_code``, as of the process, and ``text``.
+    """Train ``config`` (the path of a YAML, its content as a dictionary, or a Config) on the cluster of ``client``.
+    Returns the exit code that the command would have, and a report as text.
 
-    ``launch.nnodes`` times ``launch.nproc`` ranks are started; the results are in OUTPUT/NAME here. An interrupt ends
-    the run with a checkpoint, and the same call goes on from it. ``hear`` is called, in another thread, with every
-    event: {"rank": 0, "file": layout.METRICS, "lines": […]} for the record, the same for "terminal" and each log.
-    Raises ConfigError or LaunchError where nothing was begun.
+    Starts ``launch.nnodes`` times ``launch.nproc`` ranks; the results are in OUTPUT/NAME on this machine. An interrupt
+    ends the run with a checkpoint, and the same call resumes it. ``on_event`` is called, in another thread, with every
+    event: {"rank": 0, "file": "metrics.jsonl", "lines": […]}, and likewise for "terminal" and each log. Raises
+    ConfigError or LaunchError if nothing was started.
     """
     if client.asynchronous:
         raise LaunchError("this client is asynchronous", hint="give a Client(…) made without asynchronous=True")
     job = _job(config, overrides)
     _check(job)
     aftermath = Aftermath(job.folder, job.world_size, job.url)
-    conclusion = aftermath.conclude(attend(Placed(client, job, hear, ExitStack())))
+    conclusion = aftermath.conclude(attend(ClusterRun(client, job, on_event, ExitStack())))
     print(conclusion.text, file=sys.stderr)
     return conclusion
 
@@ -92,13 +92,13 @@ def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[st
 
 def _check(job: Job) -> None:
     refuse(
-        job, "dask", min_nodes=_TOGETHER, rendezvous=_TOGETHER, node_rank=_TOGETHER,
-        max_restarts="the same command goes on from the newest checkpoint; launch.engine=torchrun restarts by itself",
+        job, "dask", min_nodes=_ANY_WORKER, rendezvous=_ANY_WORKER, node_rank=_ANY_WORKER,
+        max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts by itself",
     )  # fmt: skip
 
 
 def _connect(job: Job, opened: ExitStack) -> Any:
-    """A client of the scheduler that is named, or of a cluster of this machine that ends with the run."""
+    """A client of the configured scheduler, or of a cluster on this machine that ends with the run."""
     try:
         from distributed import Client, LocalCluster
     except ImportError as error:
@@ -127,14 +127,14 @@ def _connect(job: Job, opened: ExitStack) -> Any:
 
 
 def _close(client: Any) -> None:
-    with suppress(TimeoutError, OSError):  # of a scheduler that is gone
+    with suppress(TimeoutError, OSError):  # the scheduler may be gone
         client.close(timeout=_CLOSE_S)
 
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Processes that are started meanwhile ignore Ctrl-C, which a terminal sends to them too: ending the ranks, with a
-    checkpoint, is ours to do."""
+    """Make processes that are started meanwhile ignore Ctrl-C, which a terminal sends to them too: this process stops
+    the ranks, with a checkpoint."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

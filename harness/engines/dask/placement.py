@@ -1,7 +1,4 @@
-"""Places for the ranks of a gang: workers with room, set aside and looked at, or an error that says what was seen.
-
-The choice itself is made in the scheduler, by ``dask_claims``.
-"""
+"""Finding workers for the ranks of a run: free, able to see the same files or not, and running the same versions."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from typing import Any
 
 from harness.engines.base import Job
 from harness.engines.dask import reservation
-from harness.engines.dask import worker as dask_rank
+from harness.engines.dask import worker as on_worker
 from harness.engines.dask.reservation import KEYS
 from harness.errors import LaunchError
 from harness.version import __version__
 
-_PAUSE_S = 0.5  # between two questions for room
-_Facts = Mapping[str, Mapping[str, Any]]  # what ``dask_rank.look`` told, by worker
+_PAUSE_S = 0.5  # between two attempts to reserve workers
+_Facts = Mapping[str, Mapping[str, Any]]  # the answers of ``worker.describe``, by worker
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank is."""
+class Placement:
+    """Where a rank runs."""
 
     worker: str
     takes: dict[str, float]  # of the worker's resources
@@ -34,13 +31,13 @@ class Seat:
     devices: str | None  # CUDA_VISIBLE_DEVICES there
 
 
-def ask(client: Any, function: Callable[..., Any], *words: Any, **options: Any) -> dict[str, Any]:
-    """What ``function`` answers on each worker, beside its tasks; LaunchError where one cannot be asked."""
+def call(client: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Call ``function`` on workers, next to their tasks; return its results by worker. Raises LaunchError."""
     try:
-        answers: dict[str, Any] = client.run(function, *words, **options)
+        answers: dict[str, Any] = client.run(function, *arguments, **options)
     except ImportError as error:
         raise LaunchError(
-            f"a worker cannot import what it is to run: {error}",
+            f"a worker cannot import the harness: {error}",
             where=client.scheduler.address,
             hint="install the project, with its extra dask, in the environment of the workers",
         ) from None
@@ -49,24 +46,25 @@ def ask(client: Any, function: Callable[..., Any], *words: Any, **options: Any) 
     return answers
 
 
-def find(client: Any, job: Job, name: str, deadline: float) -> tuple[list[Seat], bool]:
-    """Seats by rank, set aside under ``name``, and whether all of them share this machine's disk. Raises LaunchError
-    where there are too few by ``deadline`` (of time.monotonic), or where they differ in what they would run."""
-    places = _claim(client, job, name, deadline)
+def find(client: Any, job: Job, name: str, deadline: float) -> tuple[list[Placement], bool]:
+    """Reserve workers under ``name``. Returns placements by rank, and whether all workers share this machine's disk.
+    Raises LaunchError if too few are free by ``deadline`` (of time.monotonic), or if their versions differ."""
+    places = _reserve(client, job, name, deadline)
     with _marker(job) as marker:
-        facts = ask(client, dask_rank.look, marker, workers=sorted({address for address, _ in places}))
+        facts = call(client, on_worker.describe, marker, workers=sorted({address for address, _ in places}))
     _check_versions(client, facts)
-    seats = [Seat(at, takes, facts[at]["host"], facts[at]["devices"]) for at, takes in places]
-    # Ranks of one machine in a row, and rank 0 where the GPUs are.
-    return sorted(seats, key=lambda seat: ("GPU" not in seat.takes, seat.host, seat.worker)), _shared(job, facts)
+    found = [Placement(at, takes, facts[at]["host"], facts[at]["devices"]) for at, takes in places]
+    # The ranks of a machine follow each other, and rank 0 has a GPU if there is one.
+    found.sort(key=lambda placement: ("GPU" not in placement.takes, placement.host, placement.worker))
+    return found, _shared(job, facts)
 
 
 def release(client: Any, name: str) -> None:
-    """Give what was set aside under ``name`` back."""
+    """Give the workers reserved under ``name`` back."""
     client.run_on_scheduler(reservation.release, name)
 
 
-def _claim(client: Any, job: Job, name: str, deadline: float) -> list[tuple[str, dict[str, float]]]:
+def _reserve(client: Any, job: Job, name: str, deadline: float) -> list[tuple[str, dict[str, float]]]:
     import cloudpickle  # type: ignore[import-untyped]
 
     cloudpickle.register_pickle_by_value(reservation)  # the scheduler need not have the project installed
@@ -74,10 +72,10 @@ def _claim(client: Any, job: Job, name: str, deadline: float) -> list[tuple[str,
     where = client.scheduler.address
     while True:
         try:
-            found = client.run_on_scheduler(reservation.claim, name, client.id, count, settings.resources)
+            found = client.run_on_scheduler(reservation.reserve, name, client.id, count, settings.resources)
         except ValueError as error:
             raise LaunchError(
-                f"the scheduler runs no function of ours: {error}", where=where,
+                f"the scheduler refuses to run a function of the harness: {error}", where=where,
                 hint="start it with DASK_DISTRIBUTED__SCHEDULER__PICKLE=true, the default",
             ) from None  # fmt: skip
         if found["places"]:
@@ -96,7 +94,7 @@ def _claim(client: Any, job: Job, name: str, deadline: float) -> list[tuple[str,
 
 @contextmanager
 def _marker(job: Job) -> Iterator[str]:
-    """A file in the output folder, or here if that is a URL, which those see who share the disk."""
+    """A file in the output folder (the current one if the output is a URL): workers that share the disk see it."""
     output = "." if job.url else job.config.output
     try:
         Path(output).mkdir(parents=True, exist_ok=True)
@@ -113,13 +111,13 @@ def _shared(job: Job, facts: _Facts) -> bool:
         raise LaunchError(
             f"{', '.join(blind)} cannot see {Path(job.config.output).absolute()}",
             where="launch.dask.shared",
-            hint="mount it there, or leave launch.dask.shared out: then files are sent and fetched",
+            hint="mount it there, or leave launch.dask.shared out: then files are copied",
         )
     return not blind if wanted is None else wanted
 
 
 def _check_versions(client: Any, facts: _Facts) -> None:
-    """Ranks of different releases do not compute the same."""
+    """Raise LaunchError if versions differ: the ranks would not compute the same."""
     seen = {address: fact["versions"] for address, fact in facts.items()}
     first = next(iter(seen.values())) | {"harness": __version__}
     for address, versions in seen.items():
@@ -129,5 +127,5 @@ def _check_versions(client: Any, facts: _Facts) -> None:
                     f"{address} has {package} {version}, {'this machine' if package == 'harness' else 'others'} "
                     f"{first[package]}",
                     where=client.scheduler.address,
-                    hint="give all workers, and this machine, one environment",
+                    hint="use one environment for all workers and this machine",
                 )

@@ -1,7 +1,7 @@
-"""What runs on a Dask worker: a task that starts one rank and answers for it, and what the client asks beside it.
+"""The workers' side: a task that runs one rank, and functions that the client calls next to it.
 
-A rank is a process of its own, so a worker never imports torch. What it prints and writes is told live as events of
-topic ``apex-harness-JOB``; files are carried by ``dask_disk``.
+A rank is a process of its own, so a worker never imports torch. What a rank prints and logs is sent as events of the
+topic ``apex-harness-JOB``; other files are copied by ``harness.engines.dask.store``.
 """
 
 from __future__ import annotations
@@ -26,55 +26,55 @@ from harness.runs import layout
 from harness.runs.storage import working_folder
 from harness.version import __version__
 
-_TELL_S = 0.2  # between two looks at what a rank has written
-_MOST_BYTES = 1 << 20  # of one file in one event
-_KEEP_S = 600.0  # how long the files of a job that was given up stay here, for a client who wants them
+_EVENT_S = 0.2  # between two events with new lines
+_MAX_EVENT_BYTES = 1 << 20  # per file and event
+_KEEP_S = 600.0  # how long an abandoned job's files stay, for a client that still wants them
 
 
 @dataclass(frozen=True)
-class Order:
-    """What all workers of a job are told about it."""
+class JobSpec:
+    """What a job's workers need to know about it."""
 
     job: str
     config: str
     """The resolved configuration, as YAML."""
-    words: tuple[str, ...]
-    """Further words of the command line; {scratch} in them is the worker's folder for this job."""
+    overrides: tuple[str, ...]
+    """Further ``key=value`` words; {scratch} in them stands for the worker's folder for this job."""
     run_folder: str
-    """Where rank 0 writes, {scratch} likewise."""
+    """Where rank 0 writes; {scratch} likewise."""
     url: str
-    """Where the run is kept, if that is a URL; each machine then has a folder of its own for it."""
+    """Where the run is kept if that is a URL; each machine then has its own working folder for it."""
     cache_dir: str | None
     working_folder: str
-    """Where a rank starts and finds relative paths; empty: where the worker was started."""
+    """Where ranks start and find relative paths; empty: where the worker was started."""
     python: str | None
     grace_s: float
 
 
 @dataclass
-class _Held:
+class _HeldJob:
     """A job on this worker."""
 
-    order: Order
+    spec: JobSpec
     scratch: Path
     begin: threading.Event = field(default_factory=threading.Event)
     gangs: dict[int, Gang] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
-    asked: int = 0
+    seen: set[int] = field(default_factory=set)  # ranks whose task has run
+    stops: int = 0
     port: socket.socket | None = None
 
     def filled(self, text: str) -> str:
         return text.replace("{scratch}", str(self.scratch))
 
 
-_jobs: dict[str, _Held] = {}
+_jobs: dict[str, _HeldJob] = {}
 
 
-# Asked by the client, beside the tasks
+# Called by the client
 
 
-def look(marker: str, dask_worker: Any) -> dict[str, Any]:
-    """What this worker is, and whether it sees the file ``marker`` of the client."""
+def describe(marker: str, dask_worker: Any) -> dict[str, Any]:
+    """Host, GPUs and versions of this worker, and whether it sees the client's file ``marker``."""
     return {
         "host": socket.gethostname(),
         "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -83,35 +83,35 @@ def look(marker: str, dask_worker: Any) -> dict[str, Any]:
     }
 
 
-def prepare(order: Order, dask_worker: Any) -> None:
-    """Make a folder for the job; its tasks may come from now on, and only to this process."""
-    scratch = scratch_of(order.job, dask_worker)
+def prepare(spec: JobSpec, dask_worker: Any) -> None:
+    """Make a folder for the job; from now on this process accepts its tasks."""
+    scratch = scratch_of(spec.job, dask_worker)
     scratch.mkdir(parents=True)
-    (scratch / layout.CONFIG).write_text(order.config, encoding="utf-8")
-    driver(order.working_folder)
-    _jobs[order.job] = _Held(order, scratch)
+    (scratch / layout.CONFIG).write_text(spec.config, encoding="utf-8")
+    driver(spec.working_folder)
+    _jobs[spec.job] = _HeldJob(spec, scratch)
 
 
 def hold_port(job: str, dask_worker: Any) -> int:
-    """A free port of this machine, for the store in which the ranks meet. It stays bound here, without listening, so
-    that nobody is given it before rank 0 listens there."""
+    """A free port of this machine for the ranks' rendezvous. It stays bound, without listening, so that nobody else
+    gets it before rank 0 listens there."""
     held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, and may bind beside us
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, which lets both bind
     held.bind(("", 0))
     _jobs[job].port = held
     return int(held.getsockname()[1])
 
 
 def begin(job: str) -> None:
-    """All ranks have their places, and the files they need: start them."""
+    """Start the ranks: all have their workers and the files they need."""
     _jobs[job].begin.set()
 
 
 def stop(job: str) -> None:
-    """Ask the ranks here to write a checkpoint and end; called again, end them at once."""
+    """Ask the ranks here to write a checkpoint and exit; a second call kills them."""
     if held := _jobs.get(job):
-        held.asked += 1
-        if held.asked > 1:
+        held.stops += 1
+        if held.stops > 1:
             for gang in held.gangs.values():
                 gang.stop()
 
@@ -140,11 +140,11 @@ def _version(package: str) -> str | None:
 
 
 def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]) -> int:
-    """Start the rank and stay with it; returns its exit code, or minus the signal it died of. ``environ``: variables
-    beside those of the worker. ``files``: those of the run folder whose lines are told live.
+    """Run ``rank`` to its end; return its exit code, or minus the signal that killed it.
 
-    Where the task is no longer wanted (cancelled, its client or the scheduler gone, the worker closing), the rank is
-    asked to write a checkpoint and end.
+    ``environ`` is added to the worker's environment. New lines of ``files``, names in the run folder, are sent as
+    events. If the task is no longer wanted (it was cancelled, the client or the scheduler is gone, or the worker is
+    closing), the rank is asked to write a checkpoint and exit.
     """
     from distributed import get_worker
 
@@ -152,88 +152,84 @@ def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]
     key = worker.get_current_task()
     held = _jobs.get(job)
     if held is None or rank in held.seen:
-        # Dask runs a task again whose worker died. A rank alone, without its peers, is of no use.
-        raise LaunchError(f"rank {rank} was placed on {worker.address}, which was started anew since")
+        # Dask repeats a task whose worker died. One rank alone, without its peers, is useless.
+        raise LaunchError(f"rank {rank} was placed on {worker.address}, which has restarted since")
     held.seen.add(rank)
-    topic = f"{KEYS}{job}"
 
-    def tell(**news: Any) -> None:
-        worker.log_event(topic, {"rank": rank, **news})
+    def send(**facts: Any) -> None:
+        worker.log_event(f"{KEYS}{job}", {"rank": rank, **facts})
 
     def wanted() -> bool:
         task = worker.state.tasks.get(key)
         return worker.status.name in ("running", "paused") and task is not None and task.state == "executing"
 
-    tell(here=socket.gethostname(), worker=worker.address)
+    send(here=socket.gethostname(), worker=worker.address)
     try:
         while not held.begin.wait(0.05):
-            if not wanted() or held.asked:
-                raise LaunchError(f"rank {rank} was given up before it began")
-        code = _attend(held, rank, environ, files, tell, wanted)
+            if not wanted() or held.stops:
+                raise LaunchError(f"rank {rank} was cancelled before it started")
+        code = _run(held, rank, environ, files, send, wanted)
     except OSError as error:
         raise LaunchError(f"rank {rank} cannot be started on {worker.address}: {error}") from None
     finally:
         if not wanted():
-            cleaning = threading.Timer(_KEEP_S, forget, [job])  # the client, who would ask for that, may be gone
+            cleaning = threading.Timer(_KEEP_S, forget, [job])  # the client, which would clean up, may be gone
             cleaning.daemon = True
             cleaning.start()
-    tell(exit=code)
+    send(exit=code)
     return code
 
 
-def _attend(
-    held: _Held, rank: int, environ: dict[str, str], files: Sequence[str],
-    tell: Callable[..., None], wanted: Callable[[], bool],
+def _run(
+    held: _HeldJob, rank: int, environ: dict[str, str], files: Sequence[str],
+    send: Callable[..., None], wanted: Callable[[], bool],
 ) -> int:  # fmt: skip
-    """Run the rank to its end, telling of what it writes."""
-    order = held.order
-    folder = order.working_folder or os.getcwd()
+    spec = held.spec
+    folder = spec.working_folder or os.getcwd()
     terminal = held.scratch / f"terminal-{rank}.txt"
-    run_folder = working_folder(order.url, order.cache_dir) if order.url else Path(held.filled(order.run_folder))
+    run_folder = working_folder(spec.url, spec.cache_dir) if spec.url else Path(held.filled(spec.run_folder))
     streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in files}
-    command = [order.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / layout.CONFIG)]
-    gang = Gang(
-        [*command, *map(held.filled, order.words)], {rank: {**os.environ, **environ}},
-        order.grace_s, folder, terminal,
-    )  # fmt: skip
+    command = [spec.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / layout.CONFIG)]
+    command += map(held.filled, spec.overrides)
+    gang = Gang(command, {rank: {**os.environ, **environ}}, spec.grace_s, folder, terminal)
     held.gangs[rank] = gang
-    looked, given_up = 0.0, False
+    sent_at, stopped = 0.0, False
 
-    def tell_lines() -> bool:
+    def send_lines() -> bool:
         news = {name: lines for name, stream in streams.items() if (lines := stream.read())}
         for name, lines in news.items():
-            tell(file=name, lines=lines)
+            send(file=name, lines=lines)
         return bool(news)
 
     def meanwhile() -> None:
-        nonlocal looked, given_up
-        if not given_up and (held.asked or not wanted()):
-            given_up = True
+        nonlocal sent_at, stopped
+        if not stopped and (held.stops or not wanted()):
+            stopped = True
             gang.stop()
-        if (now := time.monotonic()) > looked + _TELL_S:
-            looked = now
-            tell_lines()
+        if (now := time.monotonic()) > sent_at + _EVENT_S:
+            sent_at = now
+            send_lines()
 
     code = gang.follow(meanwhile).exits[rank]
-    while tell_lines():
+    while send_lines():
         pass
     return code
 
 
 class Tail:
-    """The lines that a file grows by, from its present end on."""
+    """Reads the lines that a file grows by, from its present end on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = self._size()
 
     def read(self) -> list[str]:
-        """The whole lines that came since the last call; a file that was cut is read on from where it was cut."""
+        """The complete lines added since the last call. After a truncation, reading continues at the new end."""
         self._offset = min(self._offset, self._size())
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
-                whole, newline, _ = file.read(_MOST_BYTES).rpartition(b"\n")
+                whole, newline, _ = file.read(_MAX_EVENT_BYTES).rpartition(b"\n")
         except OSError:
             return []
         self._offset += len(whole) + len(newline)
