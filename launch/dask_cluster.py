@@ -1,12 +1,12 @@
-"""Train an experiment on a Dask cluster: one that runs already, one over SSH, or one of this machine. Copy and edit.
+"""Train an experiment on a Dask cluster: a running one, one started over SSH, or one on this machine. Copy and edit.
 
-    python launch/dask_cluster.py configs/digits.yaml train.epochs=3                          # of this machine
+    python launch/dask_cluster.py configs/digits.yaml train.epochs=3                          # on this machine
     python launch/dask_cluster.py --scheduler tcp://10.0.0.1:8786 --ranks 8 configs/digits.yaml
     python launch/dask_cluster.py --ssh node0 node0 node1 --ranks 2 -- configs/digits.yaml    # pip install asyncssh
 
-A rank takes one thread of one worker, so start a worker a rank, or on machines with GPUs one a GPU (dask-cuda does).
+A rank takes one thread of one worker: start one worker per rank, or per GPU on machines with GPUs (dask-cuda does).
 Workers need this project in their environment, and the data at the same paths, or at URLs. They need not share a disk:
-what a run leaves comes home to OUTPUT/NAME here, and the same command goes on from its newest checkpoint.
+results are copied to OUTPUT/NAME on this machine, and the same command resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from harness.errors import HarnessError
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--scheduler", metavar="ADDRESS", help="of a cluster that runs already")
-    where.add_argument("--ssh", nargs="+", metavar="HOST", help="the scheduler's machine, then each worker's")
+    where.add_argument("--scheduler", metavar="ADDRESS", help="address of a running cluster's scheduler")
+    where.add_argument("--ssh", nargs="+", metavar="HOST", help="the scheduler's host, then the workers' hosts")
     parser.add_argument("--ranks", type=int, default=1, help="default: 1")
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     with ExitStack() as opened:
-        if arguments.ssh:  # one worker a machine; with {"nthreads": 1, "n_workers": 4} there is room for four ranks
+        if arguments.ssh:  # one worker per host; {"nthreads": 1, "n_workers": 4} makes room for four ranks
             cluster = opened.enter_context(SSHCluster(arguments.ssh, worker_options={"nthreads": 1}))
         elif arguments.scheduler is None:
             cluster = opened.enter_context(

@@ -1,8 +1,7 @@
-"""What run folders and sweep folders hold, read for whoever compares or shows them. Reads files, and nothing else.
+"""Reads run folders and sweep folders, for commands that compare or show them.
 
-Here is what is in a folder and in what state it was left. What the numbers mean lives in ``harness.report`` and
-``harness.compare.command``. Nothing here needs torch, and nothing a run has left, whole or half, is an error: it is a
-``problem`` of that record.
+The meaning of the numbers is in ``harness.report`` and ``harness.compare``. Torch is not needed. Incomplete and damaged
+files are no error; they are listed in the ``problems`` of the record.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ from harness.errors import ConfigError, first_line
 from harness.runs import layout
 
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
-"""finished: trained to its end · stopped: on request, with a checkpoint · pruned: given up by its sweep ·
-failed: left a failure.json · unfinished: still running, or killed · waiting: a trial that has not started ·
-unreadable: nothing of a run is there."""
+"""finished: trained to its end · stopped: on request, with a checkpoint · pruned: by its sweep · failed: has a
+failure.json · unfinished: still running, or killed · waiting: a trial that has not started · unreadable: no run."""
 
 _REAL, _WHOLE = pa.float64(), pa.int64()
 _KNOWN = pa.schema(
     {"split": pa.string(), "step": _WHOLE, "epoch": _WHOLE, "samples": _WHOLE, "skipped": _WHOLE, "wall_s": _REAL,
      "loss": _REAL, "lr": _REAL, "loss_scale": _REAL, "samples_per_s": _REAL, "data_wait": _REAL}
 )  # fmt: skip
-_TAIL_BYTES = 1 << 16  # of a file, in which its last line is looked for
-_LAST_LINES = 5  # of a log, among which a run says that it was stopped
+_TAIL_BYTES = 1 << 16  # enough for the last line of a file
+_LAST_LINES = 5  # of a log: a run that was stopped reports it there
 _Yaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # thousands of files are read
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run's place in its sweep. ``value``: of the sweep's metric, where there is one."""
+    """A trial of a sweep. ``value`` is that of the sweep's metric."""
 
     number: int
     params: dict[str, Any]
@@ -50,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep folder. ``trials``: as ``sweep.json`` has them; ``space``: {dotted key: values, or what they are}."""
+    """A sweep folder. ``trials`` are the entries of ``sweep.json``; ``space`` is {key: values or a description}."""
 
     path: Path
     name: str
@@ -63,7 +61,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Record:
-    """A run folder. What could not be read is empty, and told in ``problems``."""
+    """A run folder. Fields that could not be read are empty, and ``problems`` has a line about each."""
 
     path: Path
     name: str
@@ -78,16 +76,15 @@ class Record:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks of the newest start."""
+        """The number of ranks of the newest start."""
         starts = [start.get("world_size") for start in self.provenance[-1:]]
         known = [*starts, self.summary.get("world_size"), self.trial.world if self.trial else None]
         return next((world for world in known if isinstance(world, int)), None)
 
     def metrics(self) -> pa.Table:
-        """``metrics.jsonl``, a row a line; a key that a line does not have is null there.
+        """``metrics.jsonl``, one row per line; keys that a line does not have are null.
 
-        The columns that every training line has are always there. Lines that are not JSON are left out, and told in
-        ``problems``.
+        The columns of training lines always exist. Lines that are not JSON are left out and reported in ``problems``.
         """
         try:
             text = (self.path / layout.METRICS).read_bytes()
@@ -100,7 +97,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """The run folder at ``path``; never fails."""
+    """The run folder at ``path``. Never raises."""
     if not path.is_dir():
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
@@ -122,9 +119,9 @@ def read(path: Path) -> Record:
 
 
 def find(paths: Iterable[Path]) -> list[Record]:
-    """The runs at ``paths``, each once: a path is a run folder, a sweep folder, or a folder of such.
+    """The runs at ``paths``, each once. A path is a run folder, a sweep folder, or a folder of these.
 
-    Raises ConfigError for a path where there is no run.
+    Raises ConfigError for a path without runs.
     """
     found: dict[Path, Record] = {}
     for path in paths:
@@ -137,18 +134,18 @@ def find(paths: Iterable[Path]) -> list[Record]:
 
 
 def sweep(path: Path) -> Sweep | None:
-    """The sweep folder at ``path``; None if it is none."""
+    """The sweep folder at ``path``; None if it is not one."""
     if not (path / layout.SWEEP).is_file():
         return None
     problems: list[str] = []
-    told = _json(path / layout.SWEEP, dict, problems)
+    content = _json(path / layout.SWEEP, dict, problems)
     directions: dict[Any, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
-    space, trials = told.get("space"), told.get("trials")
+    space, trials = content.get("space"), content.get("trials")
     return Sweep(
         path,
-        str(told.get("name") or path.name),
-        told.get("metric"),
-        directions.get(told.get("direction")),
+        str(content.get("name") or path.name),
+        content.get("metric"),
+        directions.get(content.get("direction")),
         space if isinstance(space, dict) else {},
         [trial for trial in trials if isinstance(trial, dict)] if isinstance(trials, list) else [],
         problems,
@@ -156,7 +153,7 @@ def sweep(path: Path) -> Sweep | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether anything of a run is at ``path``."""
+    """Whether ``path`` has any file of a run."""
     return any((path / name).is_file() for name in (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE))
 
 
@@ -164,7 +161,7 @@ def is_run(path: Path) -> bool:
 
 
 def _below(path: Path, depth: int = 1) -> Iterator[Record]:
-    """The runs of ``path``; of a folder that is neither run nor sweep those one level down."""
+    """The runs in ``path``, which is a run, a sweep, or a folder of these."""
     if (found := sweep(path)) is not None:
         yield from _trials(found)
     elif is_run(path):
@@ -176,14 +173,14 @@ def _below(path: Path, depth: int = 1) -> Iterator[Record]:
 
 
 def _trials(sweep: Sweep) -> Iterator[Record]:
-    """The sweep's runs, by number; where ``sweep.json`` cannot be read, those whose folders are there."""
+    """The sweep's runs, by number; all folders if ``sweep.json`` cannot be read."""
     if not sweep.trials:
         folders = sorted(path for path in sweep.path.glob(f"{layout.TRIALS}/*") if path.is_dir())
         yield from (replace(read(path), sweep=sweep) for path in folders)
         return
-    for place, told in enumerate(sweep.trials):
-        trial = _trial(told, place)
-        record = read(sweep.path / str(told.get("run")))
+    for place, entry in enumerate(sweep.trials):
+        trial = _trial(entry, place)
+        record = read(sweep.path / str(entry.get("run")))
         state = record.state
         if state == "unreadable" and trial.state in ("waiting", "running"):
             state, record = "waiting", replace(record, problems=[])
@@ -194,23 +191,23 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
         yield replace(record, state=state, sweep=sweep, trial=trial)
 
 
-def _trial(told: dict[str, Any], place: int) -> Trial:
-    """A trial of ``sweep.json``; what is not of its kind there is taken as not told."""
-    number, params, world, value = (told.get(key) for key in ("number", "params", "world", "value"))
+def _trial(entry: dict[str, Any], place: int) -> Trial:
+    """A trial of ``sweep.json``; values of the wrong type are ignored."""
+    number, params, world, value = (entry.get(key) for key in ("number", "params", "world", "value"))
     return Trial(
         number if isinstance(number, int) else place,
         params if isinstance(params, dict) else {},
         world if isinstance(world, int) else None,
-        str(told.get("state")),
+        str(entry.get("state")),
         float(value) if isinstance(value, int | float) else None,
-        str(told["error"]) if told.get("error") else None,
+        str(entry["error"]) if entry.get("error") else None,
     )
 
 
 def _no_run(path: Path) -> ConfigError:
     runs = sorted({str(other.parent) for other in Path().glob(f"runs/*/{layout.CONFIG}")})
     there = "; there are " + ", ".join(runs[:5]) if runs else ""
-    reason = "there is neither a run nor a sweep in it" if path.is_dir() else "there is no such folder"
+    reason = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
     return ConfigError(reason, where=str(path), hint=f"name a run folder or a sweep folder{there}")
 
 
@@ -218,7 +215,7 @@ def _no_run(path: Path) -> ConfigError:
 
 
 def _json(path: Path, kind: type, problems: list[str]) -> Any:
-    """The JSON at ``path``; empty where there is none, or not of this kind."""
+    """The JSON at ``path``; empty if there is none, or if its type is not ``kind``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -247,7 +244,7 @@ def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[str]:
-    """Which files that every trained run has are missing, and whether the record breaks off in mid-line."""
+    """Files that every trained run has and this one lacks, and whether the metrics log breaks off within a line."""
     problems = [
         f"{name} is missing" for name in (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
         if not (path / name).is_file()
@@ -283,7 +280,7 @@ def _line(text: bytes) -> Any:
 
 
 def _parsed(text: bytes) -> tuple[pa.Table, str]:
-    """The lines of ``text`` as a table, and what was wrong with them."""
+    """The lines of ``text`` as a table, and what is wrong with them."""
     end, problem = text.rfind(b"\n") + 1, ""
     if end < len(text):
         if isinstance(_line(text[end:]), dict):
@@ -301,22 +298,22 @@ def _parsed(text: bytes) -> tuple[pa.Table, str]:
 
 
 def _line_by_line(lines: Sequence[bytes], problem: str) -> tuple[pa.Table, str]:
-    """As ``_parsed``, for a file that arrow refuses: what is wrong is left out, a line or a value at a time."""
+    """As ``_parsed``, for a file that arrow refuses: leaves out damaged lines and values."""
     rows = [_line(line) for line in lines if line.strip()]
     good = [row for row in rows if isinstance(row, dict)]
     problems = [problem] if problem else []
     if len(good) < len(rows):
-        problems.append(f"metrics.jsonl: {len(rows) - len(good)} of {len(rows)} lines are not whole, and left out")
+        problems.append(f"metrics.jsonl: {len(rows) - len(good)} of {len(rows)} lines are damaged and left out")
     columns: dict[str, pa.Array] = {}
     for name in dict.fromkeys([*_KNOWN.names, *(key for row in good for key in row)]):
         values = [row.get(name) for row in good]
         kind = _KNOWN.field(name).type if name in _KNOWN.names else None
         if kind == _WHOLE and any(isinstance(value, float) for value in values):
-            kind = _REAL  # arrow would cut off what is behind the point
+            kind = _REAL  # arrow would drop the fraction
         try:
             columns[name] = pa.array(values, type=kind)
         except (pa.ArrowInvalid, pa.ArrowTypeError):
             expected, kind = (str, kind) if kind == pa.string() else (int | float, _REAL)
             columns[name] = pa.array([value if isinstance(value, expected) else None for value in values], type=kind)
-            problems.append(f"metrics.jsonl: {name!r} is not of one kind; values that do not fit are left out")
+            problems.append(f"metrics.jsonl: {name!r} has values of several types; those that do not fit are left out")
     return pa.table(columns), "; ".join(problems)

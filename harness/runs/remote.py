@@ -153,7 +153,8 @@ class RemoteRunFolder(RunFolder):
                 name: mark for name, mark in self._scratch.files().items() if self._is_uploaded(name, pointers.values())
             }
             copy_run(self._scratch, self.store, files, pointers, self._uploaded, self._uploader.progress)
-        latest, best = (layout.step_number(pointers.get(name, "")) for name in (layout.LATEST, layout.BEST))
+        latest = layout.step_number(pointers.get(layout.LATEST, ""))
+        best = layout.step_number(self.checkpoints.named(layout.BEST))  # it may be at the URL only
         self._refused.discard(latest or 0)  # written again
         for step in outdated(_steps(self.store.files()) - self._refused, latest, best, self.checkpoints.keep):
             # The manifest first: without it, what is left is no checkpoint.

@@ -187,11 +187,11 @@ class UrlStore:
     def get(self, name: str, target: Path, progress: Progress = _ignore) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary, _explaining(self._url(name), absent=True):
-            self._fs.get_file(self._at(name), str(temporary), callback=_Callback(progress))
+            self._fs.get_file(self._at(name), str(temporary), callback=_reporting(progress))
 
     def put(self, source: Path, name: str, progress: Progress = _ignore) -> None:
         source.stat()  # a FileNotFoundError about the store's side means something else
-        self._place(name, lambda path: self._fs.put_file(str(source), path, callback=_Callback(progress)))
+        self._place(name, lambda path: self._fs.put_file(str(source), path, callback=_reporting(progress)))
         progress()
 
     def copy(self, name: str, other: UrlStore) -> None:
@@ -224,18 +224,8 @@ class UrlStore:
         return f"{self.where}/{name}"
 
 
-class _Callback(Callback):
-    """Passes fsspec's progress reports on."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__()
-        self._progress = progress
-
-    def relative_update(self, inc: int = 1) -> None:
-        self._progress()
-
-    def absolute_update(self, value: int) -> None:
-        self._progress()
+def _reporting(progress: Progress) -> Callback:
+    return Callback(hooks={"progress": lambda *_, **__: progress()})
 
 
 def working_folder(url: str, cache_dir: str | None, purpose: str = "") -> Path:

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, refused by name when damaged, and the right ones kept."""
+"""Checkpoints: complete or absent, refused by name when damaged, and the right ones kept."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from harness.errors import CheckpointError
-from harness.runs import checkpoint
 from harness.runs.checkpoint import Checkpoints, damage, read
 
 
 @pytest.fixture
-def heard(monkeypatch, caplog):
+def log(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
     caplog.set_level(logging.INFO, "harness")
     return caplog
@@ -43,7 +42,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
 # Writing and reading
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_write_then_read(tmp_path):
     checkpoints = made(tmp_path, 7)
     path = checkpoints.newest()
     assert path == tmp_path / "checkpoints" / "step-7"
@@ -57,7 +56,7 @@ def test_what_is_written_is_read(tmp_path):
     assert manifest["bytes"] == (path / "state.pt").stat().st_size
 
 
-def test_a_mapped_file_reads_the_same_and_may_be_swept(tmp_path):
+def test_a_mapped_file_may_be_removed(tmp_path):
     checkpoints = made(tmp_path, 7)
     loaded = read(checkpoints.newest(), mapped=True)
     shutil.rmtree(checkpoints.folder)
@@ -81,7 +80,7 @@ def test_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file\nat ...")]
 )
-def test_a_failing_write_leaves_nothing_behind_and_nothing_lost(tmp_path, monkeypatch, error):
+def test_a_failed_write_leaves_earlier_checkpoints(tmp_path, monkeypatch, error):
     checkpoints = made(tmp_path, 1, 2)
 
     def half_written(content, file):
@@ -98,23 +97,23 @@ def test_a_failing_write_leaves_nothing_behind_and_nothing_lost(tmp_path, monkey
     assert read(checkpoints.newest())["state"] == {"step": 2}
 
 
-@pytest.mark.parametrize("doing", ["manifest.json", "latest"])
-def test_failing_at_the_small_files(tmp_path, monkeypatch, doing):
+@pytest.mark.parametrize("failing", range(1, 8))
+def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch, failing):
     checkpoints = made(tmp_path, 1, 2)
-    real = checkpoint.write_atomically
+    real, calls = os.fsync, []
 
-    def full(path, text):
-        if path.name == doing:
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == failing:  # state.pt, its manifest, the folders, or the pointer
             raise OSError(28, "No space left on device")
-        real(path, text)
+        real(descriptor)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.write(3, content(3))
     assert not list(checkpoints.folder.glob("*.tmp"))
-    newest = checkpoints.newest()
-    assert newest.name == "step-2"
-    assert damage(newest) == ""
+    assert "step-2" in names(checkpoints)
+    assert damage(checkpoints.newest()) == ""
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -123,7 +122,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         made(tmp_path / "file", 1)
 
 
-def test_what_a_crash_left_half_written_is_no_checkpoint_and_is_swept(tmp_path):
+def test_an_incomplete_checkpoint_is_ignored_and_removed(tmp_path):
     checkpoints = made(tmp_path, 1)
     shutil.copytree(checkpoints.folder / "step-1", checkpoints.folder / "step-9.tmp")
     assert checkpoints.newest().name == "step-1"
@@ -166,32 +165,32 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_named_and_passed_over(tmp_path, heard, kind):
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, log, kind):
     do, message = DAMAGES[kind]
     checkpoints = made(tmp_path, 10, 20, 30)
     do(checkpoints.folder / "step-30")
     assert message in damage(checkpoints.folder / "step-30")
     assert checkpoints.newest().name == "step-20"
-    assert f"checkpoint refused: {checkpoints.folder / 'step-30'}: " in heard.text
-    assert message in heard.text
-    assert "step-20" not in heard.text
+    assert f"checkpoint refused: {checkpoints.folder / 'step-30'}: " in log.text
+    assert message in log.text
+    assert "step-20" not in log.text
 
 
-def test_all_are_damaged(tmp_path, heard):
+def test_all_are_damaged(tmp_path, log):
     checkpoints = made(tmp_path, 1, 2)
     for step in (1, 2):
         truncate(checkpoints.folder / f"step-{step}")
     assert checkpoints.newest() is None
-    assert heard.text.count("checkpoint refused") == 2
+    assert log.text.count("checkpoint refused") == 2
 
 
-def test_a_file_is_no_checkpoint_folder(tmp_path):
+def test_damage_of_something_else(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     assert damage(tmp_path / "model.pt")
     assert damage(tmp_path / "nothing")
 
 
-# Foreign and hostile files
+# Other and hostile files
 
 
 class Code:
@@ -200,7 +199,7 @@ class Code:
 
 
 @pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))])
-def test_a_file_that_would_run_code_is_refused_by_name(tmp_path, monkeypatch, write):
+def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch, write):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step-1").mkdir()
     write({"format": 1, "model": Code()}, tmp_path / "step-1" / "state.pt")
@@ -219,7 +218,7 @@ def test_foreign_files(tmp_path, value):
 
 
 @pytest.mark.parametrize("data", [b"", b"text", None])
-def test_files_that_are_nothing(tmp_path, data):
+def test_empty_and_missing_files(tmp_path, data):
     if data is not None:
         (tmp_path / "state.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -234,7 +233,7 @@ def test_the_newest_are_kept(tmp_path):
     assert names(checkpoints) == ["latest", "step-100", "step-15"]
 
 
-def test_the_best_is_kept_besides(tmp_path):
+def test_the_best_is_kept_too(tmp_path):
     checkpoints = made(tmp_path, 1, keep=2)
     weights = {"weight": torch.ones(2), "tied": torch.ones(2)}
     weights["tied"] = weights["weight"]
@@ -257,7 +256,7 @@ def test_best_weights_that_cannot_be_written(tmp_path):
     assert (tmp_path / "w.safetensors").read_bytes() == before
 
 
-def test_steps_after_a_resume_from_an_earlier_one_do_not_take_its_place(tmp_path, heard):
+def test_abandoned_steps_do_not_count_as_the_newest(tmp_path, log):
     checkpoints = made(tmp_path, 10, 20, 30)
     for step in (20, 30):
         flip(checkpoints.folder / f"step-{step}")
@@ -274,7 +273,7 @@ def test_latest_comes_first(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "step-99\n", "nonsense", "step-x"])
-def test_latest_that_names_nothing(tmp_path, text):
+def test_latest_that_names_no_checkpoint(tmp_path, text):
     checkpoints = made(tmp_path, 10, 20, keep=1)
     (checkpoints.folder / "latest").write_text(text)
     assert checkpoints.newest().name == "step-20"

@@ -1,4 +1,4 @@
-"""Run folders and sweep folders as they are found: whole, half-written, damaged, foreign."""
+"""Run folders and sweep folders in any state: complete, incomplete, damaged, foreign."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def write_run(folder, lines=(TRAIN, EVAL), finished=True, name="small", world=1)
     return folder
 
 
-def write_sweep(folder, trials, **told):
+def write_sweep(folder, trials):
     folder.mkdir(parents=True, exist_ok=True)
     content = {"name": "s", "direction": "minimize", "metric": "loss", "space": {"seed": [0, 1]}, "trials": trials}
-    (folder / "sweep.json").write_text(json.dumps(content | told))
+    (folder / "sweep.json").write_text(json.dumps(content))
     return folder
 
 
-def test_a_whole_run(tmp_path):
+def test_a_complete_run(tmp_path):
     record = reader.read(write_run(tmp_path / "run", world=2))
     assert (record.name, record.state, record.problems, record.world_size) == ("small", "finished", [], 2)
     assert record.config["seed"] == 0
@@ -51,7 +51,7 @@ def test_numbers_are_exact(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [1, 20, -2])
-def test_half_a_last_line(tmp_path, kept):
+def test_incomplete_last_line(tmp_path, kept):
     run = write_run(tmp_path / "run", finished=False)
     whole = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").write_bytes(whole + whole.splitlines()[0][:kept])
@@ -60,10 +60,10 @@ def test_half_a_last_line(tmp_path, kept):
     assert len(record.problems) == 1
     assert "mid-line" in record.problems[0]
     assert len(record.metrics()) == 2
-    assert len(record.problems) == 1, "told once"
+    assert len(record.problems) == 1, "reported once"
 
 
-def test_a_last_line_that_lacks_its_newline_alone_is_whole(tmp_path):
+def test_a_last_line_without_newline_is_read(tmp_path):
     run = write_run(tmp_path / "run")
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.rstrip("\n"))
@@ -73,13 +73,13 @@ def test_a_last_line_that_lacks_its_newline_alone_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "left", "told"),
+    ("damage", "left", "problem"),
     [
         (b"\0\0\0\n", 2, "1 of 3 lines"),
         (b"[1, 2]\n", 2, "1 of 3 lines"),
-        (b'{"split": "train", "loss": "high"}\n', 3, "'loss' is not of one kind"),
-        (b'{"split": 7, "loss": 1.0}\n', 3, "'split' is not of one kind"),
-        (b'{"split": "eval", "top1": {"a": 1}}\n', 3, "'top1' is not of one kind"),
+        (b'{"split": "train", "loss": "high"}\n', 3, "'loss' has values of several types"),
+        (b'{"split": 7, "loss": 1.0}\n', 3, "'split' has values of several types"),
+        (b'{"split": "eval", "top1": {"a": 1}}\n', 3, "'top1' has values of several types"),
         (b'{"split": "train", "step": 1.5}\n{"a": 1}{\n', 3, "1 of 4 lines"),
         (b'{"loss": 1, "loss": 2}\n', 3, None),
         (b'{"split": "train", "loss": NaN}\n', 3, None),
@@ -87,7 +87,7 @@ def test_a_last_line_that_lacks_its_newline_alone_is_whole(tmp_path):
         (b"\xff\xfe\n", 2, "1 of 3 lines"),
     ],
 )
-def test_damaged_lines_are_left_out_and_told(tmp_path, damage, left, told):
+def test_damaged_lines_are_left_out_and_reported(tmp_path, damage, left, problem):
     run = write_run(tmp_path / "run")
     first, second = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(first + damage + second)
@@ -95,10 +95,10 @@ def test_damaged_lines_are_left_out_and_told(tmp_path, damage, left, told):
     table = record.metrics()
     assert len(table) == left
     assert table["loss"].to_pylist()[0] == 2.0
-    if told is None:
+    if problem is None:
         assert record.problems == []
     else:
-        assert [told in problem for problem in record.problems] == [True]
+        assert [problem in found for found in record.problems] == [True]
 
 
 def test_states(tmp_path):
@@ -146,7 +146,7 @@ def test_foreign_folders(tmp_path):
             reader.find([path])
 
 
-def test_find_takes_runs_sweeps_and_folders_of_them_each_once(tmp_path):
+def test_find_returns_each_run_once(tmp_path):
     one = write_run(tmp_path / "runs" / "one")
     sweep = write_sweep(
         tmp_path / "runs" / "sweep",
@@ -171,7 +171,7 @@ def test_find_takes_runs_sweeps_and_folders_of_them_each_once(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"trials": 3}', '{"trials": ["a"]}'])
-def test_a_sweep_whose_file_is_broken_still_has_its_runs(tmp_path, content):
+def test_runs_of_a_sweep_with_a_damaged_file_are_found(tmp_path, content):
     sweep = write_sweep(tmp_path / "sweep", [])
     write_run(sweep / "trials" / "0000")
     (sweep / "sweep.json").write_text(content)
@@ -183,7 +183,7 @@ def test_reading_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_trial_that_has_begun_but_left_nothing_yet_is_waiting(tmp_path):
+def test_a_trial_that_has_not_written_anything_is_waiting(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", [{"number": 0, "run": "trials/0000", "state": "running"}])
     (record,) = reader.find([sweep])
     assert (record.state, record.problems) == ("waiting", [])

@@ -181,6 +181,17 @@ def test_a_checkpoint_on_its_way_is_not_removed(config, bucket, monkeypatch):
     assert {path.name for path in folder.checkpoints.folder.glob("step-*")} == {"step-4", "step-5"}
 
 
+def test_the_best_checkpoint_is_kept_at_the_url(config, bucket):
+    folder = started(config())
+    save(folder, 1)
+    folder.checkpoints.mark_best(1, {}, folder.weights)
+    save(folder, 2, 3, 4)
+    assert steps(bucket) == {"step-1", "step-3", "step-4"}
+    again = started(config("other"))  # downloads the newest alone
+    save(again, 5)
+    assert steps(bucket) == {"step-1", "step-4", "step-5"}
+
+
 @pytest.mark.parametrize("kind", ["cut", "no manifest", "latest names nothing"])
 def test_damaged_newest_checkpoint_is_skipped(config, bucket, kind):
     save(started(config()), 1, 2)
