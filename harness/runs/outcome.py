@@ -80,7 +80,7 @@ class Aftermath:
             for name in self._url.files():
                 if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
                     self._url.get(name, self._folder / name)
-        except HarnessError as error:
+        except (HarnessError, FileNotFoundError) as error:
             print(f"what the ranks left cannot be fetched: {error}", file=sys.stderr)
             return False
         return True
