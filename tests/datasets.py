@@ -1,4 +1,4 @@
-"""Small stand-ins for published data sets, in the files that those come in; or the real ones, where they are."""
+"""Published data sets in their original format: the real ones if they are next to the project, else generated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = [
 
 
 def write_idx(raw: Path, split: str, num_rows: int, size: int = 28) -> None:
-    """``split``-images and -labels in ``raw``, as MNIST's are, zipped and not: a bright band where the label says."""
+    """Write images and labels of ``split`` in MNIST's format, plain and gzipped; a bright band shows the label."""
     raw.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(num_rows)
     labels = (np.arange(num_rows) % 10).astype(np.uint8)
@@ -33,7 +33,7 @@ def write_idx(raw: Path, split: str, num_rows: int, size: int = 28) -> None:
 
 
 def images(folder: Path, kind: str) -> Path:
-    """A folder to name as task.root of mnist or fashion_mnist: the real data, else small ones like them."""
+    """Fill ``folder`` for task.root of mnist or fashion_mnist with the real data, else with generated data."""
     from harness.data import published
 
     if SHARED_DATA.is_dir():
@@ -46,7 +46,7 @@ def images(folder: Path, kind: str) -> Path:
 
 
 def write_names(path: Path) -> Path:
-    """A file of sixty names, the most common of them several times."""
+    """Write a file of sixty names, some of them several times."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*NAMES, *NAMES[:10], *NAMES[:3]]) + "\n")
     return path

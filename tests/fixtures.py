@@ -1,4 +1,4 @@
-"""Small data sets and configurations that several tests share. Everything is generated; nothing is downloaded."""
+"""Small data sets and configurations shared by several tests, all generated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from harness.config.schema import Config
 
 
 def write_rows(folder: Path, name: str, num_rows: int, classes: int = 3, size: tuple[int, int] = (8, 8)) -> Path:
-    """``name.csv`` (path, label) of ``num_rows`` gray PNGs in ``folder``; row r has label r % classes.
+    """Write ``name.csv`` (path, label) with ``num_rows`` gray PNGs into ``folder``; row r has label r % classes.
 
-    Each image tells its row: its first pixel is r % 256; the rest is bright where the label says so, so that a model
-    can learn it.
+    The first pixel of image r is r % 256. The position of the bright rows shows the label, so a model can learn it.
     """
     images = folder / f"{name}_images"
     images.mkdir(parents=True, exist_ok=True)
@@ -36,7 +35,7 @@ def write_rows(folder: Path, name: str, num_rows: int, classes: int = 3, size: t
 
 
 def settings(folder: Path, **sections: Any) -> dict[str, Any]:
-    """A small valid experiment over ``train.csv`` and ``eval.csv`` in ``folder``; ``sections`` are merged into it."""
+    """A small valid experiment on ``train.csv`` and ``eval.csv`` in ``folder``; ``sections`` are merged into it."""
     tree: dict[str, Any] = {
         "name": "small",
         "output": str(folder / "runs"),
@@ -69,7 +68,7 @@ def make_config(folder: Path, overrides: Sequence[str] = (), **sections: Any) ->
 
 
 class CountingTable:
-    """A dataset without files: the input of row r is [r, random], the target r % 3. ``fail_at`` raises DataError."""
+    """A dataset without files: row r has input [r, random] and target r % 3; row ``fail_at`` raises DataError."""
 
     def __init__(self, num_rows: int, fail_at: int | None = None) -> None:
         self.num_rows, self.fail_at = num_rows, fail_at

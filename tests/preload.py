@@ -1,4 +1,4 @@
-"""Imported once by the fork server of tests.ranks: what every rank would import anyway."""
+"""Imported once by the fork server of tests.ranks, instead of by every rank."""
 
 import contextlib
 

@@ -1,7 +1,7 @@
-"""Run a function on several ranks, each a real process in one gloo group, under a time limit.
+"""Runs a function on several ranks, each a real process in one gloo group, with a time limit.
 
-The processes are forked from a server that has torch imported already, so two ranks start in a fraction of a second
-and share nothing with the test's own process.
+The processes are forked from a server that has already imported torch, so that two ranks start in a fraction of a
+second and share nothing with the test's own process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not end in time."""
+    """A rank raised an exception, died or exceeded the time limit."""
 
 
 def free_port() -> int:
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What ``torch.distributed.launch`` would set for ``rank`` on one node."""
+    """The environment that ``torch.distributed.launch`` sets for ``rank`` on one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -43,7 +43,7 @@ def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def start(function: Callable, args: tuple = (), environ: dict[str, str] | None = None):
-    """Start ``function(*args)`` in a process of its own; return (process, connection that yields its result)."""
+    """Start ``function(*args)`` in a new process; return (process, connection that receives its result)."""
     receiver, sender = _context.Pipe(duplex=False)
     process = _context.Process(target=_entry, args=(sender, function, args, environ or {}))
     process.start()
@@ -55,7 +55,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float 
     """Call ``function(*args)`` on ``world_size`` ranks; return each rank's value, by rank.
 
     ``function`` must be importable (module level). With ``group`` a default gloo process group exists around the call.
-    Raises RankFailure with the traceback of the first rank that failed; ends every process before it returns.
+    Raises RankFailure with the traceback of the first rank that fails. No process is left when it returns.
     """
     port = free_port()
     body = _in_group if group else _call
@@ -88,7 +88,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float 
 
 
 def wait_for(processes: list, timeout_s: float) -> list[int]:
-    """Wait for what ``start`` returned; return the exit codes. Raises RankFailure after ``timeout_s``, all killed."""
+    """Wait for processes of ``start``; return exit codes. After ``timeout_s``, kill them and raise RankFailure."""
     deadline = time.monotonic() + timeout_s
     try:
         for process, _ in processes:
@@ -107,11 +107,11 @@ def wait_for(processes: list, timeout_s: float) -> list[int]:
 
 def _entry(sender, function, args, environ) -> None:
     os.environ.update(environ)
-    # As in a process that a launcher starts; else a rank's own children would come from a server of their own, slowly.
+    # As in a process that a launcher starts; otherwise a rank's children would need a slow fork server of their own.
     multiprocessing.set_start_method("fork", force=True)
     import torch
 
-    torch.set_num_threads(1)  # ranks share the machine; more threads only fight
+    torch.set_num_threads(1)  # ranks share the machine's cores
     try:
         sender.send(("value", function(*args)))
     except SystemExit as stop:

@@ -1,4 +1,4 @@
-"""Errors for the user: their text, their exit codes, and their way across process borders."""
+"""Errors for the user: text, exit codes and pickling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness import errors
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, LaunchError, TrainingError, first_line
 
 
-def test_text_says_where_what_and_what_to_type():
+def test_text_has_place_message_and_hint():
     error = DataError("label 'cta' is unknown", where="train.csv:17", hint="did you mean 'cat'?")
     assert str(error) == "train.csv:17: label 'cta' is unknown\n  -> did you mean 'cat'?"
     assert str(HarnessError("only this")) == "only this"
@@ -28,7 +28,7 @@ def test_text_says_where_what_and_what_to_type():
         (TrainingError, 70),
     ],
 )
-def test_crosses_a_process_border_whole(cls, code):
+def test_survives_pickling(cls, code):
     error = pickle.loads(pickle.dumps(cls("what", where="here", hint="do")))
     assert type(error) is cls
     assert (error.message, error.where, error.hint, error.exit_code, error.told_by) == (
@@ -45,7 +45,7 @@ def test_exit_codes_differ():
     assert sorted(codes) == [0, 2, 65, 70, 75, 130]
 
 
-def test_the_first_line_of_what_another_library_says():
+def test_first_line_of_another_librarys_error():
     assert first_line(ValueError("\n  one\ntwo\n")) == "one"
     assert first_line(ValueError(" \n")) == "ValueError"
     assert first_line(ValueError(), "no reason given") == "no reason given"

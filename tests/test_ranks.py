@@ -1,4 +1,4 @@
-"""The multi-process fixture itself: results by rank, failures with their traceback, and a limit that holds."""
+"""tests/ranks.py: results by rank, failures with tracebacks, and the time limit."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def _sleep():
     time.sleep(60)
 
 
-def test_values_come_back_by_rank():
+def test_values_are_returned_by_rank():
     assert run_ranks(3, _sum_of_ranks) == [(0, 3.0), (1, 3.0), (2, 3.0)]
 
 
@@ -40,4 +40,4 @@ def test_values_come_back_by_rank():
 )
 def test_failure_names_its_cause(function, message):
     with pytest.raises(RankFailure, match=message):
-        run_ranks(2, function, timeout_s=8)
+        run_ranks(2, function, timeout_s=4)

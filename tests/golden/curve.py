@@ -1,7 +1,7 @@
-"""The golden loss curve: thirty steps on the digits, at full precision, on one CPU thread.
+"""The recorded loss curve: thirty steps on the digits at O0 on one CPU thread.
 
-python -m tests.golden.curve            print how the present curve differs from the recorded one
-python -m tests.golden.curve --record   replace the record
+python -m tests.golden.curve            print differences from the recorded curve
+python -m tests.golden.curve --record   replace the recorded curve
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS = 30
 
 
 def machine() -> dict[str, str]:
-    """What the last digits of a curve depend on: the CPU's model chooses kernels, not its instruction set alone."""
+    """Versions that the last digits of a curve depend on. Kernels depend on the CPU model, too."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else [platform.processor()]
     return {
@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
 
 
 def train(folder: Path) -> list[float]:
-    """The losses of the first steps of configs/digits.yaml at O0, trained into ``folder``."""
+    """Train the first steps of configs/digits.yaml at O0 in ``folder``; return the losses."""
     from harness.data import digits
     from tests.end_to_end.experiment import losses
     from tests.ranks import start, wait_for

@@ -1,4 +1,4 @@
-"""The loss curve of the recipe stays what it was. A change that means to alter it records it anew, and says so."""
+"""The loss curve of the recipe does not change. An intended change records a new curve and explains why."""
 
 import json
 
@@ -10,8 +10,8 @@ from tests.golden import curve
 def test_digits_curve(tmp_path):
     recorded = json.loads(curve.FILE.read_text())
     losses = curve.train(tmp_path)
-    assert len(losses) == len(recorded["losses"]) > curve.STEPS  # the evaluations have a loss too
+    assert len(losses) == len(recorded["losses"]) > curve.STEPS  # evaluations have a loss too
     if recorded["machine"] == curve.machine():
         assert losses == recorded["losses"]
-    else:  # other kernels round otherwise
+    else:  # other kernels round differently
         assert losses == pytest.approx(recorded["losses"], rel=2e-3)
