@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness import cli
-from harness.data import digits, published
+from harness.data import digits
 from tests import datasets
-from tests.conftest import ROOT, SHARED_DATA
+from tests.conftest import ROOT
 from tests.end_to_end.experiment import of_split
 from tests.end_to_end.processes import drivers
 from tests.ranks import wait_for
@@ -43,13 +43,10 @@ def test_every_config_is_trained_here():
 
 @pytest.mark.parametrize("name", FEW_STEPS)
 def test_a_few_steps(tmp_path, name, capsys):
-    """The file as it is, on the real data if they are next to the project, else on small generated ones."""
+    """The file as it is, on few rows of the real images if they are next to the project, else on generated data."""
     ranks, overrides = FEW_STEPS[name]
     if "mnist" in name:
         where = f"task.root={datasets.images(tmp_path / 'data', name)}"
-    elif SHARED_DATA.is_dir():
-        published.pet_names(tmp_path, str(SHARED_DATA / "pet_names"))
-        where = f"task.names={tmp_path}/names.txt"
     else:
         where = f"task.names={datasets.write_names(tmp_path / 'names.txt')}"
     folder, summary, _ = train(tmp_path, name, ranks, where, *overrides, "train.max_steps=3", "train.log_every=1")

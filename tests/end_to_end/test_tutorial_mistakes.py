@@ -31,15 +31,15 @@ from tests.fixtures import CountingTable, make_config, write_rows
 from tests.ranks import run_ranks
 
 ELSEWHERE = {
-    "tests/data/test_shards.py": ["test_every_row_once"],
+    "tests/data/test_shards.py": ["test_shards_cover_every_row_once"],
     "tests/data/test_loader.py": ["test_evaluation_counts_each_row_once"],
     "tests/end_to_end/test_parity.py": [
         "test_one_two_and_four_ranks_agree",  # gradients are averaged over all ranks
         "test_evaluation_does_not_depend_on_world_size",
     ],
-    "tests/data/test_download.py": ["test_processes_that_start_at_once_download_once"],
+    "tests/data/test_download.py": ["test_processes_started_together_download_once"],
     "tests/runs/test_checkpoint.py": ["test_a_file_that_would_run_code_is_refused_by_name"],
-    "tests/tasks/test_pet_names.py": ["test_no_real_name_is_on_both_sides"],  # a split of rows leaks
+    "tests/tasks/test_pet_names.py": ["test_real_names_are_in_one_set_each"],  # a split of rows leaks
     "tests/inference/test_generate.py": ["test_never_an_endless_one_nor_a_blank_in_it"],
 }
 NUM_ROWS = 10_000
