@@ -153,7 +153,7 @@ def test_overrides_and_options_in_any_order(capsys, yaml_file):
         assert cli.main(["check", *words]) == 0
         out = capsys.readouterr().out
         assert "ranks: 2" in out
-        assert "2 an epoch, 6 in all" in out
+        assert "2 per epoch, 6 in total" in out
 
 
 def test_check_without_argv_reads_the_command_line(capsys, yaml_file, monkeypatch):

@@ -1,5 +1,4 @@
-"""What a person sees: log records on rank 0's terminal and in every rank's file, and a progress bar where there is a
-terminal."""
+"""Output: log records on rank 0's terminal and in each rank's log file, and a progress bar on terminals."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from harness.runs import layout
 
 log = logging.getLogger("harness")
 
-PLAIN_PERIOD_S = 10.0  # between two progress lines where no terminal is attached
+PLAIN_PERIOD_S = 10.0  # between two progress lines if no terminal is attached
 
 
-class _BesideTheBar(logging.Handler):
-    """Writes above a progress bar instead of through it."""
+class _AboveTheBar(logging.Handler):
+    """Writes log records above the progress bar instead of into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
@@ -28,7 +27,7 @@ class _BesideTheBar(logging.Handler):
 
 
 class _LogFile(logging.FileHandler):
-    """A rank's log. A full disk must not fill the terminal with logging's own tracebacks."""
+    """The log file of a rank. It ignores a full disk, which would fill the terminal with logging's tracebacks."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -39,19 +38,19 @@ class _LogFile(logging.FileHandler):
 
 
 def to_terminal(rank: int) -> None:
-    """Messages of rank 0 on the terminal; of other ranks errors only, with their rank."""
+    """Log to the terminal: rank 0 everything, other ranks only errors, with the number of the rank."""
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    handler = _BesideTheBar(logging.INFO if rank == 0 else logging.ERROR)
+    handler = _AboveTheBar(logging.INFO if rank == 0 else logging.ERROR)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
     log.addHandler(handler)
 
 
 def to_file(folder: Path, rank: int) -> None:
-    """Everything this rank says, and what torch warns of, also in ``folder/rank-N.log``."""
+    """Log everything, including Python warnings, to ``folder/rank-N.log`` too."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(folder / layout.rank_log(rank), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -62,8 +61,8 @@ def to_file(folder: Path, rank: int) -> None:
     warnings.handlers = [handler]
 
 
-class Progress:
-    """The epoch's progress: a bar on a terminal, else a line every few seconds; on other ranks nothing."""
+class ProgressBar:
+    """Progress of the epoch on rank 0: a bar on a terminal, otherwise a log line every few seconds."""
 
     def __init__(self, rank: int) -> None:
         self._bar: Any = None
@@ -82,7 +81,7 @@ class Progress:
             self._bar.update()
 
     def show(self, loss: float, lr: float, rows_per_s: float) -> None:
-        """The newest numbers, beside the bar or as a line of their own."""
+        """Show the newest numbers next to the bar, or as a line."""
         due = self._rank == 0 and time.monotonic() - self._plain_at > PLAIN_PERIOD_S
         if self._bar is None and not due:
             return

@@ -1,7 +1,6 @@
-"""Fully sharded training (torch's FSDP2): which parts of a model are sharded, whole tensors out of shards, and back.
+"""Fully sharded training with torch's FSDP2: sharding a model, and converting between shards and whole tensors.
 
-Nothing here knows of amp, the loop or checkpoints. A sharded tensor is a ``DTensor``; everything else passes through
-unchanged, so callers need not ask.
+A sharded tensor is a ``DTensor``. All functions pass other values through unchanged, so callers need not check.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-MIN_BLOCK = 1 << 16  # numbers; a smaller block is not worth two messages of its own a pass
+MIN_BLOCK = 1 << 16  # parameters; a smaller block is not worth two collectives of its own per pass
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def blocks(model: nn.Module, at_least: int = MIN_BLOCK) -> list[nn.Module]:
-    """The parts of ``model`` that are gathered one at a time, inner before outer: elements of its containers.
+    """The submodules of ``model`` that are gathered one at a time, inner before outer.
 
-    Elements of Sequential, ModuleList and ModuleDict with ``at_least`` parameters that no block inside them has taken.
-    Inside an element only what is repeated there counts: the layers of an encoder, not the parts of a shortcut. An
-    element whose parameters are used outside it too (tied weights) stays with the root.
+    They are the elements of Sequential, ModuleList and ModuleDict with ``at_least`` parameters, not counting those of
+    blocks inside them. Inside an element, only repeated modules become blocks: the layers of an encoder, not the parts
+    of a shortcut. An element that shares parameters with the rest of the model (tied weights) stays with the root.
     """
     uses = _uses(model)
     found: dict[nn.Module, None] = {}
@@ -41,7 +40,7 @@ def blocks(model: nn.Module, at_least: int = MIN_BLOCK) -> list[nn.Module]:
 
 
 def _uses(model: nn.Module) -> Counter[int]:
-    """How many modules of ``model`` hold each parameter."""
+    """{id of a parameter: number of modules of ``model`` that hold it}."""
     return Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
 
 
@@ -61,9 +60,9 @@ def _repeats(container: nn.Module) -> bool:
 
 
 def shard(model: nn.Module, device: torch.device, at_least: int = MIN_BLOCK) -> int:
-    """Shard ``model`` in place over all ranks, its blocks first, then what is left; return the number of blocks.
+    """Shard ``model`` in place over all ranks, its blocks first, then the rest; return the number of blocks.
 
-    Rank 0's weights and buffers are everybody's. Before the optimizer is built, which then holds the shards.
+    All ranks get rank 0's weights and buffers. Call it before the optimizer is built, which then holds the shards.
     Collective; needs a process group.
     """
     for tensor in (*model.parameters(), *model.buffers()):
@@ -77,14 +76,14 @@ def shard(model: nn.Module, device: torch.device, at_least: int = MIN_BLOCK) -> 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that this rank holds, in the same memory."""
+    """This rank's shard of ``tensor``, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tree: Any, keep: bool) -> Any:
-    """``tree`` (of dictionaries and lists) with every sharded tensor put together, on the CPU; None without ``keep``.
+    """``tree`` (of dictionaries and lists) with every sharded tensor gathered on the CPU, or None without ``keep``.
 
-    One tensor at a time, so ranks that do not keep them never hold more than one. Collective where there are shards.
+    Gathers one tensor at a time, so ranks without ``keep`` never hold more than one. Collective if anything is sharded.
     """
     if isinstance(tree, DTensor):
         full = tree.full_tensor()
@@ -97,22 +96,22 @@ def whole(tree: Any, keep: bool) -> Any:
 
 
 def part_like(like: Any, value: Any) -> Any:
-    """Of the whole tensor ``value``, the shard that this rank holds of ``like``, where that is sharded. No messages."""
+    """This rank's shard of the whole tensor ``value`` if ``like`` is sharded, else ``value``. No communication."""
     if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
         here = value.to(like.device)
-        # a copy: what is cut from a mapped file would keep the file
+        # A copy, since a slice of a memory-mapped file would keep the file open.
         return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None).clone()
     return value
 
 
 def model_parts(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole state dict of ``model`` as ``model.load_state_dict`` takes it on this rank."""
+    """A whole state dict, cut to this rank's shards for ``model.load_state_dict``."""
     own = model.state_dict()
     return {name: part_like(own.get(name), value) for name, value in state.items()}
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole state dict of ``optimizer`` as ``optimizer.load_state_dict`` takes it on this rank."""
+    """A whole state dict, cut to this rank's shards for ``optimizer.load_state_dict``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     entries = {
         index: {key: part_like(params[index], value) for key, value in entry.items()} if index < len(params) else entry

@@ -1,4 +1,4 @@
-"""The loop: train, epoch, step. Everything else is a part that these three call."""
+"""The training loop: train, epoch, step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from harness.data.loader import MicroBatch
+from harness.training.checkpointing import keep_best, save
 from harness.training.evaluate import evaluate, prepare
 from harness.training.run import Run
-from harness.training.step_timer import end_with_local_work
+from harness.training.step_timer import end_backward_before_exchange
 
 log = logging.getLogger("harness")
 
 
 def train(run: Run) -> bool:
-    """Train from ``run.state`` to the end; False if it was stopped before, with a checkpoint to go on from.
+    """Train from ``run.state`` to the end; return False if stopped earlier, with a checkpoint to resume from.
 
-    A checkpoint comes before its evaluation, so a crash there costs nothing: the evaluation is still owed after a
-    resume. Collective, like all that it calls; every verdict is made of reduced numbers.
+    Collective, like everything it calls: all decisions come from reduced values. A checkpoint is written before its
+    evaluation, so that a crash in the evaluation loses nothing: it is due again after the resume.
     """
     while not run.stop.settle():
         if run.evaluation_due():
@@ -29,16 +30,16 @@ def train(run: Run) -> bool:
             return True
         else:
             epoch(run)
-            run.save()
-    run.save()  # if it was stopped before the first step; else there is one
+            save(run)
+    save(run)  # if stopped before the first step; otherwise there is one
     return False
 
 
 def epoch(run: Run) -> None:
-    """Train to the end of the present epoch, or until a stop is agreed."""
+    """Train to the end of the current epoch, or until all ranks agree to stop."""
     state, config, data = run.state, run.config, run.train_data
     run.parallel.model.train()
-    run.meter.resume_clock()
+    run.meter.restart_clock()
     left = data.steps_left(state.segments)
     run.progress.start(state.epoch, config.train.epochs, data.steps_per_epoch() - left, data.steps_per_epoch())
     lr = run.schedule.lr(state.applied)
@@ -51,7 +52,7 @@ def epoch(run: Run) -> None:
         if state.step % config.train.log_every == 0:
             run.log_train(lr)
         if left and config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
-            run.save()
+            save(run)
         if run.stop.agreed() or state.step == config.train.max_steps:
             break
     run.progress.stop()
@@ -63,26 +64,26 @@ def epoch(run: Run) -> None:
 
 
 def step(run: Run, group: list[MicroBatch]) -> None:
-    """One optimizer step over the micro-batches of ``group``, or its skip, on all ranks alike.
+    """One optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike.
 
-    Gradients cross ranks once, in the last backward. The overflow verdict is read after that, from gradients that are
-    the same everywhere, so it needs no message of its own.
+    Gradients are averaged over ranks once, in the last backward pass. Whether they overflowed is read after that, from
+    gradients that are equal on all ranks, so that it needs no communication.
     """
-    train, precision, clock = run.config.train, run.precision, run.meter.clock
+    train, precision, timer = run.config.train, run.precision, run.meter.timer
     losses = []
-    clock.start()
+    timer.start()
     for index, micro in enumerate(group):
         last = index == len(group) - 1
-        with run.parallel.reduce_when(last, counts=micro.num_rows > 0):
+        with run.parallel.sync_gradients(last, counts=micro.num_rows > 0):
             outputs = run.parallel.model(prepare(run, micro.batch.inputs))
             loss = run.task.loss(outputs, micro.batch.targets)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight
-            clock.end("forward")
+            timer.end("forward")
             with precision.scale_loss(weighted, run.optimizer, delay_unscale=not last) as scaled:
                 if exchange := last and run.parallel.exchanges:
-                    end_with_local_work(clock, scaled)
+                    end_backward_before_exchange(timer, scaled)
                 scaled.backward()
-                clock.end("reduce" if exchange else "backward")
+                timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
     skip = precision.skips(run.optimizer)
     if train.clip_norm is not None or train.on_nan == "skip":
@@ -94,18 +95,18 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     run.optimizer.zero_grad(set_to_none=True)
     if run.ema and not skip:
         run.ema.update(precision.master_params(run.optimizer))
-    clock.end("optimizer")
+    timer.end("optimizer")
     count(run, losses, skip)
 
 
 def count(run: Run, losses: list[tuple[Tensor, MicroBatch]], skip: bool) -> None:
-    """Book a step: what was applied or skipped, the rows used, and the loss, which stays on the device."""
+    """Count a step, its rows and its loss, which stays on the device."""
     meter = run.meter
     meter.steps += 1
-    run.state.book(skip)
+    run.state.add_step(skip)
     for loss, micro in losses:
         batch = micro.batch
-        meter.bad += min(len(batch.bad), micro.num_rows)  # a row that only fills up is not counted
+        meter.bad += min(len(batch.bad), micro.num_rows)  # padding rows are not counted
         if micro.num_rows:
             run.coverage.add(batch.rows)
             if not skip:
@@ -118,29 +119,22 @@ def evaluation(run: Run) -> None:
     run.progress.stop()
     found = evaluate(run)
     if found is None:
-        return  # stopped; the evaluation is owed and comes first after a resume
+        return  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
     plain = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    metrics = {key: plain[key] for key in run.config.task.metrics}
     run.tracker.log("eval", {"step": state.step, "epoch": state.epoch, **plain, "wall_s": run.wall_s()})
-    state.history.append(
-        {"step": state.step, "epoch": state.epoch, **{key: plain[key] for key in run.config.task.metrics}}
-    )
+    state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
     value = found[name]
-    rises = run.config.task.metrics[name] == "max"
-    better = math.isfinite(value) and (state.best is None or (value > state.best if rises else value < state.best))
+    increases = run.config.task.metrics[name] == "max"
+    better = math.isfinite(value) and (state.best is None or (value > state.best if increases else value < state.best))
     if better:
-        state.best, state.best_step, state.since_best = value, state.step, 0
-        run.keep_best()
+        state.add_best(value)
+        keep_best(run)
     else:
         state.since_best += 1
     run.report(found)
-    shown = "  ".join(f"{key} {plain[key]:.4f}" for key in run.config.task.metrics)
-    where = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
-    log.info(
-        "%s: %s  (%d of %d rows)%s",
-        where,
-        shown,
-        found["rows_used"],
-        found["rows"],
-        "  best" if better else "",
-    )
+    when = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
+    shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+    rows = f"{found['rows_used']} of {found['rows']} rows"
+    log.info("%s: validation: %s  (%s)%s", when, shown, rows, "  best so far" if better else "")

@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule, and the moving average of the weights."""
+"""Optimizer by name, learning-rate schedule, and moving average of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.training.fsdp import local, part_like
 
 
 def scaled_lr(section: OptimizerSection, global_batch: int) -> float:
-    """Peak learning rate for ``global_batch`` rows a step.
+    """Peak learning rate for ``global_batch`` rows per step.
 
     linear: Goyal et al., https://arxiv.org/abs/1706.02677; sqrt: Krizhevsky, https://arxiv.org/abs/1404.5997.
     """
@@ -83,7 +83,7 @@ def built_in() -> dict[str, type[torch.optim.Optimizer]]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate as a pure function of the number of applied updates."""
+    """The learning rate, a pure function of the number of applied updates."""
 
     section: ScheduleSection
     peak: float
@@ -96,7 +96,7 @@ class Schedule:
         return round(self.section.warmup_epochs * self.steps_per_epoch)
 
     def lr(self, applied: int) -> float:
-        """The rate of the update that follows ``applied`` others."""
+        """The learning rate of the update after ``applied`` others."""
         warmup = self.warmup_steps
         if applied < warmup:
             return self.peak * (applied + 1) / warmup
@@ -118,10 +118,10 @@ class Schedule:
 
 
 class Ema:
-    """An exponential moving average of ``params``, which are copied into ``module`` to evaluate or export it.
+    """An exponential moving average of the trainable parameters of ``module``, in float32.
 
-    ``sources`` are what the optimizer updates (float32 masters where there are any), in the order of ``params``.
-    The average starts slowly, min(decay, (1 + n) / (10 + n)) after n updates, so that it forgets the random start.
+    ``sources`` are the tensors that the optimizer updates (masters, if there are any), in the order of the parameters.
+    The decay after n updates is min(decay, (1 + n) / (10 + n)), so that the average forgets the initial weights.
     """
 
     def __init__(self, module: nn.Module, sources: list[Tensor], decay: float) -> None:
@@ -132,28 +132,28 @@ class Ema:
 
     @torch.no_grad()
     def update(self, sources: Iterable[Tensor]) -> None:
-        """Take in the weights after an applied update; no host sync."""
+        """Add the weights after an applied update, without a host sync."""
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
         values = [local(source.detach()) for source in sources]
         if any(value.dtype != torch.float32 for value in values):
             values = [value.float() for value in values]
-        torch._foreach_lerp_(self._own(), values, 1 - decay)
+        torch._foreach_lerp_(self._local(), values, 1 - decay)  # private, but what torch.optim.swa_utils calls too
 
-    def _own(self) -> list[Tensor]:
-        """What of the average this rank holds."""
+    def _local(self) -> list[Tensor]:
+        """This rank's shards of the average."""
         return [local(average) for average in self.average]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model holds the averaged weights while the body runs, and its own again after it."""
+        """Context in which the model holds the averaged weights."""
         params = [local(param.detach()) for param in self.params]
-        own = [param.clone() for param in params]
-        torch._foreach_copy_(params, self._own())
+        saved = [param.clone() for param in params]
+        torch._foreach_copy_(params, self._local())
         try:
             yield
         finally:
-            torch._foreach_copy_(params, own)
+            torch._foreach_copy_(params, saved)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": self.num_updates, "average": self.average}

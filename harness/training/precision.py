@@ -1,7 +1,6 @@
-"""Mixed precision behind one signature: an installed Apex that really has amp, or harness.apex.
+"""Mixed precision with one interface over two implementations: an installed Apex with amp, and harness.apex.
 
-The rest of the harness speaks only to a ``Precision``; which implementation answers is decided here, printed, and
-saved in every checkpoint.
+The rest of the harness uses only ``Precision``. Its implementation is chosen here, logged, and saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from harness.errors import ConfigError
 
 @dataclass(frozen=True)
 class Precision:
-    """One amp implementation, set up at one level. ``backend`` is its name and version."""
+    """One amp implementation at one opt level. ``backend`` is its name and version."""
 
     amp: Any
     distributed: Any  # the module that holds its DistributedDataParallel
@@ -33,16 +32,16 @@ class Precision:
         try:
             initialized: tuple[nn.Module, torch.optim.Optimizer] = self.amp.initialize(model, optimizer, **self.options)
         except (RuntimeError, ValueError, AssertionError) as error:
-            raise ConfigError(f"amp refuses these settings: {error}", where="precision") from error
+            raise ConfigError(f"amp rejects these settings: {error}", where="precision") from error
         return initialized
 
     def larc(self, optimizer: torch.optim.Optimizer, section: LarcSection) -> torch.optim.Optimizer:
-        """``optimizer`` with layer-wise adaptive rates; before ``initialize``, which skips steps of the whole."""
+        """``optimizer`` with layer-wise adaptive rates. Call before ``initialize``, which patches its ``step``."""
         wrapped: torch.optim.Optimizer = self.distributed.LARC.LARC(optimizer, **section.model_dump())
         return wrapped
 
     def synchronized(self, model: nn.Module) -> nn.Module:
-        """``model`` with batch norms that span all ranks. Before the optimizer is built: weights are copied."""
+        """``model`` with synchronized batch norms. Call it before the optimizer is built, since it copies weights."""
         converted: nn.Module = self.distributed.convert_syncbn_model(model)
         return converted
 
@@ -53,12 +52,13 @@ class Precision:
         return context
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        """The parameters that the optimizer really updates, in the order in which it was given them."""
+        """The parameters that the optimizer updates (masters, if there are any), in the order of its groups."""
         params: Iterator[Tensor] = self.amp.master_params(optimizer)
         return params
 
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the coming ``optimizer.step()`` will be skipped for an overflow. The same on all ranks."""
+        """Whether the next ``optimizer.step()`` will be skipped because of an overflow. The same on all ranks."""
+        # Private, in Apex and in harness.apex: neither tells in another way before the step.
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))
 
@@ -74,9 +74,9 @@ class Precision:
 
 
 def choose(section: PrecisionSection, device: torch.device, ours: bool = False) -> Precision:
-    """The implementation that ``section`` asks for. ``auto`` takes an installed Apex on CUDA, and ours otherwise.
+    """The implementation that ``section`` selects; ``auto``: an installed Apex on CUDA, else harness.apex.
 
-    ``ours``: something else in the configuration needs ours (``Config.needs_our_amp``).
+    ``ours``: another setting needs harness.apex (``Config.needs_our_amp``). Raises ConfigError.
     """
     if section.backend == "harness" or (section.backend == "auto" and (ours or device.type == "cpu")):
         return _ours(section)
@@ -99,7 +99,7 @@ def choose(section: PrecisionSection, device: torch.device, ours: bool = False) 
 
 
 def installed_apex() -> tuple[tuple[Any, Any, str] | None, str]:
-    """((amp, parallel, name), "") of an installed Apex that has both, or (None, why not)."""
+    """((amp, parallel, name), "") of an installed Apex with both, else (None, the reason)."""
     try:
         amp, parallel = importlib.import_module("apex.amp"), importlib.import_module("apex.parallel")
     except ModuleNotFoundError as error:
@@ -129,7 +129,7 @@ def _ours(section: PrecisionSection) -> Precision:
 
 
 def _options(section: PrecisionSection) -> dict[str, Any]:
-    """The arguments of ``amp.initialize``; what is not set is left to the level."""
+    """The arguments of ``amp.initialize``. Settings that are null are left to the opt level."""
     chosen = section.model_dump(exclude={"backend"}, exclude_none=True)
     for key in ("cast_model_type", "cast_model_outputs"):
         if key in chosen:
@@ -138,5 +138,5 @@ def _options(section: PrecisionSection) -> dict[str, Any]:
 
 
 def trainable(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """What the optimizer is given: one group of all trainable parameters, in the model's order."""
+    """The trainable parameters, in the model's order, for the optimizer's one group."""
     return [param for param in params if param.requires_grad]

@@ -27,7 +27,7 @@ from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, DataError, HarnessError, first_line
 from harness.runs import layout
 from harness.trackers.base import Sample
-from harness.training import fsdp as sharded
+from harness.training import fsdp
 from harness.training.evaluate import prepare
 from harness.training.prediction_file import FIRST_COLUMNS, PredictionFile, Written
 from harness.training.run import Run
@@ -167,7 +167,7 @@ def write_for_run(run: Run) -> bool:
     if not isinstance(run.task, SupportsPredictions) or run.state.best is None:
         return True
     weights = best_weights(run.runtime, run.folder.weights)
-    run.module.load_state_dict(sharded.model_parts(run.module, weights))
+    run.module.load_state_dict(fsdp.model_parts(run.module, weights))
     run.module.eval()
     predictor = Predictor(run.config, run.runtime, run.task, run.parallel.evaluated, run.parallel.sharded)
     written = write(predictor, run.eval_data.loader, run.stop, run.folder.path / layout.PREDICTIONS)

@@ -1,6 +1,6 @@
-"""What the parts of a training step take: marks at their edges, none of which makes the host wait for the device.
+"""Measure how long the parts of a training step take, without making the host wait for the device.
 
-What a window of steps is, and what ranks add up, lives in ``harness.training.progress``.
+``harness.training.progress`` adds the times up over the steps between two log lines, and over ranks.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-# Parts of a step, in its order. ``reduce`` is what of the messages between ranks stands behind the backward pass.
+# The phases of a step, in order. ``reduce`` is the part of the gradient exchange that follows the backward pass.
 PHASES = ("forward", "backward", "reduce", "optimizer")
 
-_READ_AT = 256  # marks; from there on those that the device has passed are read as new ones come
+_READ_AT = 256  # events in flight, from which on those that the device has passed are read
 
 
-class Clock(Protocol):
-    """Marks on the way through a step: ``start``, then ``end`` of one phase after the other."""
+class StepTimer(Protocol):
+    """Marks in a step: ``start``, then ``end`` of one phase after the other."""
 
-    spent_s: dict[str, float]  # seconds of each of PHASES, up to the last ``settle``
+    spent_s: dict[str, float]  # seconds in each of PHASES, up to the last ``settle``
 
     def start(self) -> None:
-        """A step begins; the time since the last mark belongs to no phase."""
+        """Mark the start of a step. The time since the last mark belongs to no phase."""
 
     def end(self, phase: str) -> None:
-        """The time since the last mark was that of ``phase``."""
+        """Add the time since the last mark to ``phase``."""
 
     def settle(self) -> None:
         """Bring ``spent_s`` up to the last mark. The host waits for the device."""
 
 
-class HostClock:
-    """Where calls return when their work is done."""
+class HostTimer:
+    """For devices whose work is done when a call returns."""
 
     def __init__(self) -> None:
         self.spent_s = dict.fromkeys(PHASES, 0.0)
@@ -53,57 +53,57 @@ class HostClock:
         pass
 
 
-class DeviceClock:
-    """Where calls only queue work: the marks are events in the stream of a CUDA device.
+class CudaTimer:
+    """For CUDA devices, whose calls only queue work: the marks are events in the stream.
 
-    Events are used again once they are read. The host runs ahead of the device by as much as the driver's queue of
-    launches holds, so only so many can be on their way.
+    An event is reused once it is read. The driver's launch queue limits how far the host runs ahead of the device, and
+    so the number of events.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.spent_s = dict.fromkeys(PHASES, 0.0)
         self._device = device
         self._free: list[Any] = []
-        self._ahead: deque[tuple[str, Any]] = deque()  # (phase that ends there, event), not read yet
+        self._pending: deque[tuple[str, Any]] = deque()  # (phase that ends there, event), not read yet
 
     def start(self) -> None:
         self.end("")
 
     def end(self, phase: str) -> None:
-        if len(self._ahead) >= _READ_AT:
+        if len(self._pending) >= _READ_AT:
             self._read()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._ahead.append((phase, event))
+        self._pending.append((phase, event))
 
     def settle(self) -> None:
-        if self._ahead:
-            self._ahead[-1][1].synchronize()
+        if self._pending:
+            self._pending[-1][1].synchronize()
             self._read()
 
     def _read(self) -> None:
-        """Book what the device has passed. Waits for nothing."""
-        while len(self._ahead) > 1 and self._ahead[1][1].query():
-            _, before = self._ahead.popleft()
-            phase, event = self._ahead[0]
+        """Add up the events that the device has passed, without waiting."""
+        while len(self._pending) > 1 and self._pending[1][1].query():
+            _, before = self._pending.popleft()
+            phase, event = self._pending[0]
             if phase:
                 self.spent_s[phase] += before.elapsed_time(event) / 1000
             self._free.append(before)
 
 
-def clock(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+def step_timer(device: torch.device) -> StepTimer:
+    return CudaTimer(device) if device.type == "cuda" else HostTimer()
 
 
-def end_with_local_work(clock: Clock, loss: Tensor) -> None:
-    """Mark the end of backward where ``loss.backward()`` has no more gradients to compute, before what waits for other
-    ranks. Call before that backward pass.
+def end_backward_before_exchange(timer: StepTimer, loss: Tensor) -> None:
+    """Mark the end of "backward" when all local gradients are computed, before waiting for other ranks. Call this
+    before ``loss.backward()``.
 
-    Wrappers that exchange gradients (Apex's and ours, FSDP) finish in callbacks that autograd runs after the pass, in
-    the order in which they were queued. The loss is the first tensor of a pass, so this one is in front of theirs.
+    Apex's DDP, ours and FSDP finish the exchange of gradients in callbacks that autograd runs after the backward pass,
+    in the order in which they were queued. The loss is the first tensor of the pass, so this callback comes first.
     """
 
-    def first(_: Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: clock.end("backward"))
+    def queue_first(_: Tensor) -> None:
+        Variable._execution_engine.queue_callback(lambda: timer.end("backward"))  # as torch's own FSDP does
 
-    loss.register_hook(first)
+    loss.register_hook(queue_first)

@@ -207,4 +207,4 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
     facts = build.describe(
         config, build.open_task(config, build.Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
     )
-    assert facts["batch"] == "8 a rank, 16 in all"
+    assert facts["batch"] == "8 per rank, 16 in total"

@@ -1,4 +1,4 @@
-"""What a person sees: a bar on a terminal, plain lines elsewhere, and each rank's file."""
+"""Output: a bar on a terminal, plain lines elsewhere, and a log file per rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import time
 import pytest
 
 from harness.training import console
-from harness.training.console import Progress
+from harness.training.console import ProgressBar
 
 
 @pytest.fixture
 def log():
-    """The harness' logger, left as it was."""
+    """The logger, restored after the test."""
     logger, warnings = logging.getLogger("harness"), logging.getLogger("py.warnings")
     before = (list(logger.handlers), logger.level, logger.propagate, list(warnings.handlers), warnings.propagate)
     yield logger
@@ -31,7 +31,7 @@ def log():
 
 @pytest.fixture
 def terminal():
-    """A real terminal of 30 x 100: (the stream to write to, what was shown on it)."""
+    """A pseudo-terminal of 30 x 100: (stream to write to, function that returns what it shows)."""
     outside, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     stream = os.fdopen(inside, "w")
@@ -49,7 +49,7 @@ def terminal():
     os.close(outside)
 
 
-def use(progress: Progress) -> None:
+def use(progress: ProgressBar) -> None:
     progress.start(epoch=0, epochs=2, done=0, steps=4)
     for _ in range(4):
         progress.step()
@@ -61,7 +61,7 @@ def use(progress: Progress) -> None:
 def test_bar_on_a_terminal(terminal, monkeypatch):
     stream, shown = terminal
     monkeypatch.setattr(sys, "stderr", stream)
-    use(Progress(rank=0))
+    use(ProgressBar(rank=0))
     text = shown()
     assert "epoch 1/2:" in text
     assert "4/4" in text
@@ -71,21 +71,21 @@ def test_bar_on_a_terminal(terminal, monkeypatch):
 def test_other_ranks_show_nothing(terminal, monkeypatch):
     stream, shown = terminal
     monkeypatch.setattr(sys, "stderr", stream)
-    use(Progress(rank=1))
+    use(ProgressBar(rank=1))
     assert shown() == ""
 
 
 def test_plain_lines_without_a_terminal(log, monkeypatch, capsys):
     console.to_terminal(0)
     monkeypatch.setattr(console, "PLAIN_PERIOD_S", 0.2)
-    use(Progress(rank=0))
+    use(ProgressBar(rank=0))
     lines = capsys.readouterr().err.splitlines()
-    assert 1 <= len(lines) < 4, "one line a period, not a step"
+    assert 1 <= len(lines) < 4, "one line per period, not per step"
     assert lines[0].startswith("epoch 1/2  step ")
     assert "loss 0.5000" in lines[0]
 
 
-def test_terminal_has_rank_0_and_errors_of_the_others(log, capsys):
+def test_terminal_shows_rank_0_and_errors_of_other_ranks(log, capsys):
     console.to_terminal(0)
     log.info("hello")
     console.to_terminal(3)
@@ -94,8 +94,8 @@ def test_terminal_has_rank_0_and_errors_of_the_others(log, capsys):
     assert capsys.readouterr().err.splitlines() == ["hello", "rank 3: broken"]
 
 
-def test_every_rank_has_a_file(log, tmp_path):
+def test_log_file_per_rank(log, tmp_path):
     console.to_terminal(1)
     console.to_file(tmp_path / "logs", 1)
-    log.info("said on rank 1")
-    assert "INFO said on rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
+    log.info("hello from rank 1")
+    assert "INFO hello from rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()

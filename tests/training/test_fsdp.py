@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded, and one verdict over gradients that are shards."""
+"""Blocks that are sharded, conversion of shards to whole tensors and back, and overflow and clipping over shards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def names(model: nn.Module, at_least: int) -> list[str]:
     return [called[block] for block in blocks(model, at_least)]
 
 
-def test_elements_of_containers_are_blocks_and_small_ones_are_not():
+def test_large_elements_of_containers_are_blocks():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    assert names(model, 50) == ["0", "3.0"]  # a container within a container: its elements
+    assert names(model, 50) == ["0", "3.0"]  # the elements of the inner container
     assert names(model, 1000) == []
 
 
@@ -32,7 +32,7 @@ def test_layers_of_a_transformer_are_blocks():
     assert names(Wrapped(), 100) == ["stages.0.layers.0", "stages.0.layers.1", "stages.1"]
 
 
-def test_blocks_of_a_residual_network_take_their_shortcut_along():
+def test_residual_blocks_include_their_shortcuts():
     from torchvision.models import resnet18
 
     found = names(resnet18(), 1 << 16)
@@ -46,7 +46,7 @@ def test_tied_weights_stay_with_the_root():
 
 
 def _whole_and_back():
-    torch.manual_seed(torch.distributed.get_rank())  # ranks that start apart: rank 0's weights are everybody's
+    torch.manual_seed(torch.distributed.get_rank())  # different on each rank, until all get rank 0's weights
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.BatchNorm1d(2))
     before = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
     assert shard(model, torch.device("cpu"), at_least=10) == 2
@@ -60,11 +60,11 @@ def _whole_and_back():
     return before, {name: value if value is None else value.tolist() for name, value in kept.items()}
 
 
-def test_whole_tensors_out_of_shards_and_back():
+def test_shards_to_whole_tensors_and_back():
     (before, kept), (_, other) = run_ranks(2, _whole_and_back)
     assert kept == before
     assert other["0.weight"] is None
-    assert other["2.running_mean"] is not None  # what is not sharded is everybody's
+    assert other["2.running_mean"] is not None  # not sharded, so on every rank
 
 
 def _overflow_in_one_shard(level):
@@ -77,13 +77,13 @@ def _overflow_in_one_shard(level):
     model = strategy.prepare(nn.Linear(3, 2, bias=False), section, amp, device, 2)
     optimizer = optim.build(OptimizerSection(), model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer)
-    replicas = strategy.wrap(model, section, amp, device, 2)
+    parallel = strategy.wrap(model, section, amp, device, 2)
     verdicts = []
     for factor in (1.0, 1e36, 1.0):  # times the loss scale: inf, in the second row of the weight alone
         before = local(model.weight.detach()).clone()
         for last in (False, True):
-            with replicas.reduce_when(last):
-                outputs = replicas.model(torch.ones(4, 3)).float()
+            with parallel.sync_gradients(last):
+                outputs = parallel.model(torch.ones(4, 3)).float()
                 loss = (outputs * torch.tensor([1.0, factor])).mean()
                 with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
                     scaled.backward()
@@ -97,16 +97,16 @@ def _overflow_in_one_shard(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
-def test_an_overflow_in_one_rank_s_shard_skips_the_step_of_all(level):
+def test_overflow_in_one_shard_skips_the_step_on_all_ranks(level):
     first, second = run_ranks(2, _overflow_in_one_shard, level)
-    assert [finite for finite, *_ in first] == [True, True, True]  # nothing wrong to be seen on rank 0
+    assert [finite for finite, *_ in first] == [True, True, True]  # no overflow on rank 0
     assert [finite for finite, *_ in second] == [True, False, True]
     assert [rest for _, *rest in first] == [rest for _, *rest in second]
     assert [rest for _, *rest in first] == [[False, True, 65536.0], [True, False, 32768.0], [False, True, 32768.0]]
 
 
 def _clipped():
-    """The norm of gradients in shards is that of all of them."""
+    """The norm is that of the whole gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model(torch.ones(4, 3)).sum().backward()
@@ -122,5 +122,5 @@ def _clipped():
         torch.testing.assert_close(param.grad.full_tensor(), gradient)
 
 
-def test_clipping_in_shards():
+def test_clipping_of_shards():
     run_ranks(2, _clipped)

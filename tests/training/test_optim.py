@@ -1,4 +1,4 @@
-"""Optimizers by name, schedules at their edges, and the moving average of the weights."""
+"""Optimizers by name, schedules at their boundaries, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_by_path():
 
 @pytest.mark.parametrize("name", ["Adam", "LAMB", "SGD", "NovoGrad", "Adagrad"])
 def test_fused_by_short_name(name):
-    """Apex's, without its path; pairs come as lists from a YAML."""
+    """Apex's optimizers by their short names; YAML gives pairs as lists."""
     args = {"betas": [0.8, 0.9]} if name in ("Adam", "LAMB", "NovoGrad") else {}
     given = params()
     optimizer = build(OptimizerSection(name=f"fused_{name.lower()}", args=args), given, lr=0.1)
@@ -118,7 +118,7 @@ def test_constant():
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "polynomial"])
-def test_warm_up_rises_in_equal_steps_to_the_peak(name):
+def test_warm_up_is_linear(name):
     rates = [schedule(name=name, warmup_epochs=0.4, floor=0.2).lr(step) for step in range(6)]
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])  # never zero, and the peak is its last step
     assert rates[4] == 1.0  # from which the shape starts
@@ -136,7 +136,7 @@ def test_cosine_falls_from_peak_to_floor():
     assert cosine.lr(0) == 2.0
     assert cosine.lr(25) == pytest.approx(1.25)
     assert cosine.lr(50) == pytest.approx(0.5)
-    assert cosine.lr(80) == pytest.approx(0.5)  # a run that was made longer stays there
+    assert cosine.lr(80) == pytest.approx(0.5)  # stays there if train.epochs is raised later
     assert cosine.lr(10) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 5)) / 2)
     rates = [cosine.lr(step) for step in range(51)]
     assert rates == sorted(rates, reverse=True)
@@ -180,7 +180,7 @@ def test_average_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_swapping_in_and_back_is_exact(dtype):
+def test_swapped_in_restores_the_weights_exactly(dtype):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype)
     model[1].weight.requires_grad_(False)
     sources = [param.detach().float() for param in model.parameters() if param.requires_grad]
@@ -197,7 +197,7 @@ def test_swapping_in_and_back_is_exact(dtype):
     assert all(average.dtype is torch.float32 for average in ema.average)
 
 
-def test_average_of_half_weights_is_kept_in_float32():
+def test_average_of_half_weights_is_float32():
     model = nn.Linear(2, 2).half()
     ema = Ema(model, list(model.parameters()), 0.999)
     ema.update(list(model.parameters()))

@@ -1,4 +1,4 @@
-"""Which amp answers is decided in one place, and said. (What amp does is tested in tests/apex.)"""
+"""The choice between an installed Apex and harness.apex. tests/apex tests what amp does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("initialize", "scale_loss", "master_params", "state_dict")
 
 @pytest.fixture
 def nvidia(monkeypatch):
-    """Something that looks like NVIDIA's Apex."""
+    """Modules that look like NVIDIA's Apex."""
     modules = {name: types.ModuleType(name) for name in ("apex", "apex.amp", "apex.parallel")}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -29,7 +29,7 @@ def nvidia(monkeypatch):
     return modules
 
 
-def test_a_cpu_is_ours(nvidia):
+def test_cpu_uses_harness_apex(nvidia):
     for backend in ("auto", "harness"):
         assert choose(PrecisionSection(backend=backend), CPU).backend == "harness.apex"
     assert choose(PrecisionSection(backend="harness"), CUDA).backend == "harness.apex"
@@ -42,7 +42,7 @@ def test_an_installed_apex_is_used_on_cuda(nvidia):
     assert chosen.distributed is nvidia["apex.parallel"]
 
 
-def test_what_only_ours_does_is_left_to_ours(nvidia):
+def test_setting_that_needs_harness_apex(nvidia):
     assert choose(PrecisionSection(), CUDA, ours=True).backend == "harness.apex"
 
 
@@ -63,7 +63,7 @@ def test_without_apex(monkeypatch):
         choose(PrecisionSection(backend="apex"), CUDA)
 
 
-def test_what_is_called_apex_but_has_no_amp(monkeypatch):
+def test_package_apex_without_amp(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     monkeypatch.delitem(sys.modules, "apex.amp", raising=False)
     assert installed_apex()[0] is None
@@ -71,13 +71,13 @@ def test_what_is_called_apex_but_has_no_amp(monkeypatch):
     assert choose(PrecisionSection(), CUDA).backend == "harness.apex"
 
 
-def test_an_apex_that_is_not_nvidia_s(nvidia):
+def test_apex_that_is_not_nvidias(nvidia):
     del nvidia["apex.amp"].scale_loss
     assert installed_apex() == (None, "the installed apex.amp is not NVIDIA's")
     nvidia["apex.amp"].scale_loss = None
 
 
-def test_ours_under_the_name_of_apex_is_not_an_installed_one(monkeypatch):
+def test_harness_apex_under_the_name_apex_is_not_an_installed_apex(monkeypatch):
     import harness.apex
 
     for name in ("", ".amp", ".parallel"):
@@ -86,14 +86,14 @@ def test_ours_under_the_name_of_apex_is_not_an_installed_one(monkeypatch):
     assert choose(PrecisionSection(), CUDA).amp is harness.apex.amp
 
 
-def test_levels_that_nvidia_s_does_not_have(nvidia):
+def test_levels_that_only_rocm_apex_has(nvidia):
     with pytest.raises(ConfigError, match="has no level O4"):
         choose(PrecisionSection(opt_level="O4"), CUDA)
     nvidia["apex.amp"].bfloat16_function = None  # ROCm's
     assert choose(PrecisionSection(opt_level="O4"), CUDA).amp is nvidia["apex.amp"]
 
 
-def test_options_leave_to_the_level_what_is_not_set():
+def test_null_options_are_left_to_the_level():
     assert _options(PrecisionSection(opt_level="O2")) == {"opt_level": "O2", "max_loss_scale": 2.0**24, "verbosity": 0}
     section = PrecisionSection(opt_level="O2", loss_scale="dynamic", cast_model_type="bfloat16", master_weights=False)
     options = _options(section)
@@ -103,18 +103,18 @@ def test_options_leave_to_the_level_what_is_not_set():
     assert "keep_batchnorm_fp32" not in options
 
 
-def test_what_amp_refuses_is_an_error_of_the_configuration():
+def test_settings_that_amp_rejects():
     class Refusing:
         @staticmethod
         def initialize(*_, **options):
             raise ValueError(f"no level {options['opt_level']}")
 
-    with pytest.raises(ConfigError, match="amp refuses these settings: no level O9"):
+    with pytest.raises(ConfigError, match="amp rejects these settings: no level O9"):
         Precision(Refusing, None, "x", {"opt_level": "O9"}).initialize(nn.Linear(1, 1), None)
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 2.0**16), ("O2", 2.0**16), ("O3", 1.0), ("O5", 1.0)])
-def test_a_step_through_the_one_signature(level, scale):
+def test_one_step(level, scale):
     torch.manual_seed(0)
     precision = choose(PrecisionSection(opt_level=level), CPU)
     model = nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""``harness check``: the facts of a run, or all that is wrong with it, before anything is started."""
+"""The facts of a run, or every error in its configuration, before anything is started."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ def test_facts(folder):
     assert problems == []
     assert facts["model"] == "linear, 195 parameters"
     assert facts["train rows"] == 20
-    assert facts["batch"] == "2 a rank, 4 in all, in 2 micro-batches"
-    assert facts["steps"] == "5 an epoch, 15 in all"
+    assert facts["batch"] == "2 per rank, 4 in total, in 2 micro-batches"
+    assert facts["steps"] == "5 per epoch, 15 in total"
     assert facts["amp"] == "O1 by harness.apex"
     assert facts["ranks"] == 2
     assert not (folder / "runs").exists()  # nothing was started
 
 
-def test_scaled_learning_rate_is_told(folder):
+def test_scaled_learning_rate(folder):
     facts, _ = examine(folder, optimizer={"lr": 0.1, "lr_scaling": "linear", "lr_base_batch": 2})
     assert facts["learning rate"] == "0.2 (linear scaling of 0.1)"
 
 
-def test_several_independent_problems_at_once(folder):
+def test_independent_errors_are_reported_together(folder):
     facts, problems = examine(
         folder, world=3, model={"name": "small_cnm"}, optimizer={"name": "adamm"}, precision={"backend": "apex"},
         runtime={"device": "auto"}, parallel={"strategy": "none"},
     )  # fmt: skip
-    told = "\n".join(str(problem) for problem in problems)
+    text = "\n".join(str(problem) for problem in problems)
     for words in (
         "precision.backend=apex, but",
         "4 examples cannot be divided among 3 ranks",
         "the nearest possible: 3 or 6",
         "there is no model 'small_cnm'",
         "there is no optimizer 'adamm'",
-        "parallel.strategy=none is for one process, but there are 3 processes",
+        "parallel.strategy=none is for one process, but there are 3",
     ):
-        assert words in told
+        assert words in text
     assert len(problems) == 5
     assert {type(problem) for problem in problems} == {ConfigError}
 
 
-def test_data_and_the_rest_are_looked_at_apart(folder):
+def test_errors_of_data_do_not_hide_other_errors(folder):
     (folder / "eval.csv").unlink()
     _, problems = examine(folder, optimizer={"name": "adamm"})
     assert [type(problem) for problem in problems] == [DataError, ConfigError]
 
 
-def test_a_configuration_that_cannot_be_read_is_the_only_problem(folder):
+def test_unreadable_configuration_is_the_only_error(folder):
     facts, problems = examine(folder, "train.epoch=3")
     assert facts == {}
     assert len(problems) == 1

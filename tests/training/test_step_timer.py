@@ -1,4 +1,4 @@
-"""Where the time of a step goes: shares that add up, on a CPU by the clock, on CUDA by events that nobody waits for."""
+"""Times of the phases of a step: on the host by the clock, on CUDA by events that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from torch import nn
 
 from harness.distributed.runtime import Runtime
 from harness.trackers.metrics_log import TIMES
-from harness.training import step_timer
 from harness.training.progress import Meter
-from harness.training.step_timer import PHASES, DeviceClock, HostClock, end_with_local_work
+from harness.training.step_timer import PHASES, CudaTimer, HostTimer, StepTimer, end_backward_before_exchange
 from tests.end_to_end.experiment import record, run, write_config, write_images
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_each_phase_gets_its_own_time(monkeypatch):
+def test_host_timer_adds_up_each_phase(monkeypatch):
     now_s = 0.0
-    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: now_s)
-    clock = HostClock()
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    timer = HostTimer()
     for _ in range(2):
-        now_s += 8.0  # between steps: nobody's
-        clock.start()
+        now_s += 8.0  # between steps
+        timer.start()
         for phase, seconds in (("forward", 1.0), ("backward", 2.0), ("forward", 4.0), ("optimizer", 0.5)):
             now_s += seconds
-            clock.end(phase)
-    clock.settle()
-    assert clock.spent_s == {"forward": 10.0, "backward": 4.0, "reduce": 0.0, "optimizer": 1.0}
+            timer.end(phase)
+    timer.settle()
+    assert timer.spent_s == {"forward": 10.0, "backward": 4.0, "reduce": 0.0, "optimizer": 1.0}
 
 
 class Device:
-    """A stream: work that takes its time, and events that are passed when the device gets there."""
+    """Simulates torch.cuda: queued work, and events that are passed when the device reaches them."""
 
     def __init__(self) -> None:
-        self.told_s, self.done_s, self.made = 0.0, 0.0, 0
+        self.queued_s, self.done_s, self.events = 0.0, 0.0, 0
 
     def Event(self, enable_timing: bool) -> Event:  # noqa: N802 - torch.cuda's name
         assert enable_timing
-        self.made += 1
+        self.events += 1
         return Event(self)
 
     def current_stream(self, device: torch.device) -> Device:
@@ -55,7 +54,7 @@ class Event:
         self.device, self.at_s = device, -1.0
 
     def record(self, stream: Device) -> None:
-        self.at_s = stream.told_s
+        self.at_s = stream.queued_s
 
     def query(self) -> bool:
         return self.at_s <= self.device.done_s
@@ -64,124 +63,103 @@ class Event:
         self.device.done_s = max(self.device.done_s, self.at_s)
 
     def elapsed_time(self, end: Event) -> float:
-        assert self.query(), "CUDA refuses events that are not passed"
-        assert end.query(), "CUDA refuses events that are not passed"
+        assert self.query(), "CUDA rejects events that are not passed"
+        assert end.query(), "CUDA rejects events that are not passed"
         return (end.at_s - self.at_s) * 1000
 
 
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    monkeypatch.setattr(step_timer.torch, "cuda", device)
+    monkeypatch.setattr(torch, "cuda", device)
     return device
 
 
-def steps(clock: step_timer.Clock, device: Device, count: int) -> None:
+def steps(timer: StepTimer, device: Device, count: int) -> None:
     for _ in range(count):
-        device.told_s += 1.0  # the device stands idle between steps
-        clock.start()
+        device.queued_s += 1.0  # idle between steps
+        timer.start()
         for number, phase in enumerate(PHASES):
-            device.told_s += number + 1
-            clock.end(phase)
+            device.queued_s += number + 1
+            timer.end(phase)
 
 
-def test_events_are_read_where_the_host_waits_anyway(device):
-    clock = DeviceClock(torch.device("cuda"))
-    steps(clock, device, 10)
-    assert set(clock.spent_s.values()) == {0.0}  # nothing was read, so nothing waited
-    clock.settle()
-    assert device.done_s == device.told_s
-    assert clock.spent_s == pytest.approx({"forward": 10, "backward": 20, "reduce": 30, "optimizer": 40})
-    made = device.made
-    steps(clock, device, 10)
-    clock.settle()
-    clock.settle()
-    assert clock.spent_s == pytest.approx({"forward": 20, "backward": 40, "reduce": 60, "optimizer": 80})
-    assert device.made <= made + 1  # the same events again
+def test_cuda_timer_waits_only_in_settle_and_reuses_events(device):
+    timer = CudaTimer(CUDA)
+    for round_ in (1, 2):
+        steps(timer, device, 10)
+        assert device.done_s < device.queued_s
+        timer.settle()
+        assert device.done_s == device.queued_s
+        expected = {"forward": 10, "backward": 20, "reduce": 30, "optimizer": 40}
+        assert timer.spent_s == pytest.approx({phase: seconds * round_ for phase, seconds in expected.items()})
+    assert device.events == 10 * 5 + 1
 
 
-def test_a_long_window_needs_few_events(device):
-    """Between two log lines that lie 10,000 steps apart, with a device ten steps behind the host."""
-    clock = DeviceClock(torch.device("cuda"))
-    for _ in range(1000):
-        steps(clock, device, 10)
-        device.done_s = device.told_s - 10 * 11
-    assert device.made < 400
-    clock.settle()
-    assert clock.spent_s["forward"] == pytest.approx(10_000)
-
-
-def test_a_device_far_behind_loses_nothing(device):
-    clock = DeviceClock(torch.device("cuda"))
-    steps(clock, device, 1000)
-    clock.settle()
-    assert clock.spent_s == pytest.approx({"forward": 1000, "backward": 2000, "reduce": 3000, "optimizer": 4000})
+@pytest.mark.parametrize(("lag_steps", "events"), [(10, 400), (1000, 5001)])
+def test_cuda_timer_needs_as_many_events_as_the_device_lags_behind(device, lag_steps, events):
+    timer = CudaTimer(CUDA)
+    for _ in range(100):
+        steps(timer, device, 10)
+        device.done_s = max(0.0, device.queued_s - lag_steps * 11)
+    assert device.events <= events
+    timer.settle()
+    assert timer.spent_s == pytest.approx({"forward": 1000, "backward": 2000, "reduce": 3000, "optimizer": 4000})
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_events_of_a_real_device():
-    device = torch.device("cuda")
-    clock, matrix = DeviceClock(device), torch.randn(2048, 2048, device=device)
+def test_cuda_timer_on_a_real_device():
+    timer, matrix = CudaTimer(CUDA), torch.randn(2048, 2048, device=CUDA)
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(300):
-        clock.start()
+        timer.start()
         matrix = (matrix @ matrix).clamp(-1, 1)
-        clock.end("forward")
-    clock.settle()
-    assert 0 < clock.spent_s["forward"] <= time.perf_counter() - began
+        timer.end("forward")
+    timer.settle()
+    assert 0 < timer.spent_s["forward"] <= time.perf_counter() - start
 
 
-# What the meter makes of it
+# Shares of the time between two log lines
 
 
 def filled(time_s: float, wait_s: float, **spent: float) -> Meter:
     meter = Meter(CPU)
     meter.time_s, meter.wait_s = time_s, wait_s
-    meter.clock.spent_s |= spent
+    meter.timer.spent_s |= spent
     return meter
 
 
-def test_the_rest_is_the_hosts():
+def test_shares_add_up_and_the_rest_is_the_host():
     window = filled(10.0, 1.0, forward=2.0, backward=4.0, optimizer=0.5).reduce(Runtime())
     assert window.shares == pytest.approx(
         {"data": 0.1, "forward": 0.2, "backward": 0.4, "reduce": 0.0, "optimizer": 0.05, "host": 0.25}
     )
-    assert f"time_{next(iter(window.shares))}" in TIMES
+    assert {f"time_{phase}" for phase in window.shares} < set(TIMES)
     assert window.waited == pytest.approx(0.1)
+    assert set(filled(0.0, 0.0).reduce(Runtime()).shares.values()) == {0.0}
 
 
-def test_waiting_that_the_device_did_not_notice_is_no_share():
-    """The host waited for data while the device had steps to do."""
+def test_waiting_for_data_while_the_device_works_is_not_a_share():
     window = filled(10.0, 6.0, forward=9.0).reduce(Runtime())
     assert window.shares["data"] == pytest.approx(0.1)
     assert sum(window.shares.values()) == pytest.approx(1)
     assert window.waited == pytest.approx(0.6)
 
 
-def test_a_window_without_time_has_no_shares():
-    assert set(filled(0.0, 0.0).reduce(Runtime()).shares.values()) == {0.0}
-
-
-def test_a_window_starts_at_zero_and_goes_on_from_a_checkpoint():
-    whole = filled(10.0, 1.0, forward=2.0)
-    saved = whole.state_dict()
-    saved["time_s"] = 10.0  # without what this test takes
+def test_times_survive_a_checkpoint():
+    saved = {**filled(10.0, 1.0, forward=2.0).state_dict(), "time_s": 10.0}  # without the duration of this test
     resumed = Meter(CPU)
     resumed.load_state_dict(saved)
-    resumed.clock.spent_s["forward"] += 1.0
-    assert resumed.spent_s() == pytest.approx(
-        {"data": 1, "forward": 3, "backward": 0, "reduce": 0, "optimizer": 0, "host": 6}
-    )
+    resumed.timer.spent_s["forward"] += 1.0
+    expected = {"data": 1, "forward": 3, "backward": 0, "reduce": 0, "optimizer": 0, "host": 6}
+    assert resumed.spent_s() == pytest.approx(expected)
     resumed.reduce(Runtime())
     assert set(resumed.spent_s().values()) == {0.0}
-    old = Meter(CPU)
-    old.load_state_dict({key: saved[key] for key in ("loss", "rows", "bad", "steps", "wait_s", "time_s")})
-    assert old.clock.spent_s == dict.fromkeys(PHASES, 0.0)
 
 
-# Where messages begin
+# Backward and the exchange of gradients
 
 
 class Slow(torch.autograd.Function):
@@ -196,37 +174,37 @@ class Slow(torch.autograd.Function):
 
 
 def _one_slow_rank(overlap: bool) -> dict[str, float]:
-    """Rank 1 computes its gradients 0.5 s longer, which rank 0 waits for."""
+    """Rank 1 takes 0.5 s longer to compute its gradients, which rank 0 waits for."""
     import torch.distributed as dist
 
     from harness.apex.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(nn.Linear(4, 1), delay_allreduce=not overlap)
-    clock = HostClock()
+    timer = HostTimer()
     hidden = model(torch.randn(3, 4))
     for _ in range(1 + 5 * dist.get_rank()):
         hidden = Slow.apply(hidden)
     loss = hidden.sum()
     dist.barrier()
-    clock.start()
-    end_with_local_work(clock, loss)
+    timer.start()
+    end_backward_before_exchange(timer, loss)
     loss.backward()
-    clock.end("reduce")
-    return clock.spent_s
+    timer.end("reduce")
+    return timer.spent_s
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_waiting_for_a_slow_rank_is_communication(overlap):
-    quick, slow = run_ranks(2, _one_slow_rank, overlap)
-    # A busy machine makes all of it longer: only what must be so is asked.
-    assert 0.1 <= quick["backward"] < slow["backward"]
+    fast, slow = run_ranks(2, _one_slow_rank, overlap)
+    # Lower bounds only: a busy machine makes all of it longer.
+    assert 0.1 <= fast["backward"] < slow["backward"]
     assert slow["backward"] >= 0.6
-    assert quick["reduce"] > slow["reduce"]
-    assert quick["backward"] + quick["reduce"] >= 0.5
+    assert fast["reduce"] > slow["reduce"]
+    assert fast["backward"] + fast["reduce"] >= 0.5
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_record_says_where_the_time_went(tmp_path, world_size):
+def test_metrics_have_the_shares(tmp_path, world_size):
     data = write_images(tmp_path / "data")
     config = write_config(tmp_path, data, train={"epochs": 1}, batch={"global": 8, "accumulate": 2})
     assert run(config, world_size) == [0] * world_size
@@ -234,8 +212,7 @@ def test_the_record_says_where_the_time_went(tmp_path, world_size):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["split"] == "train"]
     names = [name for name in TIMES if name.startswith("time_")]
-    assert len(train) == 3
-    assert len(names) == 6
+    assert (len(train), len(names)) == (3, 6)
     for line in train:
         assert all(0 <= line[name] <= 1 for name in names)
         assert sum(line[name] for name in names) == pytest.approx(1, abs=1e-5)

@@ -1,0 +1,179 @@
+"""Save a run to a checkpoint, and restore it. Every function is collective.
+
+The files of a checkpoint are ``harness.runs.checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.data.seeds import TRAINING
+from harness.errors import CheckpointError, first_line
+from harness.runs import checkpoint, remote
+from harness.training import fsdp, rng
+from harness.training.optim import Ema
+from harness.training.progress import State
+from harness.training.run import Run
+
+log = logging.getLogger("harness")
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of the current step, unless there is one. An error on rank 0 is raised on all ranks."""
+    state, runtime = run.state, run.runtime
+    if run.saved_step == state.step:
+        return
+    run.collect_waits()
+    # The loss since the last log line: a model that diverged must not become the newest checkpoint.
+    run.check_health(runtime.sum(run.meter.loss.detach().clone()).item(), run.meter.steps)
+    state.wall_s = run.wall_s()
+    ranks = runtime.gather_to_first(_of_this_rank(run))
+    seen = run.coverage.bits(runtime)
+    weights, optimizer = _whole(run, run.module), _whole(run, run.optimizer)
+    ema = _whole(run, run.ema) if run.ema else None
+    with runtime.together("saving"):
+        if runtime.rank == 0:
+            run.checkpoints.write(
+                state.step,
+                {
+                    "state": state.to_dict(),
+                    "model": weights,
+                    "optimizer": optimizer,
+                    "amp": run.precision.state_dict(),
+                    "backend": run.precision.backend,
+                    "opt_level": run.config.precision.opt_level,
+                    "ema": ema,
+                    "ranks": ranks,
+                    "seen": seen,
+                    "log_offset": run.tracker.offset(),
+                    "world_size": runtime.world_size,
+                    "data": run.task.fingerprint,
+                },
+            )
+            run.folder.publish()
+    run.saved_step = state.step
+
+
+def keep_best(run: Run) -> None:
+    """Mark the checkpoint of the current step as the best, and write its weights as safetensors."""
+    with run.averaged():
+        weights = _whole(run, run.module)
+        with run.runtime.together("keeping the best weights"):
+            if run.runtime.rank == 0:
+                tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+                run.checkpoints.mark_best(run.state.step, tensors, run.folder.weights)
+
+
+def resume(run: Run) -> None:
+    """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero."""
+    path, is_own = find(run)
+    with run.runtime.together("restoring"):
+        if path is not None:
+            restore(run, path)
+        # Later lines of metrics.jsonl will be written again.
+        run.tracker.rewind(run.log_offset if is_own else 0)
+    if path is not None and not is_own:
+        run.state.forget_best()  # the best weights are in the folder of the other run
+        run.saved_step = -1
+        save(run)  # so that this run no longer needs the other one
+
+
+def find(run: Run) -> tuple[Path | None, bool]:
+    """(the checkpoint to restore, whether it is this run's own)."""
+    runtime, wanted = run.runtime, run.config.checkpoint.resume
+    with runtime.together("looking for a checkpoint"):
+        newest = run.checkpoints.newest() if runtime.rank == 0 and wanted != "never" else None
+    newest = runtime.from_first(newest)
+    if newest is not None:  # only its name is the same everywhere: ranks without a shared disk have their own copy
+        return run.checkpoints.folder / newest.name, True
+    if wanted in ("auto", "never"):
+        return None, False
+    return runtime.patiently("fetching the checkpoint to resume from", lambda: remote.borrow(run.config)), False
+
+
+def restore(run: Run, path: Path) -> None:
+    """Restore ``run`` from the checkpoint at ``path``.
+
+    At the same world size it continues bit for bit as if it had not stopped. At another world size, the position in the
+    data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams (dropout)
+    start from new seeds, and batch norm statistics are the mean over the former ranks.
+    """
+    content = checkpoint.read(path, mapped=run.parallel.sharded)  # mapped: each rank then reads only its shard
+    _check_fit(run, content, path)
+    try:
+        run.module.load_state_dict(fsdp.model_parts(run.module, content["model"]))
+        run.optimizer.load_state_dict(fsdp.optimizer_parts(run.optimizer, content["optimizer"]))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"it does not fit this model: {first_line(error)}",
+            where=str(path),
+            hint="use the model and optimizer it was written with",
+        ) from None
+    run.precision.load_state_dict(content["amp"])
+    if run.ema and content["ema"]:
+        run.ema.load_state_dict(content["ema"])
+    run.state = State.from_dict(content["state"])
+    _restore_ranks(run, content)
+    run.saved_step, run.log_offset = run.state.step, content["log_offset"]
+    run.started = time.perf_counter() - run.state.wall_s
+    log.info("resumed from %s: epoch %d, step %d", path, run.state.epoch + 1, run.state.step)
+
+
+def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError if the checkpoint was written at another opt level or with other data."""
+    level = run.config.precision.opt_level
+    if content["opt_level"] != level:
+        raise CheckpointError(
+            f"it was written at {content['opt_level']}, but this run is at {level}",
+            where=str(path),
+            hint=f"use precision.opt_level={content['opt_level']}, or start a new run with checkpoint.resume=never",
+        )
+    if content["data"] != run.task.fingerprint:
+        raise CheckpointError(
+            "the annotations have changed since it was written, so its position in the data is meaningless",
+            where=str(path),
+            hint="restore the old files, or start a new run with checkpoint.resume=never",
+        )
+
+
+def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
+    """The state dict of ``part`` on rank 0, with sharded tensors gathered; incomplete on other ranks."""
+    first = run.runtime.rank == 0
+    if not run.parallel.sharded:
+        return part.state_dict() if first else {}
+    whole: dict[str, Any] = fsdp.whole(part.state_dict(), keep=first)
+    return whole
+
+
+def _of_this_rank(run: Run) -> dict[str, Any]:
+    """The state that differs between ranks."""
+    buffers = {} if run.runtime.world_size == 1 else {name: b.cpu() for name, b in run.float_buffers().items()}
+    return {"rng": rng.get_state(run.runtime.device), "meter": run.meter.state_dict(), "buffers": buffers}
+
+
+def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
+    """Restore the state that differs between ranks, and the rows that the epoch has used."""
+    ranks, rank = content["ranks"], run.runtime.rank
+    if rank == 0:
+        run.coverage.load(content["seen"])
+    if content["world_size"] == run.runtime.world_size:
+        rng.set_state(ranks[rank]["rng"], run.runtime.device)
+        for name, buffer in run.float_buffers().items():
+            buffer.copy_(ranks[rank]["buffers"].get(name, buffer))
+        run.meter.load_state_dict(ranks[rank]["meter"])
+        return
+    before, now = content["world_size"], run.runtime.world_size
+    log.info("the checkpoint was written by %d ranks, this run has %d: random streams get new seeds", before, now)
+    rng.seed_all(TRAINING, run.config.seed, run.state.step, rank)
+    for name, buffer in run.float_buffers().items() if ranks[0]["buffers"] else ():
+        buffer.copy_(torch.stack([other["buffers"][name] for other in ranks]).double().mean(0))
+    meters = [other["meter"] for other in ranks]
+    if rank == 0:  # sums do not depend on which rank holds them
+        run.meter.load_state_dict({key: sum(meter[key] for meter in meters) for key in meters[0]})
+    run.meter.steps = meters[0]["steps"]
