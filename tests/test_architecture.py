@@ -31,13 +31,10 @@ TYPE_CYCLES = [
 SHARED_CLASS_NAMES = {
     "Task": "the section of each task, found by this name",
     "Tracker": "the class of each tracker, found by this name",
-    "Model": "the class of each built-in model, found by this name",
+    "Model": "the class of each model, found by this name",
     "LossScaler": "Apex has one in amp and one in fp16_utils",
 }
-RENAMING = {  # being renamed
-    "Batch", "Checkpoints", "Finding", "Meeting", "Parting", "Progress", "Request", "Run", "Study", "Sweep", "Table",
-    "Trial",
-}  # fmt: skip
+RENAMING = {"Batch", "Meeting"}
 
 
 def modules() -> dict[str, Path]:

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import page, run_set, scaling
 from harness.runs import reader
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
 CHROMIUM = next(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.synthetic_runs import Fake, write_run
 from harness.report import mistakes, run_set
 from harness.runs import reader
-from benchmarks.synthetic_runs import Fake, write_run
 
 TABLE = """id,prediction,label,score_cat,score_dog
 a.png,cat,cat,0.9,0.1

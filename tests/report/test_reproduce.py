@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import reproduce, run_set
 from harness.runs import reader
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import run_set
 from harness.runs import reader
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 
 def build(*folders):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import run_set, scaling
 from harness.runs import reader
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 
 def of(folder, fakes):

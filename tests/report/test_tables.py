@@ -7,9 +7,9 @@ import io
 
 import pytest
 
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import run_set, scaling, tables
 from harness.runs import reader
-from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 
 
 def forms(*paths, target=None):
