@@ -30,7 +30,7 @@ def random(*dtypes):
 
 
 @pytest.mark.contract("1.1")
-def test_the_applier_hands_over_its_chunk_size():
+def test_applier_passes_its_chunk_size():
     seen = []
     buffer = flag()
     applier = MultiTensorApply(128)
@@ -51,7 +51,7 @@ def test_scale(source, target):
     assert overflow.item() == 0
 
 
-def test_scale_works_in_place_and_keeps_what_float16_cannot_hold_between():
+def test_scale_works_in_place_and_computes_in_float32():
     xs = random(torch.float32, torch.float16)
     expected = [x * 2 for x in xs]
     multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [xs, xs], 2.0)
@@ -66,7 +66,7 @@ def test_scale_works_in_place_and_keeps_what_float16_cannot_hold_between():
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("where", [0, 1, 4])
-def test_inf_and_nan_raise_the_flag_wherever_they_are(bad, dtype, where):
+def test_inf_and_nan_anywhere_set_the_flag(bad, dtype, where):
     def poisoned():
         tensors = random(dtype)
         tensors[where].view(-1)[-1] = bad
@@ -90,7 +90,7 @@ def test_inf_and_nan_raise_the_flag_wherever_they_are(bad, dtype, where):
         assert overflow.item() == 1, "the flag is the caller's to reset"
 
 
-def test_axpby_looks_only_where_it_is_told():
+def test_axpby_checks_only_the_selected_argument():
     bad, good = [torch.tensor([math.inf])], [torch.ones(1)]
     for xs, ys, look in ((bad, good, 1), (good, bad, 0)):
         overflow = flag()
@@ -142,7 +142,7 @@ def test_unscale_l2norm_leaves_the_tensors_alone(inv_scale):
     assert overflow.item() == 0
 
 
-def test_clipping_as_bert_scripts_write_it():
+def test_clipping_as_in_bert_scripts():
     grads = [torch.full((4,), 3.0), torch.full((9,), 2.0)]
     norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [grads], False)
     clip = 1.0 / (norm.item() + 1e-6)
@@ -150,7 +150,7 @@ def test_clipping_as_bert_scripts_write_it():
     assert torch.cat(grads).norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_wrong_use_is_explained():
+def test_wrong_arguments_are_explained():
     with pytest.raises(RuntimeError, match=r"multi_tensor_scale takes 2 list\(s\).*got 1 of length \[1\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)]], 1.0)
     with pytest.raises(RuntimeError, match=r"length \[1, 0\]"):
