@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -22,7 +21,6 @@ from tests.apex.optimizer_cases import (
     params_of,
     train,
 )
-from tests.apex.test_scale_loss import WIRINGS, Product, inputs, reference, zero
 
 both_lambs = pytest.mark.parametrize("kind", [FusedLAMB, FusedMixedPrecisionLamb])
 # (fused, torch's class, options of both, options of the fused one, options of torch's)
@@ -296,54 +294,6 @@ def test_sgd_loads_a_state_dict_of_torch_without_momentum_buffers():
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     train(optimizer, params, 1)
     assert_equal([optimizer.state[p]["momentum_buffer"] for p in params], [p.grad for p in params])
-
-
-@pytest.mark.contract("6.1.test_fused_sgd")
-@pytest.mark.parametrize("wiring", WIRINGS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("materialize", [True, False])
-def test_exactly_the_affected_optimizers_skip(wiring, level, materialize):
-    """Models x losses x optimizers with an inf somewhere, against plain SGD that leaves out the right steps."""
-    count, losses, owners = WIRINGS[wiring]
-    where = [None, *itertools.product(range(2), range(2), range(2), ("weight", "norm"))]
-    for (num_losses, style), bad in itertools.product([(1, "optimizer"), (2, "model")], where):
-        amp.reset()
-        models = [Product() for _ in range(count)]
-        optimizers = [
-            FusedSGD(
-                [p for m in own for p in (models[m].weight, models[m].norm.weight)],
-                lr=0.25,
-                momentum=0.5,
-                materialize_master_grads=materialize,
-            )
-            for own in owners
-        ]
-        amp.initialize(models, optimizers, opt_level=level, loss_scale="dynamic", num_losses=num_losses, verbosity=0)
-        for i, scaler in enumerate(amp._amp_state.loss_scalers):
-            scaler._loss_scale = (4.0, 16.0)[i]
-        skipped = set()
-        for step, (k, (reached, given)) in itertools.product(range(3), enumerate(losses)):
-            total = sum(models[m](inputs(step, k)[i % 2]) for i, m in enumerate(reached))
-            with amp.scale_loss(total, [optimizers[o] for o in given], loss_id=k % num_losses) as loss:
-                loss.backward()
-                if bad is not None and bad[:2] == (step, k):
-                    victim = models[reached[bad[2] % len(reached)]]
-                    parameter = victim.weight if bad[3] == "weight" else victim.norm.weight
-                    parameter.grad[0] = float("inf")
-                    skipped |= {(step, o) for o in given}
-            if k == len(losses) - 1:
-                for o, optimizer in enumerate(optimizers):
-                    assert optimizer._amp_stash.already_patched == ((step, o) in skipped)
-                    optimizer.step()
-                zero(style, models, optimizers)
-        found = [p for m in models for p in (m.weight, m.norm.weight)]
-        for a, b in zip(reference(wiring, skipped), found, strict=True):
-            torch.testing.assert_close(b.detach().float(), a.detach(), rtol=0, atol=0 if level != "O3" else 0.02)
-        if level == "O2":
-            for optimizer in optimizers:
-                stash = optimizer._amp_stash
-                pairs = zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
-                assert all(torch.equal(model, master.half()) for model, master in pairs)
 
 
 def test_adagrad_with_decoupled_weight_decay():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from harness.apex import amp
+from harness.apex.optimizers import FusedSGD
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 SCALED = [
@@ -319,18 +321,28 @@ def reference(wiring, skipped):
     "6.1.3models2losses1optimizer",
     "6.1.2models2losses2optimizers",
     "6.1.3models2losses2optimizers",
+    "6.1.test_fused_sgd",
 )
 @pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("level", LEVELS[:4])
-@pytest.mark.parametrize("style", ["optimizer", "model", "by hand"])
-def test_conformance(wiring, level, style):
+@pytest.mark.parametrize(
+    ("sgd", "style"),
+    [
+        (torch.optim.SGD, "optimizer"),
+        (torch.optim.SGD, "model"),
+        (torch.optim.SGD, "by hand"),
+        (FusedSGD, "optimizer"),
+        (functools.partial(FusedSGD, materialize_master_grads=False), "model"),
+    ],
+)
+def test_conformance(wiring, level, sgd, style):
     count, losses, owners = WIRINGS[wiring]
     where = [None, *itertools.product(range(2), range(2), range(2), ("float16", "float32"))]
     for num_losses, bad in itertools.product((1, 2), where):
         amp.reset()
         models = [Product() for _ in range(count)]
         optimizers = [
-            torch.optim.SGD([p for m in own for p in (models[m].weight, models[m].norm.weight)], lr=0.25, momentum=0.5)
+            sgd([p for m in own for p in (models[m].weight, models[m].norm.weight)], lr=0.25, momentum=0.5)
             for own in owners
         ]
         amp.initialize(models, optimizers, opt_level=level, loss_scale="dynamic", num_losses=num_losses, verbosity=0)
@@ -356,6 +368,9 @@ def test_conformance(wiring, level, style):
         found = [p for m in models for p in (m.weight, m.norm.weight)]
         for a, b in zip(expected, found, strict=True):
             torch.testing.assert_close(b.detach().float(), a.detach(), rtol=0, atol=0 if level != "O3" else 0.02)
+        for stash in [optimizer._amp_stash for optimizer in optimizers if level == "O2"]:
+            pairs = zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
+            assert all(torch.equal(model, master.half()) for model, master in pairs)
 
 
 @pytest.mark.contract("1.8", "6.1.test_add_param_group")
