@@ -1,4 +1,4 @@
-"""docs/add_a_task.md, followed to the letter: its files are written, its commands typed."""
+"""docs/add_a_task.md: its files are written and its commands run, exactly as printed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from tests.conftest import ROOT
@@ -17,10 +18,10 @@ PAGE = (ROOT / "docs" / "add_a_task.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_page(tmp_path):
+def test_files_and_commands_of_the_page(tmp_path):
     blocks = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.S)
     assert [name for name, _ in blocks] == ["make_houses.py", "my_tasks/prices.py", "prices.yaml"]
-    assert len(re.findall(r"^```\w", PAGE, re.M)) == len(blocks) + 1  # nothing else is shown but commands
+    assert len(re.findall(r"^```\w", PAGE, re.M)) == len(blocks) + 1  # every other block is checked here
     for name, text in blocks:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -43,10 +44,15 @@ def test_the_page(tmp_path):
     )
     assert (one["world_size"], two["world_size"]) == (1, 2)
     assert 9_000 < one["evaluation"]["rmse"] < 13_000
-    assert two["evaluation"]["rmse"] == pytest.approx(one["evaluation"]["rmse"], rel=1e-2)  # O1 rounds in the batch
+    assert two["evaluation"]["rmse"] == pytest.approx(one["evaluation"]["rmse"], rel=1e-2)  # O1 rounds
     assert one["evaluation"]["rows_used"] == two["evaluation"]["rows_used"] == 500
+    predictions = pd.read_csv(tmp_path / "runs" / "prices" / "predictions.csv")
+    assert list(predictions) == ["id", "prediction", "label"]
+    assert predictions["id"].tolist() == list(range(500))
+    error = (predictions["prediction"] - predictions["label"]).abs().mean()
+    assert error == pytest.approx(one["best"]["rmse"] * 0.8, rel=0.1)  # of a normal distribution
 
 
-def test_links_lead_somewhere():
+def test_links_exist():
     for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
         assert (ROOT / "docs" / link).exists(), link
