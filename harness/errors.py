@@ -18,7 +18,7 @@ class HarnessError(Exception):
     """Base of all errors meant for the user: ``where: message`` and, on its own line, ``hint``."""
 
     exit_code = EXIT_FAILURE
-    told_by: int | None = None  # the rank whose error this is, where another one raises it too
+    origin_rank: int | None = None  # the rank that failed, when all ranks raise its error
 
     def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(message)

@@ -31,7 +31,7 @@ def test_text_has_place_message_and_hint():
 def test_survives_pickling(cls, code):
     error = pickle.loads(pickle.dumps(cls("what", where="here", hint="do")))
     assert type(error) is cls
-    assert (error.message, error.where, error.hint, error.exit_code, error.told_by) == (
+    assert (error.message, error.where, error.hint, error.exit_code, error.origin_rank) == (
         "what",
         "here",
         "do",

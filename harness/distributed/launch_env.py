@@ -1,7 +1,7 @@
-"""The launch environment: which rank of how many a process is, and where they meet.
+"""The launch environment: rank, world size and rendezvous address of a process.
 
-The only reader of RANK, WORLD_SIZE, SLURM_* and their kin, and their writer for ranks that an engine of ours starts. It
-needs no torch, as nothing does that only starts others.
+The only reader of RANK, WORLD_SIZE, SLURM_* and the like, and their writer for ranks that an engine starts. Does not
+import torch, so that launchers start fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N dri
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among its peers, as the launcher said it."""
+    """What the launcher told this process about its place among the ranks."""
 
     rank: int = 0
     local_rank: int = 0
@@ -29,22 +29,22 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     by: str = "one process"
-    elastic: bool = False  # torch's launcher, which ends all ranks of a node at the first that leaves
-    supervised: bool = False  # started by a process that answers for this one, and that it does not outlive
+    elastic: bool = False  # torch's launcher, which ends all ranks of a node once one has ended
+    supervised: bool = False  # started by a launcher that this process must not outlive
     restart: int = 0
-    store_is_held: bool = False  # somebody else listens at the master's port, so rank 0 is not to open a store there
-    error_file: str = ""  # where torch's launcher looks for a rank's last words
+    store_is_held: bool = False  # the launcher holds the store at the master's port, so rank 0 must not open one
+    error_file: str = ""  # where torch's launcher looks for the error of this rank
 
 
 def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
     """The launch that ``environ`` describes: a complete set of torch's variables, else Slurm's, else one process.
 
-    ``local_rank`` is what the command line said (``--local_rank`` or ``--local-rank``), which must agree.
-    Raises LaunchError for an incomplete set, a number out of range or a contradiction; nothing is guessed.
+    ``local_rank`` is the command line's ``--local_rank`` or ``--local-rank``, which must agree.
+    Raises LaunchError for an incomplete set, a number out of range or a contradiction.
     """
     in_slurm = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
-    begun = [name for name in _TORCH if name in environ and not (in_slurm and name.startswith("MASTER"))]
-    if begun:
+    found = [name for name in _TORCH if name in environ and not (in_slurm and name.startswith("MASTER"))]
+    if found:
         if local_rank is not None and "LOCAL_RANK" not in environ:
             environ = {**environ, "LOCAL_RANK": str(local_rank)}
         launch = _from_torch(environ)
@@ -61,7 +61,7 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
 
 
 def environment(launch: Launch) -> dict[str, str]:
-    """What ``detect`` reads as ``launch``, for whoever starts a rank; ``by`` is set where an engine of ours does."""
+    """The variables from which ``detect`` reads ``launch``; ``by`` is among them for a supervised rank."""
     return {
         "RANK": str(launch.rank),
         "LOCAL_RANK": str(launch.local_rank),
@@ -75,8 +75,8 @@ def environment(launch: Launch) -> dict[str, str]:
     }
 
 
-def gang_environment(rank: int, world_size: int, port: int, by: str) -> dict[str, str]:
-    """That of ``rank`` of a gang on this machine, whose parent holds the store at ``port``."""
+def local_environment(rank: int, world_size: int, port: int, by: str) -> dict[str, str]:
+    """The variables of a rank on this machine whose parent holds the store at ``port``."""
     launch = Launch(rank, rank, world_size, world_size, "127.0.0.1", port, by, supervised=True, store_is_held=True)
     return environment(launch)
 
@@ -110,13 +110,13 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
-    """One task of an srun step. The port follows from the job's number, so that all ranks agree without talking."""
+    """One task of an srun step. The port is computed from the job id, so that all ranks agree without communication."""
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", 1)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not nodes and "MASTER_ADDR" not in environ:
         raise LaunchError("Slurm's environment names no node list (SLURM_STEP_NODELIST)", hint="export MASTER_ADDR")
     job, step = (_number(environ, n, 0) if n in environ else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    # Steps of one job may run side by side on one node.
+    # With the step: steps of one job may run at the same time on one node.
     port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 20000
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
     return Launch(

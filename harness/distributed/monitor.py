@@ -1,4 +1,4 @@
-"""Following what was started, while signals to this process ask it to stop."""
+"""Following a launched run to its end, while signals to this process stop it."""
 
 from __future__ import annotations
 
@@ -9,49 +9,46 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness.distributed import signals
+from harness.distributed.rank_exit import RankExit
 
-_STOPPING = "stopping: every rank writes a checkpoint; once more ends them at once"
+_STOPPING = "stopping: every rank writes a checkpoint; press Ctrl-C again to kill them"
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EngineReport:
     """What an engine saw of a run that is over."""
 
-    exits: dict[int, int] = field(default_factory=dict)
-    """Exit code by rank, or minus the signal it died of, the first to end first; ranks that the engine knows nothing of
-    are absent."""
-    lost: str = ""
-    """What went away under the ranks, if that is how it ended: "worker tcp://10.0.0.2:4000 died"."""
+    exits: list[RankExit] = field(default_factory=list)
+    """The rank exits that the engine saw, the first to end first. Ranks that it cannot observe are absent."""
     stopped: bool = False
-    """Somebody asked for the end."""
+    """A user or a scheduler asked for the end."""
     world_size: int | None = None
-    """How many ranks the last start had; null: as many as were asked for."""
-    lost_rank: int | None = None
-    """The rank that went with it, where the engine knows."""
+    """Ranks of the last start, if that differs from what was asked for."""
 
 
-class Started(Protocol):
+class LaunchedRun(Protocol):
     """A run that an engine has started. ``follow`` and ``stop`` are called from two threads."""
 
-    def follow(self) -> Outcome:
-        """Show what rank 0 shows on its terminal, and the errors that others show, until nothing of the run is left
-        anywhere. No wait in it is unbounded, but that for training itself."""
+    def follow(self) -> EngineReport:
+        """Show the terminal output of rank 0 and the errors of all ranks until no process of the run is left. Only the
+        wait for training itself is unbounded."""
         ...
 
     def stop(self) -> None:
-        """Ask all ranks to write a checkpoint and end; called again: end them at once. Returns soon, never raises."""
+        """Ask all ranks to write a checkpoint and end; the second call kills them. Returns soon, never raises."""
         ...
 
 
-def attend(started: Started, stopping: str = _STOPPING) -> Outcome:
-    """Follow ``started`` to its end; a signal stops it, a second one ends it at once. ``stopping`` is what to say."""
-    with signals.counted() as asked, ThreadPoolExecutor(1, "harness-follow") as pool:
-        following, heard = pool.submit(started.follow), 0
+def follow_until_done(run: LaunchedRun, stopping: str = _STOPPING) -> EngineReport:
+    """Follow ``run`` to its end. The first SIGINT, SIGTERM or SIGHUP stops it and prints ``stopping``; the next one
+    kills it."""
+    with signals.counted() as num_signals, ThreadPoolExecutor(1, "harness-follow") as pool:
+        following, handled = pool.submit(run.follow), 0
         while not following.done():
-            if (count := asked()) > heard:
-                heard = count
+            if (count := num_signals()) > handled:
+                handled = count
                 print(stopping, file=sys.stderr)
-                started.stop()
+                run.stop()
             time.sleep(_POLL_S)
         return following.result()

@@ -1,4 +1,5 @@
-"""Which network interface leads to a host. Linux only; elsewhere the answer is "unknown"."""
+"""The network interfaces of this machine, and the one that leads to a host. Linux only; elsewhere the answer is
+None."""
 
 from __future__ import annotations
 
@@ -7,16 +8,14 @@ import socket
 import struct
 
 _SIOCGIFADDR = 0x8915  # "get interface address", linux/sockios.h
-
-
-_ANYWHERE = "192.0.2.1"  # set aside for documentation (RFC 5737): the way there is the default route
+_ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so the route to it is the default route
 
 
 def interface_towards(host: str, outward: bool = False) -> str | None:
-    """The name of the interface whose address a packet to ``host`` would carry, or None where that is not known.
+    """The name of the interface that sends packets to ``host``, or None if it is unknown.
 
-    ``outward``: other machines must reach it. A host's own name often means a loopback address on that host; then it is
-    the interface of the default route, or the first that is not loopback.
+    ``outward``: other machines must reach it. A host's own name often resolves to a loopback address on that host. Then
+    the result is the interface of the default route, or the first one that is not loopback.
     """
     name = _interface_of(_own_address_towards(host))
     if outward and name and is_loopback(address_of(name)):
@@ -35,7 +34,7 @@ def interfaces() -> dict[str, str]:
 
 
 def is_here(host: str) -> bool:
-    """Whether ``host`` is this machine: whether one of its addresses can be listened at."""
+    """True if one of the addresses of ``host`` can be bound on this machine."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -45,7 +44,7 @@ def is_here(host: str) -> bool:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether ``host`` is written as an address, or the name, that means the machine itself on every machine."""
+    """True if ``host`` is a loopback address or localhost."""
     return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
 
 

@@ -1,6 +1,6 @@
-"""What the ranks do together: reductions, gathers, verdicts.
+"""Collectives of the harness: reductions, gathers, and errors that all ranks raise together.
 
-Every collective here also works without a process group, where a rank is alone; every one must be reached by all ranks.
+Every rank must reach every one of them. All also work for a single rank without a process group.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from harness.errors import HarnessError, LaunchError
 
 Value = TypeVar("Value")
 
-_PATIENCE_S = 5.0  # between two signs of life while something takes long
+_PATIENCE_S = 5.0  # between two heartbeats while a rank works in patiently()
 
 
 @dataclass
 class Runtime:
-    """One rank among its peers: who it is, its device, and the collectives of the harness."""
+    """One rank: its launch environment, its device, and the collectives of the harness."""
 
     launch: Launch = field(default_factory=Launch)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None  # torch's key-value store, where there is a process group
-    failed: bool = False  # this rank, or a peer; set by whoever reports it
-    _control: Any = None  # a gloo group for Python objects and flags, beside whatever gradients use
+    failed: bool = False  # set when this rank reports a failure, its own or a consequence of another's
+    _control: Any = None  # a gloo group for Python objects and flags, apart from the group of the gradients
 
     @property
     def rank(self) -> int:
@@ -92,7 +92,7 @@ class Runtime:
         self.gather(None)
 
     def max_async(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Start taking the maximum over ranks of each of ``values``; it comes by calling what is returned, later."""
+        """Start the maximum over ranks of each of ``values``; calling the result waits for it and returns it."""
         if self.world_size == 1:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -106,9 +106,10 @@ class Runtime:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """A stage that all ranks enter: an error of any rank becomes the error of every rank, and nobody waits.
+        """A stage that all ranks enter: if any rank raises in it, all ranks raise, so that none waits for another.
 
-        The body must hold no collective. The lowest rank's error is everybody's; ``told_by`` says whose it was.
+        The body must not contain a collective. All ranks raise the error of the lowest failing rank, with that rank in
+        ``origin_rank``.
         """
         mine: Exception | None = None
         try:
@@ -116,19 +117,19 @@ class Runtime:
         except Exception as error:
             mine = error
         if self.world_size > 1:
-            told = self.gather(None if mine is None else _portable(mine))
-            first = next((rank for rank, error in enumerate(told) if error is not None), None)
+            errors = self.gather(None if mine is None else _portable(mine))
+            first = next((rank for rank, error in enumerate(errors) if error is not None), None)
             if first is not None and first != self.rank:
-                theirs = told[first]
+                theirs = errors[first]
                 assert theirs is not None
-                theirs.told_by = first
+                theirs.origin_rank = first
                 raise theirs
         if mine is not None:
             raise mine
 
     def patiently(self, doing: str, work: Callable[[], Value]) -> Value:
-        """This rank's ``work()``, which may take longer on some rank than a wait for a peer may: the ranks tell one
-        another every few seconds that they live. An error of any rank becomes that of every rank. Collective."""
+        """Return ``work()``, which may take longer on some ranks than the timeout of a collective: meanwhile the ranks
+        exchange heartbeats. If any rank raises, all ranks raise. Collective."""
         if self.world_size == 1:
             return work()
         future: Future[Value] = Future()
@@ -139,7 +140,7 @@ class Runtime:
             except Exception as error:
                 future.set_exception(error)
 
-        # A daemon: if a peer dies meanwhile, nobody waits for it.
+        # A daemon thread: if a peer dies meanwhile, this process must not wait for the work to finish.
         Thread(target=run, name="harness-patience", daemon=True).start()
         pause_s = 0.05
         while not all(self.gather(not wait([future], pause_s).not_done)):
@@ -148,7 +149,8 @@ class Runtime:
             return future.result()
 
     def all_equal(self, value: Value, what: str, hint: str = "") -> Value:
-        """``value``, after making sure that every rank holds the same; raises LaunchError naming the odd one out."""
+        """Return ``value`` if every rank holds the same; else raise LaunchError with a rank that differs.
+        Collective."""
         for rank, other in enumerate(self.gather(value)):
             if other != value:
                 raise LaunchError(
@@ -158,30 +160,31 @@ class Runtime:
 
 
 def _portable(error: Exception) -> HarnessError:
-    """``error`` as something that crosses a process border."""
+    """``error`` as an exception that can be pickled."""
     if isinstance(error, HarnessError):
         return error
     return HarnessError(f"{type(error).__name__}: {error}")
 
 
-def _meet(launch: Launch, timeout_s: float) -> Any:
-    """The store of this launch: the one that torch's launcher opened, else one that rank 0 opens for all."""
+def open_store(launch: Launch, timeout_s: float) -> Any:
+    """The key-value store of this launch: the launcher's, else one that rank 0 opens. Waits for the other ranks."""
     timeout = timedelta(seconds=timeout_s)
     url = f"tcp://{launch.master_addr}:{launch.master_port}"
     store, _, _ = next(rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    # A restarted gang must not read the keys of the one before it in a store that the launcher kept. One that rank 0
-    # opens is new each time; and there launchers of several nodes may meet who count their restarts differently.
+    # A store that the launcher keeps still holds the keys of the start before a restart, hence the prefix. A store that
+    # rank 0 opens is always new; there the launchers of several nodes may count their restarts differently.
     return PrefixStore(f"harness/{launch.restart if launch.store_is_held else 0}", store)
 
 
 @contextmanager
 def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0) -> Iterator[Runtime]:
-    """A Runtime for ``launch``, with a process group where there are several ranks; closed again at the end.
+    """A Runtime for ``launch``, with a process group if there are several ranks; closed at the end of the body.
 
-    gloo carries CPU tensors and nccl CUDA tensors, in one group. ``timeout_s`` bounds every wait for a peer.
+    One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer. Raises
+    LaunchError if the ranks do not meet or share a device.
     """
-    target = devices.choose(device, launch.local_rank, launch.local_world_size, dealt=launch.by == "srun")
+    target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if launch.world_size == 1:
@@ -190,14 +193,14 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
     _choose_interface(launch)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = _meet(launch, timeout_s)
+        store = open_store(launch, timeout_s)
         backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
-            f"rank {launch.rank} of {launch.world_size} could not meet its peers "
+            f"rank {launch.rank} of {launch.world_size} could not reach its peers "
             f"at {launch.master_addr}:{launch.master_port}: {error}",
-            hint="check that all nodes were started, with the same MASTER_ADDR, MASTER_PORT and number of nodes, that "
+            hint="check that all nodes were started with the same MASTER_ADDR, MASTER_PORT and number of nodes, that "
             f"the port is open, and that interface {os.environ.get('GLOO_SOCKET_IFNAME') or 'of the default route'} "
             "leads to the others (GLOO_SOCKET_IFNAME; launch.interface)",
         ) from None
@@ -206,17 +209,18 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
         devices.check_own(runtime.gather((runtime.host, devices.card(target))))
         yield runtime
     finally:
-        # After a failure peers may be gone, and nccl would wait for them. gloo does not, and aborts if it is left open.
+        # After a failure nccl would wait for peers that may be gone. gloo does not wait, but aborts if left open.
         if target.type == "cpu" or (sys.exc_info()[0] is None and not runtime.failed):
-            gc.collect()  # a sharded model holds the group, in circles, and gloo aborts if its threads outlive it
+            # A sharded model keeps the group alive in reference cycles, and gloo aborts if its threads outlive it.
+            gc.collect()
             dist.destroy_process_group()
 
 
 def _choose_interface(launch: Launch) -> None:
-    """Tell gloo which interface leads to the master.
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to the master.
 
-    Left alone it binds the address that the host's name resolves to, which is often the loopback one, and ranks on
-    other nodes never meet.
+    By default gloo binds the address that the host name resolves to. That is often a loopback address, which ranks on
+    other nodes cannot reach.
     """
     several_nodes = launch.world_size > launch.local_world_size
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(launch.master_addr, several_nodes)):

@@ -1,4 +1,4 @@
-"""What asks a process that has started others for their end: a terminal, a person, a scheduler."""
+"""Counting the signals that ask a supervising process to end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from types import FrameType
 
 @contextmanager
 def counted() -> Iterator[Callable[[], int]]:
-    """How often SIGINT, SIGTERM or SIGHUP came while the body runs; under nohup SIGHUP stays ignored."""
-    asked: list[int] = []  # not an Event: to set one in a handler may wait for who is just looking at it
+    """A function that returns how many SIGINT, SIGTERM and SIGHUP have arrived since the body began.
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    Under nohup SIGHUP stays ignored. Outside the main thread, where Python allows no handlers, the count stays 0.
+    """
+    received: list[int] = []  # a list: Event.set() in a handler deadlocks if the interrupted code holds its lock
+
+    def count(number: int, frame: FrameType | None) -> None:
+        received.append(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     numbers += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     if threading.current_thread() is not threading.main_thread():
-        numbers = []  # only the main thread may set handlers; whoever runs us in another one has ways of its own
-    before = {number: signal.signal(number, ask) for number in numbers}
+        numbers = []
+    before = {number: signal.signal(number, count) for number in numbers}
     try:
-        yield lambda: len(asked)
+        yield lambda: len(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

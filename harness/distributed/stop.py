@@ -1,7 +1,7 @@
-"""Stopping early, together: a signal sets a flag, and all ranks agree on the step at which it is obeyed.
+"""Stopping early: a signal sets a flag on one rank, and all ranks agree on the step at which they stop.
 
-The question is asked asynchronously, some steps apart, and read a step later, so it costs no waiting; a rank that was
-not signalled stops at the same step as the one that was.
+The flags are reduced asynchronously every few steps and the result is read one step later, so no step waits for it. A
+rank that got no signal stops at the same step as the one that did.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from types import FrameType
 
 from harness.distributed.runtime import Runtime
 
-PERIOD_S = 0.5  # between two questions whether anybody wants to stop
-_AHEAD = signal.SIGUSR1  # what a scheduler sends ahead of its limit, once; harness.cli holds it back until here
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, _AHEAD)
+PERIOD_S = 0.5  # between two reductions of the flags
+_WARNING = signal.SIGUSR1  # sent once by a scheduler before its limit; harness.cli blocks it until on_signals
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, _WARNING)
 
 
 class Stop:
-    """Whether to stop: ``request`` it from anywhere; ``agreed`` at a step's edge, by every rank, gives the verdict."""
+    """The request to stop, made by any rank with ``request``; ``agreed`` returns the common verdict between steps."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._asked: Callable[[], list[int]] | None = None
-        self._pause = 0  # calls until the next question; the same on every rank
+        self._pending: Callable[[], list[int]] | None = None
+        self._pause = 0  # calls until the next reduction; the same on every rank
         self._calls, self._since = 0, time.monotonic()
         self.reason = ""
         self.verdict = False
@@ -35,36 +35,37 @@ class Stop:
         self.reason = self.reason or reason
 
     def agreed(self) -> bool:
-        """True from the call on at which all ranks know of a request. All ranks call it equally often.
+        """True from the first call at which all ranks know of a request. All ranks must call it equally often.
 
-        Several ranks ask about twice a second: every answer carries how many calls to wait with the next question, by
-        rank 0's clock. An answer is read one call after its question, when it has long arrived.
+        Ranks reduce their flags about twice per second. Each result also holds the number of calls until the next
+        reduction, by rank 0's clock. It is read one call later, when it has long arrived.
         """
         if self._runtime.world_size == 1:
             self.verdict = self.verdict or bool(self.reason)
         elif not self.verdict:
             self._calls += 1
-            if self._asked is not None:
-                requested, self._pause = self._asked()
-                self.verdict, self._asked = bool(requested), None
+            if self._pending is not None:
+                requested, self._pause = self._pending()
+                self.verdict, self._pending = bool(requested), None
             elif self._pause > 0:
                 self._pause -= 1
             else:
-                self._asked = self._runtime.max_async([bool(self.reason), self._next_pause()])
+                self._pending = self._runtime.max_async([bool(self.reason), self._next_pause()])
         return self.verdict
 
     def settle(self) -> bool:
-        """The verdict with every request so far counted, waiting for it. Collective; for edges that are rare."""
+        """The verdict including every request made so far. Waits for all ranks, so it is for rare points only.
+        Collective."""
         if not self.verdict:
-            earlier = self._asked()[0] if self._asked is not None else 0
-            self._asked = None
+            earlier = self._pending()[0] if self._pending is not None else 0
+            self._pending = None
             requested, self._pause = self._runtime.max_async([bool(self.reason), 0])()
             self.verdict = bool(requested or earlier)
-            self._calls, self._since = 0, time.monotonic()  # what comes next may be faster or slower
+            self._calls, self._since = 0, time.monotonic()  # the next calls may come at another pace
         return self.verdict
 
     def _next_pause(self) -> int:
-        """Calls in half a second at the present pace; at most four times as many as since the last question."""
+        """Calls in half a second at the present pace; at most four times as many as since the last reduction."""
         now = time.monotonic()
         calls, elapsed = self._calls, max(now - self._since, 1e-6)
         self._calls, self._since = 0, now
@@ -73,16 +74,19 @@ class Stop:
 
 @contextmanager
 def on_signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGUSR1 request a stop while the body runs; what was before is put back after it."""
+    """SIGTERM, SIGINT and SIGUSR1 request a stop while the body runs. The earlier handlers are restored after it.
+
+    Does nothing outside the main thread, where Python allows no handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; whoever runs us in another one stops us by other means
+        yield
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.request(signal.Signals(number).name)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {_AHEAD})
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {_WARNING})
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""A thread beside training that ends a rank which would otherwise wait for the dead.
+"""A thread that ends this rank when it would otherwise wait for a process that is gone.
 
-A rank blocked in a collective cannot see that a peer failed (nccl waits for its whole time-out) or that its launcher
-was killed. The failing rank leaves a mark in the launch's key-value store, which each rank's watch looks for.
+A rank blocked in a collective cannot see that a peer failed (nccl waits for its whole timeout) or that its launcher was
+killed. A failing rank therefore puts its RankExit into the launch's key-value store, where every watchdog looks for it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 from harness.distributed import stack
 from harness.distributed.launch_env import Launch
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import EXIT_FAILURE
@@ -27,96 +27,103 @@ log = logging.getLogger("harness")
 _KEY = "failed"
 PERIOD_S = 1.0
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
-JOIN_S = 5.0  # for the thread to come back from a question to the store
-NEWS_S = 3.0  # for the news of a failure to reach all ranks, before the one that failed takes its connections along
+JOIN_S = 5.0  # for the thread to return from a request to the store
+NEWS_S = 3.0  # for all ranks to learn of a failure before the failing one closes its connections
 
 
 @contextmanager
-def unless_orphaned(
-    launch: Launch, parent: int | None = None, leave: Callable[[int], None] = os._exit
+def exits_without_launcher(
+    launch: Launch, parent: int | None = None, exit_process: Callable[[int], None] = os._exit
 ) -> Iterator[None]:
-    """Until the ranks have met, which may take long: end this process at once when its launcher dies. There is nothing
-    to save yet, and nobody to tell."""
-    met = threading.Event()
+    """End this process at once if its launcher dies while the body runs. For the time before rendezvous, which may take
+    minutes: there is nothing to save yet, and no peer to inform."""
+    finished = threading.Event()
     launcher = parent or os.getppid()
 
     def run() -> None:
-        while not met.is_set():
+        while not finished.is_set():
             if os.getppid() != launcher:
-                log.error("the launcher is gone before all ranks had met: ending")
-                leave(EXIT_FAILURE)
+                log.error("the launcher is gone before all ranks had met: exiting")
+                exit_process(EXIT_FAILURE)
                 return
-            met.wait(PERIOD_S)
+            finished.wait(PERIOD_S)
 
     if launch.supervised:
         threading.Thread(target=run, name="harness-orphan", daemon=True).start()
     try:
         yield
     finally:
-        met.set()
+        finished.set()
 
 
-class Watch:
-    """Watches peers (through ``runtime.store``) and the launcher, where there is one: the parent process."""
+class Watchdog:
+    """Watches the peers, through ``runtime.store``, and the launcher, which is the parent process of a supervised rank.
+
+    When one of them is gone it requests a stop. If training cannot stop within GRACE_S, it ends the process.
+    """
 
     def __init__(
         self,
         runtime: Runtime,
         stop: Stop,
-        leave: Callable[[int], None] = os._exit,
+        *,
         parent: int | None = None,
-        last_words: Callable[[str, str], None] = lambda doing, reason: None,
+        on_blocked: Callable[[Cause, str, str], None] = lambda cause, message, doing: None,
+        exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """``parent``: the process that started this one, as it was at the start; it may have died since.
-        ``last_words(doing, reason)`` is called before a blocked rank is ended."""
-        self._runtime, self._stop, self._leave, self._last_words = runtime, stop, leave, last_words
-        # A plain shell may end before its job does (nohup); only a launcher's death means that nobody supervises us.
+        """``parent``: the process that started this one, as seen at its start; it may have died since.
+        ``on_blocked(cause, message, doing)`` is called before a blocked rank is ended."""
+        self._runtime, self._stop = runtime, stop
+        self._on_blocked, self._exit_process = on_blocked, exit_process
+        # A shell may end before its job does (nohup). Only a launcher's death leaves the rank without supervision.
         self._parent = (parent or os.getppid()) if runtime.launch.supervised else None
-        self.doing = ""  # where the main thread was when this rank heard of another's failure
-        self._first: dict[str, Any] | None = None  # the launch's first failure, once this rank has heard of it
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="harness-watch", daemon=True)
+        self.doing = ""  # where the main thread was when this rank learned of another's failure
+        self._first: RankExit | None = None  # the launch's first failure, once this rank has learned of it
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="harness-watchdog", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self._runtime.store is not None or self._parent is not None:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        # A thread that Python finds alive at its end may be torn out of a C++ call, which aborts the process.
+        self._finished.set()
+        # Python stops daemon threads at exit, also inside a C++ call of the store, which then aborts the process.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
-    def report(self, failure: dict[str, Any]) -> dict[str, Any] | None:
-        """Tell the peers of ``failure`` (of JSON types); return the launch's first, which is this one if none was
-        before, or None if nobody can be told. Never raises: the failure itself is what matters."""
-        with suppress(Exception):  # the store went with the rank that hosted it
+    def report(self, failure: RankExit) -> RankExit | None:
+        """Publish ``failure`` and return the launch's first one: this, or an earlier one of a peer. None if the store
+        is gone or there is none. Never raises, so that the failure itself gets reported."""
+        with suppress(Exception):
             if self._runtime.store is not None and self._first is None:
-                self._first = json.loads(self._runtime.store.compare_set(_KEY, "", json.dumps(failure)))
+                first = self._runtime.store.compare_set(_KEY, "", failure.to_json())
+                self._first = RankExit.from_dict(json.loads(first))
         self.acknowledge()
         return self._first
 
     def acknowledge(self) -> None:
-        """Say that this rank knows of the failure, by whatever way."""
+        """Publish that this rank knows of the failure."""
         with suppress(Exception):
             if self._runtime.store is not None:
                 self._runtime.store.set(f"heard/{self._runtime.rank}", "")
 
     def linger(self) -> None:
-        """Stay until all peers know of the failure, or a moment: the store, or the launcher, may end with this rank."""
+        """Wait until all peers know of the failure, at most NEWS_S: the store or the launcher may end with this
+        rank."""
         with suppress(Exception):
             if self._runtime.store is not None:
-                heard = [f"heard/{rank}" for rank in range(self._runtime.world_size)]
-                self._runtime.store.wait(heard, timedelta(seconds=NEWS_S))
+                keys = [f"heard/{rank}" for rank in range(self._runtime.world_size)]
+                self._runtime.store.wait(keys, timedelta(seconds=NEWS_S))
 
     def _run(self) -> None:
-        while not self._ended.wait(PERIOD_S):
+        while not self._finished.wait(PERIOD_S):
             if self._parent is not None and os.getppid() != self._parent:
-                self._end("the launcher is gone")
+                self._end(Cause.LAUNCHER_LOST, "the launcher is gone")
                 return
-            if failed := self._peer_failure():
-                self._end(failed)
+            if message := self._peer_failure():
+                self._end(Cause.PEER_LOST, message)
                 return
 
     def _peer_failure(self) -> str:
@@ -126,20 +133,19 @@ class Watch:
         try:
             if not store.check([_KEY]):
                 return ""
-            self._first = json.loads(store.get(_KEY))
+            self._first = RankExit.from_dict(json.loads(store.get(_KEY)))
         except Exception:
             self.doing = stack.main_thread_at()
             return "rank 0, or the launcher, is gone"
         self.doing = stack.main_thread_at()
         self.acknowledge()
-        return f"rank {self._first['rank']} failed"
+        return f"rank {self._first.rank} failed"
 
-    def _end(self, reason: str) -> None:
-        """Ask for a stop; if training cannot obey within the grace period, end the process."""
-        self._stop.request(reason)
-        if not self._ended.wait(GRACE_S):
-            log.error("%s, and this rank is blocked waiting for it: ending", reason)
-            self._last_words(self.doing or stack.main_thread_at(), reason)
+    def _end(self, cause: Cause, message: str) -> None:
+        self._stop.request(message)
+        if not self._finished.wait(GRACE_S):
+            log.error("%s, and this rank is blocked in a wait for it: exiting", message)
+            self._on_blocked(cause, message, self.doing or stack.main_thread_at())
             logging.shutdown()
             time.sleep(0.1)
-            self._leave(EXIT_FAILURE)
+            self._exit_process(EXIT_FAILURE)

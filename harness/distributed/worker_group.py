@@ -1,94 +1,153 @@
-"""Processes of one machine that stand or fall together: started, watched, asked to stop, and none left over."""
+"""Supervision of local processes that succeed or fail together: start, watch, stop, and leave none behind."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from harness.distributed.monitor import Outcome
+from harness.distributed import processes
+from harness.distributed.launch_env import local_environment
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import RankExit
 
-PEERS_S = 20.0  # for the others to end by themselves once one has failed; harness.distributed.watchdog gives a blocked rank 12 to 13
-KILL_S = 5.0  # from SIGTERM to SIGKILL, for those that did not
+PEERS_S = 20.0  # for the other processes to end once one has failed; the watchdog ends a blocked rank within 13 s
+KILL_S = 5.0  # from SIGTERM to SIGKILL after that
 _POLL_S = 0.05
 
 
-class Gang:
-    """``environs[i]`` is the whole environment of process i. Each is a session of its own: the terminal's Ctrl-C comes
-    through ``stop`` alone, once. ``terminal``: a file for what they print, instead of this process's terminal."""
+@dataclass(frozen=True)
+class Worker:
+    """A process to start."""
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    """Its whole environment."""
+    cwd: str | None = None
+    output: Path | None = None
+    """File to append its stdout and stderr to; None: the terminal of this process."""
+
+
+class WorkerGroup:
+    """Processes by rank, each in a session of its own: the terminal's Ctrl-C reaches them only through ``stop``, once.
+
+    ``stdin`` and ``pass_fds`` are those of subprocess.Popen. ``ends_with_parent``: the kernel sends SIGTERM to the
+    processes when this one dies; without it they must notice that themselves.
+    """
 
     def __init__(
         self,
-        command: Sequence[str],
-        environs: Mapping[int, Mapping[str, str]],
+        workers: Mapping[int, Worker],
         grace_s: float,
-        cwd: str | None = None,
-        terminal: Path | None = None,
+        *,
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+        ends_with_parent: bool = False,
     ) -> None:
         self._grace_s, self._lock = grace_s, threading.Lock()
-        self._asked = 0
-        self._deadline = float("inf")  # when what is left is killed
+        self.deadline = float("inf")
+        """When (time.monotonic) what is left is killed; infinite until the group is told to end."""
+        self._failed_at = float("inf")
+        self._peers_stopped = False
+        self.num_stops = 0
+        self.exits: dict[int, int] = {}
+        """Exit codes, or minus the signal number, the first to end first."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            with open(terminal, "ab") if terminal else nullcontext() as file:
-                for rank, environ in environs.items():
+            for rank, worker in workers.items():
+                with open(worker.output, "ab") if worker.output else nullcontext() as output:
                     self.processes[rank] = subprocess.Popen(
-                        command, env=dict(environ), cwd=cwd, start_new_session=True, stdout=file, stderr=file
-                    )
+                        worker.command, env=dict(worker.environ), cwd=worker.cwd, stdin=stdin, stdout=output,
+                        stderr=output, pass_fds=pass_fds, start_new_session=True,
+                        preexec_fn=processes.terminated_with_parent() if ends_with_parent else None,
+                    )  # fmt: skip
         except BaseException:
-            self._signal(signal.SIGKILL)
+            self.kill()
+            for process in self.processes.values():
+                process.wait()
             raise
 
     def stop(self) -> None:
-        """SIGTERM to all, and SIGKILL after the grace period; called again, SIGKILL at once."""
-        with self._lock:
-            self._asked += 1
-            if self._asked == 1:
-                self._deadline = min(self._deadline, time.monotonic() + self._grace_s)
-                self._signal(signal.SIGTERM)
-            else:
-                self._deadline = 0.0
+        """SIGTERM to all, and SIGKILL after the grace period; the second call sends SIGKILL at once."""
+        self.num_stops += 1
+        self.end(self._grace_s if self.num_stops == 1 else 0.0)
 
-    def follow(self, meanwhile: Callable[[], None] = lambda: None) -> Outcome:
-        """Wait until all have ended. Once one has failed the others get a moment to end by themselves. ``meanwhile``
-        is called again and again."""
-        exits: dict[int, int] = {}
-        failed_at: float | None = None
-        told = False
-        while True:
-            for rank, process in self.processes.items():
-                if rank not in exits and (code := process.poll()) is not None:
-                    exits[rank] = code
-                    if code < 0:
-                        _sweep(process.pid)
-            if len(exits) == len(self.processes):
-                return Outcome(exits, stopped=bool(self._asked))
-            now = time.monotonic()
-            if failed_at is None and any(exits.values()):
-                failed_at = now
-            if failed_at is not None and not told and now > failed_at + PEERS_S:
-                told = True
-                with self._lock:
-                    self._deadline = min(self._deadline, now + KILL_S)
-                    self._signal(signal.SIGTERM)
-            if now > self._deadline:
-                self._signal(signal.SIGKILL)
+    def end(self, within_s: float) -> None:
+        """SIGTERM to all, unless they got it before, and SIGKILL after ``within_s`` seconds."""
+        with self._lock:
+            is_first = self.deadline == float("inf")
+            self.deadline = min(self.deadline, time.monotonic() + within_s)
+            if is_first:
+                self.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.deadline = 0.0
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        for process in self.processes.values():
+            process.send_signal(number)  # does nothing to a process that has ended
+
+    def poll(self) -> bool:
+        """Do what is due, and return whether all have ended. Call it every moment until they have."""
+        for rank, process in self.processes.items():
+            if rank not in self.exits and (code := process.poll()) is not None:
+                self.exits[rank] = code
+                if code < 0:
+                    processes.kill_session(process.pid)
+        now = time.monotonic()
+        if any(self.exits.values()):
+            self._failed_at = min(self._failed_at, now)
+        if not self._peers_stopped and now > self._failed_at + PEERS_S:
+            self._peers_stopped = True
+            self.deadline = min(self.deadline, now + KILL_S)
+            self.send(signal.SIGTERM)
+        if now > self.deadline:
+            self.send(signal.SIGKILL)
+        return len(self.exits) == len(self.processes)
+
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> dict[int, int]:
+        """Wait until all have ended, and return ``exits``. Once one has failed, the others get PEERS_S to end by
+        themselves. ``meanwhile`` is called several times per second."""
+        while not self.poll():
             meanwhile()
             time.sleep(_POLL_S)
-
-    def _signal(self, number: int) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
+        return self.exits
 
 
-def _sweep(session: int) -> None:
-    """Kill what a rank that died of a signal left behind in its session, such as loader processes."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal.SIGKILL)
+class LocalRun:
+    """``world_size`` ranks of ``command`` on this machine. This process holds the store in which they meet, so that it
+    outlives every rank."""
+
+    def __init__(
+        self, command: Sequence[str], world_size: int, environ: Mapping[str, str], grace_s: float, by: str
+    ) -> None:
+        """``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
+        self._store = _store() if world_size > 1 else None
+        port = self._store.port if self._store else 0
+        workers = {
+            rank: Worker(command, {**environ, **local_environment(rank, world_size, port, by)})
+            for rank in range(world_size)
+        }
+        self._group = WorkerGroup(workers, grace_s)
+
+    def follow(self) -> EngineReport:
+        exits = [RankExit.from_code(rank, code) for rank, code in self._group.wait().items()]
+        return EngineReport(exits, stopped=self._group.num_stops > 0)
+
+    def stop(self) -> None:
+        self._group.stop()
+
+
+def _store() -> Any:
+    """A store at a port that the system picks: one chosen beforehand may be taken by the time the ranks need it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: only runs of several ranks need torch
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -1,2 +1,5 @@
-"""Where ranks are started: one file an engine. Each starts ``driver.py`` somewhere and brings its results and
-failures home."""
+"""Engines: where ranks are started. Each starts ``driver.py`` somewhere and reports how its ranks ended.
+
+Not here: the supervision of local processes (distributed/worker_group.py), or the judgement of a run (runs/outcome.py).
+Start at base.py (the protocol) and local.py (the smallest engine); launch.py runs any of them.
+"""

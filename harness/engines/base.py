@@ -1,7 +1,4 @@
-"""A run that is to be started somewhere: its configuration, the command of a rank and the variables all ranks get.
-
-And what an engine is: a module of this folder with ``render`` and ``start``.
-"""
+"""What all engines share: the job to start, and the protocol that an engine module implements."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from harness.config import loader
 from harness.config.base import Section
 from harness.config.launch import LaunchSection
 from harness.config.schema import Config
-from harness.distributed.monitor import Started
+from harness.distributed.monitor import LaunchedRun
 from harness.errors import ConfigError, LaunchError
 from harness.runs.files import is_url
 from harness.runs.storage import working_folder
@@ -24,13 +21,13 @@ from harness.runs.storage import working_folder
 
 @dataclass(frozen=True)
 class Job:
-    """An experiment, as the command line named it and as it was resolved."""
+    """An experiment to launch: the words of the command line and the configuration that they resolve to."""
 
     config: Config
     path: str
     """The YAML, as typed."""
     overrides: tuple[str, ...] = ()
-    """``key=value`` words, as typed; what options such as --nproc say is among them."""
+    """``key=value`` words, as typed, and those of options such as --nproc."""
     options: Section | None = None
     """``launch.options`` as the engine's own ``Options``, if it has such a class."""
 
@@ -40,28 +37,27 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run folder, as seen from the working folder; of a run that is kept at a URL, where this machine works on
-        it if it does."""
+        """The run folder. For a run that is kept at a URL: this machine's working copy."""
         if self.url:
             return working_folder(self.url, self.config.data.cache_dir)
         return Path(self.config.output) / self.config.name
 
     @property
     def url(self) -> str:
-        """Where the run is kept, if that is a URL."""
+        """URL of the run; empty if it is kept in ``folder``."""
         return f"{self.config.output.rstrip('/')}/{self.config.name}" if is_url(self.config.output) else ""
 
     @property
     def world_size(self) -> int:
-        """Ranks when every machine takes part."""
+        """Number of ranks when all machines take part."""
         return self.settings.nnodes * self.settings.nproc
 
     def command(self) -> list[str]:
-        """What runs once a rank, on the machine that harness launch runs on and on those that share its disk."""
+        """The command of each rank, on this machine and on those that share its disk."""
         return [self.settings.python or sys.executable, str(driver()), "-c", self.path, *self.overrides]
 
     def environ(self) -> dict[str, str]:
-        """What every rank gets beside its place among its peers."""
+        """Environment variables of every rank, without those of the launch environment."""
         settings = self.settings
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if settings.interface else ()
         return {
@@ -72,52 +68,55 @@ class Job:
 
 
 def plan(path: str, overrides: Sequence[str]) -> Job:
-    """The job of ``path``; raises ConfigError with all that is wrong in it, before any rank is started."""
+    """The job of ``path``. Raises ConfigError with all errors of the configuration before any rank is started."""
     job = Job(loader.load(path, overrides), path, tuple(overrides))
-    is_range = (job.settings.min_nodes or job.settings.nnodes) < job.settings.nnodes  # which its engine looks at
+    is_range = (job.settings.min_nodes or job.settings.nnodes) < job.settings.nnodes  # its engine checks every size
     if not is_range and (misfit := job.config.batch.misfit(job.world_size)):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
     return job
 
 
 def driver(working: str = "") -> Path:
-    """``driver.py`` of the folder ``working``, which is this process's by default, else the one beside the package."""
+    """The path of ``driver.py``: in the folder ``working`` (default: the working folder), else next to the package."""
     for folder in (Path(working), Path(__file__).resolve().parents[2]):
         if (folder / "driver.py").is_file():
             return folder / "driver.py"
     raise LaunchError(
-        "driver.py is neither in the working folder nor beside the harness package",
+        "driver.py is neither in the working folder nor next to the harness package",
         where=str(Path(working).absolute()),
         hint="run it in a clone of the project, or copy the project's driver.py here",
     )
 
 
 class Engine(Protocol):
-    """A module of this folder. One whose runs go on without us also has ``submit(job) -> str``, for --detach: it starts
-    the run and returns its name there."""
+    """A module ``harness/engines/NAME.py`` or ``NAME/engine.py``, found by its name.
+
+    An engine whose runs continue without this process also has ``submit(job) -> str`` for --detach, which starts the
+    run and returns its name there.
+    """
 
     @staticmethod
     def render(job: Job) -> str:
-        """Exactly what ``start`` would run or submit, as text; nothing happens. Raises LaunchError for settings that
-        this engine has no use for or cannot do without."""
+        """What ``start`` would run or submit, as text. Raises LaunchError for settings that are missing or that have no
+        meaning for this engine."""
         ...
 
     @staticmethod
-    def start(job: Job) -> Started:
-        """Start the run, or raise LaunchError with nothing left behind."""
+    def start(job: Job) -> LaunchedRun:
+        """Start the run, or raise LaunchError and leave nothing behind."""
         ...
 
 
 def refuse(job: Job, engine: str, **reasons: str) -> None:
-    """Raise LaunchError where a setting of ``launch``, named by keyword with a hint, is set and means nothing here."""
+    """Raise LaunchError with the hint for the first keyword that is a ``launch`` setting without its default value."""
     default = LaunchSection()
     for name, hint in reasons.items():
         value = getattr(job.settings, name)
         if value != getattr(default, name):
-            raise LaunchError(f"launch.{name}={value} means nothing to engine {engine}", where=job.path, hint=hint)
+            raise LaunchError(f"launch.{name}={value} has no meaning for engine {engine}", where=job.path, hint=hint)
 
 
 def shell(command: Sequence[str], environ: dict[str, str]) -> str:
-    """``command`` as one would type it, a continuation line for each group of words."""
+    """``command`` with its variables, as typed in a shell."""
     words = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
     return " ".join([*words, shlex.join(command)])

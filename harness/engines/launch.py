@@ -8,16 +8,18 @@ from dataclasses import replace
 
 from harness.config import loader, plugins
 from harness.config.base import Section
-from harness.distributed.monitor import attend
+from harness.distributed.monitor import follow_until_done
 from harness.engines.base import Engine, Job, plan
 from harness.errors import ConfigError, LaunchError
-from harness.runs.outcome import Aftermath
+from harness.runs.outcome import ExitCollector
 
 
 def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = False) -> int:
-    """Start the experiment of ``path`` on the engine of its ``launch`` section and follow it to its end; or print what
-    would be started; or hand it over and print its name there. Returns the run's exit code, 0 for one that is not
-    followed."""
+    """Start the experiment of ``path`` on the engine of its ``launch`` section and follow it to its end.
+
+    ``dry_run``: only print what would be started. ``detach``: submit the run and print its name there. Returns the exit
+    code of the run, or 0 if it was not followed.
+    """
     job = plan(path, overrides)
     engine = engine_of(job)
     job = replace(job, options=options_of(engine, job))
@@ -25,12 +27,12 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
         print(engine.render(job), end="")
         return 0
     if detach:
-        print(_hand_over(job, engine))
+        print(_submit(job, engine))
         return 0
-    aftermath = Aftermath(job.folder, job.world_size, job.url)
-    conclusion = aftermath.conclude(attend(engine.start(job)))
-    print(conclusion.text, file=sys.stderr)
-    return conclusion.exit_code
+    collector = ExitCollector(job.folder, job.world_size, job.url)
+    outcome = collector.conclude(follow_until_done(engine.start(job)))
+    print(outcome.text, file=sys.stderr)
+    return outcome.exit_code
 
 
 def engine_of(job: Job) -> Engine:
@@ -57,14 +59,14 @@ def options_of(engine: Engine, job: Job) -> Section | None:
     return None
 
 
-def _hand_over(job: Job, engine: Engine) -> str:
-    """Start ``job`` where it goes on without this process; its name there."""
+def _submit(job: Job, engine: Engine) -> str:
+    """Start ``job`` where it continues without this process; return its name there."""
     submit = getattr(engine, "submit", None)
     if submit is None:
         raise LaunchError(
-            f"engine {job.settings.engine} ends with harness launch, so --detach means nothing to it",
+            f"engine {job.settings.engine} does not support --detach: its runs end with harness launch",
             where=job.path,
-            hint="nohup harness launch … &, or another engine: slurm",
+            hint="nohup harness launch ... &, or use an engine with a scheduler, such as slurm",
         )
     name: str = submit(job)
     return name

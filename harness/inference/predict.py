@@ -8,21 +8,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness.config.schema import Config
 from harness.data.loader import Loader
-from harness.distributed.launch_env import Launch, detect, gang_environment
-from harness.distributed.monitor import attend
+from harness.distributed.launch_env import Launch, detect
+from harness.distributed.monitor import follow_until_done
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
-from harness.distributed.worker_group import Gang
+from harness.distributed.worker_group import LocalRun
 from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -69,7 +67,7 @@ def main(request: Request, world_size: int | None, environ: Mapping[str, str], a
     _check_out(request.out)
     if launch.world_size == 1 and (world_size or 1) > 1:
         open_task(request, config)  # what is wrong is told once, and the file is converted once
-        return _gang(world_size or 1, environ, again)
+        return _start_ranks(world_size or 1, environ, again)
     return _rank(request, config, launch)
 
 
@@ -105,7 +103,7 @@ def _rank(request: Request, config: Config, launch: Launch) -> int:
             with on_signals(stop), _one_thread(runtime.device):
                 return _predict(request, config, runtime, stop)
         except HarnessError as error:
-            if error.told_by in (None, runtime.rank):
+            if error.origin_rank in (None, runtime.rank):
                 log.error("error: %s", error)
             return error.exit_code
         except RuntimeError as error:  # of a collective whose peer is gone
@@ -175,15 +173,8 @@ def _one_thread(device: torch.device) -> Any:
         torch.set_num_threads(before)
 
 
-def _gang(world_size: int, environ: Mapping[str, str], again: Sequence[str]) -> int:
-    """``world_size`` processes of this machine, which find each other through a store held here; their exit code."""
-    # The system picks the port: what is chosen beforehand may be taken by the time the ranks want it.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    places = {rank: gang_environment(rank, world_size, store.port, "harness predict") for rank in range(world_size)}
-    gang = Gang(
-        [sys.executable, "-m", "harness", *again],
-        {rank: {**environ, **place} for rank, place in places.items()},
-        _END_S,
-    )
-    codes = [code for code in attend(gang, "stopping").exits.values() if code]
+def _start_ranks(world_size: int, environ: Mapping[str, str], again: Sequence[str]) -> int:
+    """Predict with ``world_size`` processes of this machine; return their exit code."""
+    run = LocalRun([sys.executable, "-m", "harness", *again], world_size, environ, _END_S, "harness predict")
+    codes = [exit.exit_code for exit in follow_until_done(run, "stopping").exits if exit.exit_code]
     return next((code for code in codes if code > 0 and code != EXIT_FAILURE), EXIT_FAILURE if codes else EXIT_DONE)

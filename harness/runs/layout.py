@@ -3,7 +3,7 @@
 config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
 weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
 checkpoints/step-N/{state.pt, manifest.json}  checkpoints/{latest, best}
-logs/rank-N.log  logs/rank-N.end.json
+logs/rank-N.log  logs/rank-N.exit.json
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATE = "state.pt"
 MANIFEST = "manifest.json"  # size and SHA-256 of state.pt
 
 LOGS = "logs"
-RANK_EXITS = "rank-*.end.json"  # glob pattern inside LOGS
+RANK_EXITS = "rank-*.exit.json"  # glob pattern inside LOGS
 
 SWEEP = "sweep.json"  # of a sweep folder
 TRIALS = "trials"  # folder of the sweep's runs
@@ -54,6 +54,6 @@ def rank_log(rank: int) -> str:
     return f"rank-{rank}.log"
 
 
-def rank_exit(rank: int | str) -> str:
-    """How ``rank`` ended, inside LOGS; rank "*" makes the pattern for all ranks."""
+def rank_exit(rank: int | None) -> str:
+    """The exit record of ``rank``, inside LOGS."""
     return RANK_EXITS.replace("*", str(rank))

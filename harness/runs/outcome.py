@@ -1,77 +1,195 @@
-"""How a run ended, over all its ranks: one report and one exit code, from what the ranks left and the engine saw."""
+"""The outcome of a run, judged from the exits of its ranks: one exit code, one report, one failure.json."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from harness.distributed.monitor import Outcome
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.stack import signal_name
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
-from harness.runs import layout, rank_exit
+from harness.runs import layout
+from harness.runs.exit_files import ExitFiles
 from harness.runs.files import identity, write_atomically
-from harness.runs.rank_exit import LOST_CONTACT, End
 from harness.runs.storage import UrlStore
 
-# Of a rank that was asked to stop; the last before it had begun to listen.
-_AS_ASKED = {EXIT_STOPPED, -signal.SIGTERM}
+# Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
+_STOPPED = {EXIT_STOPPED, -signal.SIGTERM}
+_WORDS = {
+    Cause.DONE: "done", Cause.STOPPED: "stopped", Cause.ERROR: "failed", Cause.PEER_LOST: "lost its peers",
+    Cause.LAUNCHER_LOST: "lost its launcher",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class RunOutcome:
     exit_code: int
     text: str
+    """The report for the terminal."""
+    failure: dict[str, Any] | None = None
+    """The content of failure.json; None if the run did not fail."""
 
 
-class Aftermath:
-    """The small files of a run folder, before a start and after it."""
+def judge(
+    exits: Sequence[RankExit],
+    stopped: bool = False,
+    world_size: int = 1,
+    folder: str = "",
+    summary: Mapping[str, Any] | None = None,
+) -> RunOutcome:
+    """The outcome of the run in ``folder``, whose ranks ended as ``exits`` says, the first to end first.
+
+    ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
+    library that aborts after training does no harm. ``stopped``: a user asked for the end. ``summary``: the content of
+    summary.json.
+
+    The cause of a failure is the first of these that there is:
+
+    1. an error of a rank itself, once the run had begun;
+    2. a killed rank, unless a rank that ended before it explains it, or the user asked for the end and no rank failed;
+    3. a lost machine, pod or worker;
+    4. a rank that lost its peers or its launcher.
+
+    Without any of them the run is done, stopped, or ended before it began.
+    """
+    own = {exit.rank for exit in exits if exit.by_rank}
+    known = [exit for exit in exits if exit.by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
+    if (first := _first_failure(known, stopped)) is None:
+        return _without_failure({exit.exit_code for exit in known}, stopped, folder, summary or {})
+    if first.rank is None:
+        first = replace(first, rank=next((rank for rank in range(world_size) if rank not in own), 0))
+    if not first.by_rank:  # its peers know how far the run was
+        host = next((exit.host for exit in known if exit.by_rank and exit.rank == first.rank), "")
+        first = replace(first, host=host, step=max((exit.step or 0 for exit in known), default=0))
+    known.sort(key=lambda exit: (exit.by_rank, exit.time))  # of several exits of a rank the last one is described
+    last = {exit.rank: exit for exit in known}
+    ranks = {str(rank): _describe(last[rank]) for rank in sorted(rank for rank in last if rank is not None)}
+    failure = first.failure() | {"ranks": ranks}
+    return RunOutcome(first.exit_code, _failure_text(failure, folder), failure)
+
+
+def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
+    """The cause of the failure, by the order that ``judge`` documents."""
+
+    def first(*causes: Cause, begun: bool = True) -> RankExit | None:
+        return next((exit for exit in exits if exit.cause in causes and (exit.step is not None) is begun), None)
+
+    if error := first(Cause.ERROR):
+        return error
+    consequence = first(Cause.PEER_LOST, Cause.LAUNCHER_LOST)
+    # After a rank that ended without a record, the engine itself kills the others.
+    killed = first(Cause.SIGNAL, Cause.ERROR, begun=False)
+    if killed is not None and killed.cause is Cause.SIGNAL and not (stopped and consequence is None):
+        reason = "out of memory, a user or a scheduler" if killed.exit_code == -signal.SIGKILL else "see its log"
+        message = f"the process received {signal_name(-killed.exit_code)} ({reason})"
+        return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
+    if lost := first(Cause.NODE_LOST, begun=False):
+        return replace(lost, error="Lost")
+    return consequence
+
+
+def _without_failure(codes: set[int], stopped: bool, folder: str, summary: Mapping[str, Any]) -> RunOutcome:
+    code = _code_without_failure(codes, stopped)
+    if code == EXIT_DONE:
+        best = summary.get("best") or {}
+        shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
+                        if name != "step" and isinstance(value, float))  # fmt: skip
+        return RunOutcome(code, f"done: {folder}, {summary.get('step', '?')} steps{shown}")
+    if code == EXIT_STOPPED and EXIT_STOPPED not in codes:
+        return RunOutcome(code, f"stopped before the run began: {folder}; the same command starts it again")
+    if code == EXIT_STOPPED:
+        return RunOutcome(code, f"stopped early with a checkpoint: {folder}; the same command resumes from it")
+    if stopped:
+        return RunOutcome(code, f"ended on request, without a new checkpoint: {folder}")
+    return RunOutcome(code, f"ended with exit code {code} before the run began; the error is printed above")
+
+
+def _code_without_failure(codes: set[int], stopped: bool) -> int:
+    for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
+        if code in codes:
+            return code
+    if stopped and codes and codes <= _STOPPED:
+        return EXIT_STOPPED
+    if not codes or not codes <= {EXIT_DONE, EXIT_STOPPED}:
+        return EXIT_FAILURE
+    return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
+
+
+def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
+    # Without the traceback: the rank printed it, and failure.json has it.
+    host = f" on {failure['host']}" if failure["host"] else ""
+    lines = [
+        f"failed: rank {failure['rank']}{host} at step {failure['step']}: {failure['error']}: {failure['message']}",
+        *(f"  rank {rank}: {text}" for rank, text in failure["ranks"].items() if int(rank) != failure["rank"]),
+        f"logs: {folder}/{layout.LOGS}; report: {folder}/{layout.FAILURE}",
+    ]
+    return "\n".join(lines)
+
+
+def _describe(exit: RankExit) -> str:
+    """One line for the report."""
+    if exit.cause is Cause.NODE_LOST:
+        return exit.message
+    if exit.cause is Cause.SIGNAL:
+        return f"killed by {signal_name(-exit.exit_code)}, left no record"
+    if not exit.by_rank:
+        return f"exit code {exit.exit_code}, left no record"
+    step = "" if exit.step is None else f" at step {exit.step}"
+    doing = f", in {exit.doing}" if exit.doing else ""
+    reason = f" ({exit.message.strip().partition(chr(10))[0]})" if exit.message else ""
+    return f"{_WORDS[exit.cause]} on {exit.host}{step}{doing}; exit code {exit.exit_code}{reason}"
+
+
+class ExitCollector:
+    """Collects what the ranks of one start leave in their run folder, and concludes on its outcome.
+
+    To be created before that start: what exists then belongs to an earlier one. ``url``: where the run is kept, if not
+    in ``folder``, which may then be on another machine's disk, or removed. Raises ConfigError if the URL cannot be
+    read.
+    """
 
     def __init__(self, folder: Path, world_size: int = 1, url: str = "") -> None:
-        """To be made before the run is started: what lies there then is of an earlier one. ``world_size`` is that of
-        the start, as far as it is known. ``url``: where the run is kept if not in ``folder``, which then may be on
-        another machine's disk, or gone. Raises ConfigError where that cannot be read."""
         self._folder, self._world_size = folder, world_size
         self._failure = folder / layout.FAILURE
-        self._before = identity(self._failure)
+        self._earlier_failure = identity(self._failure)
+        self._exit_files = ExitFiles(folder / layout.LOGS)
         self._url = UrlStore(url) if url else None
         self._start = self._url.read(layout.START) if self._url else None
         self._shown = url or str(folder)
-        # Remembered, not removed: another machine's ranks may be writing theirs to the same disk.
-        self._earlier = rank_exit.read(folder / layout.LOGS)
 
-    def conclude(self, outcome: Outcome) -> Conclusion:
-        """The report on the run that ``outcome`` was seen of; a failure is also left as ``failure.json``, with what is
-        known of each rank under ``ranks``."""
-        begun = self._bring_home()
-        left = rank_exit.since(self._earlier, self._folder / layout.LOGS)
-        told = _read(self._failure) if identity(self._failure) != self._before else None
-        failure = _first_failure(told, left, outcome, outcome.world_size or self._world_size)
-        if failure is None:
-            # What a rank wrote at its end counts: a library that aborts later, as Python is torn down, does no harm.
-            codes = {*(outcome.exits | {rank: end.exit_code for rank, end in left.items()}).values()}
-            code = _quiet_code(codes, outcome.stopped)
-            text = self._quiet_text(code, codes, outcome.stopped)
-            if begun and code == EXIT_DONE:
-                shutil.rmtree(self._folder, ignore_errors=True)  # the URL has it
-            return Conclusion(code, text)
-        failure["ranks"] = _each(left, outcome)
-        if self._folder.is_dir():
-            with contextlib.suppress(OSError):
-                write_atomically(self._failure, json.dumps(failure, indent=1) + "\n")
-        if begun and self._url:
-            with contextlib.suppress(HarnessError):
-                self._url.write(layout.FAILURE, json.dumps(failure, indent=1) + "\n")
-        return Conclusion(int(failure["exit_code"]), self._report(failure))
+    def conclude(self, report: EngineReport) -> RunOutcome:
+        """The outcome of the run that an engine saw end as ``report`` says. A failure is also written as
+        failure.json."""
+        fetched = self._fetch()
+        own = sorted(self._exit_files.read().values(), key=lambda exit: exit.time)
+        exits = [*self._first_reported(), *own, *report.exits]
+        world_size = report.world_size or self._world_size
+        summary = _read(self._folder / layout.SUMMARY)
+        outcome = judge(exits, report.stopped, world_size, self._shown, summary)
+        if outcome.failure:
+            self._write(json.dumps(outcome.failure, indent=1) + "\n", to_url=fetched)
+        elif fetched and outcome.exit_code == EXIT_DONE:
+            shutil.rmtree(self._folder, ignore_errors=True)  # the URL has it
+        return outcome
 
-    def _bring_home(self) -> bool:
-        """Fetch what the ranks left at the URL, if this start got as far as to write there."""
+    def _first_reported(self) -> list[RankExit]:
+        """The failure that the ranks agreed on as the first, if they could."""
+        if identity(self._failure) != self._earlier_failure and (content := _read(self._failure)):
+            with suppress(KeyError, TypeError, ValueError):
+                return [RankExit.from_dict(content)]
+        return []
+
+    def _fetch(self) -> bool:
+        """Fetch the ranks' records from the URL. False if this start has not written there."""
         if self._url is None:
             return False
         try:
@@ -80,105 +198,22 @@ class Aftermath:
             for name in self._url.files():
                 if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
                     self._url.get(name, self._folder / name)
-        except (HarnessError, FileNotFoundError) as error:
-            print(f"what the ranks left cannot be fetched: {error}", file=sys.stderr)
+        except HarnessError as error:
+            print(f"could not fetch the ranks' records: {error}", file=sys.stderr)
             return False
         return True
 
-    def _quiet_text(self, code: int, codes: set[int], stopped: bool) -> str:
-        if code == EXIT_DONE:
-            summary = _read(self._folder / layout.SUMMARY) or {}
-            best = summary.get("best") or {}
-            shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
-                            if name != "step" and isinstance(value, float))  # fmt: skip
-            return f"done: {self._shown}, {summary.get('step', '?')} steps{shown}"
-        if code == EXIT_STOPPED and EXIT_STOPPED not in codes:
-            return f"stopped before it had begun: {self._shown}; the same command goes on with what is there"
-        if code == EXIT_STOPPED:
-            return f"stopped early with a checkpoint: {self._shown}; the same command goes on from it"
-        if stopped:
-            return f"ended as asked, before there was a new checkpoint: {self._shown}"
-        return f"ended with exit code {code} before the run began; what is wrong is said above"
-
-    def _report(self, failure: dict[str, Any]) -> str:
-        # No traceback: the rank showed it on its terminal, and failure.json has it.
-        where = f" on {failure['host']}" if failure.get("host") else ""
-        lines = [f"failed: rank {failure['rank']}{where} at step {failure['step']}: "
-                 f"{failure['error']}: {failure['message']}"]  # fmt: skip
-        lines += [f"  rank {rank}: {said}" for rank, said in failure["ranks"].items() if int(rank) != failure["rank"]]
-        return "\n".join([*lines, f"logs: {self._shown}/{layout.LOGS}; the report: {self._shown}/{layout.FAILURE}"])
-
-
-def _first_failure(
-    told: dict[str, Any] | None, left: dict[int, End], outcome: Outcome, world_size: int
-) -> dict[str, Any] | None:
-    """The first failure: what the rank itself told, unless it only told of a peer that is gone."""
-    consequence = told is not None and str(told.get("message", "")).startswith(LOST_CONTACT)
-    if told is not None and not consequence:
-        return told
-    # The first without a word: whoever started the others may have ended them for its sake.
-    wordless = ((rank, code) for rank, code in outcome.exits.items() if code and rank not in left)
-    rank, code = next(wordless, (0, EXIT_DONE))
-    if code < 0 and not (outcome.stopped and told is None):
-        why = "out of memory, a person or a scheduler" if code == -signal.SIGKILL else "see its log"
-        return _made_up(rank, left, told, "Killed", f"it died of {signal_name(-code)} ({why})")
-    if outcome.lost:
-        silent = next((rank for rank in range(world_size) if rank not in left), 0)
-        lost = silent if outcome.lost_rank is None else outcome.lost_rank  # which may have ended by itself after that
-        return _made_up(lost, left, told, "Lost", outcome.lost)
-    failed = [end for end in left.values() if end.how in ("failed", "blocked")]
-    if told is None and failed:  # failure.json could not be written, or is on another machine's disk
-        first = min(failed, key=lambda end: end.time)
-        return _made_up(first.rank, left, told, "Failed", first.reason) | {"exit_code": first.exit_code}
-    return told
-
-
-def _made_up(rank: int, left: dict[int, End], told: dict[str, Any] | None, error: str, message: str) -> dict[str, Any]:
-    """A report in the name of a rank that could not write one; its step is as far as its peers came."""
-    steps = [end.step for end in left.values()] + ([int(told["step"])] if told else [])
-    host = left[rank].host if rank in left else ""
-    return {
-        "rank": rank,
-        "host": host,
-        "step": max(steps, default=0),
-        "error": error,
-        "message": message,
-        "exit_code": EXIT_FAILURE,
-        "traceback": [],
-    }
-
-
-def _each(left: dict[int, End], outcome: Outcome) -> dict[str, str]:
-    """A line on every rank that is known of, by rank."""
-    told = {}
-    for rank in sorted({*left, *outcome.exits}):
-        code = outcome.exits.get(rank)
-        if rank in left:
-            end = left[rank]
-            doing = f" at {end.doing}" if end.doing else ""
-            reason = f" ({end.reason})" if end.reason else ""
-            told[str(rank)] = f"{end.how} on {end.host} at step {end.step}{doing}; exit code {end.exit_code}{reason}"
-        elif code is not None and code < 0:
-            told[str(rank)] = f"died of {signal_name(-code)}, without a word"
-        else:
-            told[str(rank)] = f"ended with exit code {code}, without a word"
-    return told
-
-
-def _quiet_code(codes: set[int], stopped: bool) -> int:
-    """The exit code where no rank reported a failure; ``codes`` are those of the ranks."""
-    for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
-        if code in codes:
-            return code
-    if stopped and codes and codes <= _AS_ASKED:
-        return EXIT_STOPPED
-    if not codes or not codes <= {EXIT_DONE, EXIT_STOPPED}:
-        return EXIT_FAILURE
-    return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
+    def _write(self, failure: str, to_url: bool) -> None:
+        if self._folder.is_dir():
+            with suppress(OSError):
+                write_atomically(self._failure, failure)
+        if to_url and self._url:
+            with suppress(HarnessError):
+                self._url.write(layout.FAILURE, failure)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else None
     return None

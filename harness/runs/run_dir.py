@@ -23,8 +23,8 @@ import yaml
 from harness.config import loader
 from harness.config.schema import Config, recipe_difference
 from harness.distributed.runtime import Runtime
-from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
-from harness.runs import layout, rank_exit
+from harness.errors import ConfigError
+from harness.runs import exit_files, layout
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.files import finite, write_atomically
 
@@ -110,7 +110,7 @@ class RunFolder:
     def forget_end(self) -> None:
         """Remove the files about how an earlier start ended."""
         (self.path / layout.FAILURE).unlink(missing_ok=True)
-        rank_exit.forget(self.logs)
+        exit_files.remove(self.logs)
 
     def _resume_or_move(self, saved: Path, config: Config, rehearse: Callable[[], None]) -> str:
         difference = recipe_difference(_saved_tree(saved), loader.as_tree(config))
@@ -206,18 +206,6 @@ def _saved_tree(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return tree if isinstance(tree, dict) else {}
-
-
-def failure_report(runtime: Runtime, step: int, error: Exception, trace: list[str]) -> dict[str, Any]:
-    return {
-        "rank": runtime.rank,
-        "host": runtime.host,
-        "step": step,
-        "error": type(error).__name__,
-        "message": str(error),
-        "exit_code": error.exit_code if isinstance(error, HarnessError) else EXIT_FAILURE,
-        "traceback": trace,
-    }
 
 
 def _read_soon(path: Path) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from harness.config.schema import Config
+from harness.distributed import processes
 from harness.errors import HarnessError
 from harness.runs import layout
 from harness.sweep import process, results
@@ -25,6 +26,7 @@ from harness.sweep.study import Study, SweepTrial
 
 _POLL_S = 0.1
 _STARTS = 3  # of a trial that is interrupted each time, per start of the sweep
+_ORPHANS_S = 30.0  # for the processes of a killed trial to end by themselves with a checkpoint
 _GRACE_S = 20.0  # in addition to launch.grace_s, for a launcher to report on ranks that it had to kill
 
 
@@ -71,7 +73,7 @@ class Runner:
         self._changed = True
         self.trials: list[SweepTrial] = []
         self.seen: dict[int, TrialProgress] = {}  # by trial number
-        self._bystanders = process.adopt_orphans()
+        self._bystanders = processes.adopt_orphans()
 
     def run(self) -> bool:
         """Run all trials; True if each ended by itself, False if a stop was requested."""
@@ -163,7 +165,7 @@ class Runner:
         trial, number = running.trial, running.trial.number
         del self._running[number]
         if how == "interrupted":
-            process.end_orphans(self._known(), running.process.killed)
+            processes.end_orphans(self._known(), 0.0 if running.process.killed else _ORPHANS_S)
         self._slots.give_back(running.grant)
         value = None
         if how == "done" and not running.pruned:
@@ -230,4 +232,4 @@ class Runner:
         for running in self._running.values():
             running.process.wait(running.config.launch.grace_s)
         self._running.clear()
-        process.end_orphans(self._known())
+        processes.end_orphans(self._known(), _ORPHANS_S)

@@ -23,13 +23,13 @@ def with_devices(monkeypatch):
 def test_without_a_device(with_devices):
     with_devices(0)
     assert choose("auto", 0, 1).type == "cpu"
-    with pytest.raises(LaunchError, match="there are 0 here"):
-        choose("cuda", 0, 1, dealt=True)
+    with pytest.raises(LaunchError, match="but 0 are visible"):
+        choose("cuda", 0, 1, may_be_isolated=True)
 
 
 def test_a_device_a_rank(with_devices):
     with_devices(2)
-    assert choose("auto", 1, 2) == choose("cuda", 1, 2, dealt=True) == torch.device("cuda", 1)
+    assert choose("auto", 1, 2) == choose("cuda", 1, 2, may_be_isolated=True) == torch.device("cuda", 1)
     assert choose("cpu", 1, 2).type == "cpu"
     with pytest.raises(LaunchError, match="start at most 2 processes"):
         choose("auto", 2, 3)
@@ -37,14 +37,14 @@ def test_a_device_a_rank(with_devices):
 
 def test_a_single_device_is_ones_own_only_where_the_launcher_deals_them(with_devices):
     with_devices(1)
-    assert choose("auto", 3, 4, dealt=True) == torch.device("cuda", 0)
-    with pytest.raises(LaunchError, match=r"4 process\(es\) of this node want a CUDA device each; there are 1 here"):
+    assert choose("auto", 3, 4, may_be_isolated=True) == torch.device("cuda", 0)
+    with pytest.raises(LaunchError, match=r"4 process\(es\) on this node need one CUDA device each, but 1 are visible"):
         choose("auto", 3, 4)
 
 
 def test_no_two_ranks_on_one_card():
     check_own([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3")])
-    with pytest.raises(LaunchError, match="ranks 1 and 2 both took the CUDA device GPU-2 of a") as caught:
+    with pytest.raises(LaunchError, match="ranks 1 and 2 both use the CUDA device GPU-2 of a") as caught:
         check_own([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-2"), ("a", "GPU-1")])
     assert "--gpus-per-task=1" in caught.value.hint
 

@@ -88,13 +88,13 @@ def _errors_together():
                             time.sleep(0.3)
                         raise DataError(f"row of rank {rank}", where="a.csv:3", hint="mend it")
             except DataError as error:
-                told.append((error.message, error.where, error.hint, error.told_by, time.monotonic() - start < 5))
+                told.append((error.message, error.where, error.hint, error.origin_rank, time.monotonic() - start < 5))
         try:
             with runtime.together("building"):
                 if rank == 1:
                     raise ValueError("odd shape")
         except Exception as error:
-            told.append((type(error).__name__, str(error), getattr(error, "told_by", None)))
+            told.append((type(error).__name__, str(error), getattr(error, "origin_rank", None)))
         runtime.barrier()  # and the ranks are still in step
     return told
 
@@ -178,6 +178,6 @@ def test_peers_that_never_come(rank):
     kind, (message, seconds) = receiver.recv()
     process.join(5)
     assert kind == "value"
-    assert f"rank {rank} of 2 could not meet its peers at 127.0.0.1:" in message
+    assert f"rank {rank} of 2 could not reach its peers at 127.0.0.1:" in message
     assert "check that all nodes were started" in message
     assert seconds < 10

@@ -1,4 +1,4 @@
-"""Signals that ask for an end: which are counted, what stands before and after, and who obeys them."""
+"""Signals that end a supervised run: which are counted, and what the first and the second one do."""
 
 from __future__ import annotations
 
@@ -9,76 +9,76 @@ import threading
 import pytest
 
 from harness.distributed import signals
-from harness.distributed.monitor import Outcome, attend
+from harness.distributed.monitor import EngineReport, follow_until_done
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+COUNTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
-def terminal():
-    """Whatever these tests were started under."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def hangup(request):
+    """Sets the handler of SIGHUP to the parameter, whatever these tests were started under."""
+    before = signal.signal(signal.SIGHUP, request.param)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.fixture
-def nohup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGHUP, before)
+terminal = pytest.mark.parametrize("hangup", [signal.SIG_DFL], indirect=True)
+nohup = pytest.mark.parametrize("hangup", [signal.SIG_IGN], indirect=True)
 
 
 class Stoppable:
-    """Stands for a run that ends when it is asked to, having sent ``numbers`` to this process."""
+    """A run that ends when it is stopped, after it has sent ``number`` to this process."""
 
-    def __init__(self, *numbers: signal.Signals) -> None:
-        self._numbers, self._asked = numbers, threading.Event()
+    def __init__(self, number: signal.Signals) -> None:
+        self._number, self._stopped = number, threading.Event()
 
-    def follow(self) -> Outcome:
-        for number in self._numbers:
-            os.kill(os.getpid(), number)
-        return Outcome(stopped=self._asked.wait(0.3))
+    def follow(self) -> EngineReport:
+        os.kill(os.getpid(), self._number)
+        return EngineReport(stopped=self._stopped.wait(0.3))
 
     def stop(self) -> None:
-        self._asked.set()
+        self._stopped.set()
 
 
-def test_each_one_counts_and_what_was_before_is_put_back(terminal):
-    before = [signal.getsignal(number) for number in ASKING]
-    with signals.counted() as stops:
-        for count, number in enumerate(ASKING, 1):
-            signal.raise_signal(number)  # to this thread; the process may be given one a moment later
-            assert stops() == count
-    assert [signal.getsignal(number) for number in ASKING] == before
+@terminal
+def test_every_signal_counts_and_handlers_are_restored(hangup):
+    before = [signal.getsignal(number) for number in COUNTED]
+    with signals.counted() as count:
+        for expected, number in enumerate(COUNTED, 1):
+            signal.raise_signal(number)  # to this thread; os.kill may deliver a moment later
+            assert count() == expected
+    assert [signal.getsignal(number) for number in COUNTED] == before
 
 
-def test_under_nohup_a_closed_terminal_is_no_request_to_stop(nohup):
-    with signals.counted() as stops:
+@nohup
+def test_under_nohup_sighup_is_ignored(hangup):
+    with signals.counted() as count:
         signal.raise_signal(signal.SIGHUP)
-        assert stops() == 0
+        assert count() == 0
         signal.raise_signal(signal.SIGTERM)
-        assert stops() == 1
+        assert count() == 1
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_in_a_thread_nothing_is_touched():
-    def count(counts: list[int]) -> None:
-        with signals.counted() as stops:
-            counts.append(stops())
+def test_handlers_are_left_alone_outside_the_main_thread():
+    def run(seen: list[object]) -> None:
+        with signals.counted() as count:
+            seen += [count(), signal.getsignal(signal.SIGTERM)]
 
-    counts: list[int] = []
-    thread = threading.Thread(target=count, args=[counts])
+    seen: list[object] = []
+    thread = threading.Thread(target=run, args=[seen])
     thread.start()
     thread.join(10)
-    assert counts == [0]
+    assert seen == [0, signal.getsignal(signal.SIGTERM)]
 
 
-def test_a_run_is_stopped_and_says_what_another_signal_would_do(capsys):
-    assert attend(Stoppable(signal.SIGTERM)).stopped
-    assert capsys.readouterr().err == "stopping: every rank writes a checkpoint; once more ends them at once\n"
+def test_signal_stops_a_run_and_the_message_explains_the_next_one(capsys):
+    assert follow_until_done(Stoppable(signal.SIGTERM)).stopped
+    expected = "stopping: every rank writes a checkpoint; press Ctrl-C again to kill them\n"
+    assert capsys.readouterr().err == expected
 
 
-def test_under_nohup_a_run_outlives_the_terminal(nohup, capsys):
-    assert not attend(Stoppable(signal.SIGHUP)).stopped
+@nohup
+def test_under_nohup_a_run_outlives_the_terminal(hangup, capsys):
+    assert not follow_until_done(Stoppable(signal.SIGHUP)).stopped
     assert capsys.readouterr().err == ""

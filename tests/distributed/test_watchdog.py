@@ -1,4 +1,4 @@
-"""The watch ends a rank that waits for the dead: a peer's mark, a lost store, a lost launcher; and nothing else."""
+"""The watchdog ends a rank that waits for a process that is gone, and leaves all others alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from harness.distributed import watchdog as module
 from harness.distributed.launch_env import Launch, detect
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
-from harness.distributed.watchdog import Watch
+from harness.distributed.watchdog import Watchdog, exits_without_launcher
 from harness.errors import EXIT_FAILURE
 from tests.ranks import run_ranks, start
 
@@ -32,173 +33,168 @@ def wait_for(happened, seconds: float = 5.0):
         time.sleep(0.01)
 
 
-def watching(store, **launch):
-    runtime = Runtime(Launch(**launch), store=store)
-    stop, left = Stop(runtime), []
-    return Watch(runtime, stop, left.append), stop, left
+def failure(rank: int) -> RankExit:
+    return RankExit(rank, Cause.ERROR, EXIT_FAILURE, host=f"n{rank}", step=3, message="bad")
 
 
-def test_a_peer_s_failure_asks_for_a_stop_and_ends_a_rank_that_cannot_obey(quick):
+class Watched:
+    """A watchdog over ``store``, and what it did: ``stop.reason``, the cause it reported, and exit codes."""
+
+    def __init__(self, store, **launch) -> None:
+        self.exits: list[int] = []
+        self.causes: list[Cause] = []
+        runtime = Runtime(Launch(**launch), store=store)
+        self.stop = Stop(runtime)
+        self.dog = Watchdog(
+            runtime, self.stop, exit_process=self.exits.append, on_blocked=lambda cause, *_: self.causes.append(cause)
+        )
+
+
+def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
     store = dist.HashStore()
-    mine, stop, left = watching(store)
-    peer, _, _ = watching(store)
-    with mine:
+    mine, peer = Watched(store), Watched(store)
+    with mine.dog:
         time.sleep(0.1)
-        assert not stop.reason
-        assert peer.report({"rank": 3}) == {"rank": 3}
-        wait_for(lambda: left)
-    assert stop.reason == "rank 3 failed"
-    assert left == [EXIT_FAILURE]
-    assert mine.report({"rank": 5}) == {"rank": 3}  # the first failure is the launch's
-    assert peer.report({"rank": 3}) == {"rank": 3}
+        assert not mine.stop.reason
+        assert peer.dog.report(failure(3)) == failure(3)
+        wait_for(lambda: mine.exits)
+    assert mine.stop.reason == "rank 3 failed"
+    assert (mine.exits, mine.causes) == ([EXIT_FAILURE], [Cause.PEER_LOST])
+    assert mine.dog.report(failure(5)) == failure(3)  # the first failure of the launch
 
 
-def test_the_first_failure_is_the_one_that_counts():
+def test_first_failure_counts():
     store = dist.HashStore()
-    ranks = [Watch(runtime, Stop(runtime)) for runtime in (Runtime(Launch(rank=r), store=store) for r in range(3))]
-    assert [watch.report({"rank": rank}) for rank, watch in enumerate(ranks[1:], 1)] == [{"rank": 1}] * 2
+    dogs = [Watched(store, rank=rank).dog for rank in range(3)]
+    assert [dog.report(failure(rank)) for rank, dog in enumerate(dogs[1:], 1)] == [failure(1)] * 2
 
 
-def test_lingering_ends_when_all_have_heard(monkeypatch):
+@pytest.mark.parametrize(("peer_knows", "shortest_s", "longest_s"), [(True, 0.0, 1.5), (False, 1.9, 4.0)])
+def test_linger_waits_until_all_peers_know(monkeypatch, peer_knows, shortest_s, longest_s):
     monkeypatch.setattr(module, "NEWS_S", 2.0)
     store = dist.HashStore()
-    ranks = [Watch(runtime, Stop(runtime)) for runtime in
-             (Runtime(Launch(rank=r, world_size=2), store=store) for r in range(2))]  # fmt: skip
-    ranks[0].report({"rank": 0})
-    ranks[1].acknowledge()
-    begun = time.monotonic()
-    ranks[0].linger()
-    assert time.monotonic() - begun < 1.5
+    mine, peer = (Watched(store, rank=rank, world_size=2).dog for rank in range(2))
+    mine.report(failure(0))
+    if peer_knows:
+        peer.acknowledge()
+    begin = time.monotonic()
+    mine.linger()
+    assert shortest_s <= time.monotonic() - begin < longest_s
 
 
-def test_lingering_for_a_peer_that_never_hears_is_short(monkeypatch):
-    monkeypatch.setattr(module, "NEWS_S", 0.3)
-    runtime = Runtime(Launch(world_size=2), store=dist.HashStore())
-    begun = time.monotonic()
-    Watch(runtime, Stop(runtime)).linger()
-    assert time.monotonic() - begun < 2
-
-
-def test_a_rank_that_ends_in_time_is_left_alone(quick, monkeypatch):
+def test_rank_that_ends_in_time_is_left_alone(quick, monkeypatch):
     monkeypatch.setattr(module, "GRACE_S", 5.0)
-    store = dist.HashStore()
-    mine, stop, left = watching(store)
-    with mine:
-        mine.report({"rank": 0})
-        wait_for(lambda: stop.reason)
+    mine = Watched(dist.HashStore())
+    with mine.dog:
+        mine.dog.report(failure(0))
+        wait_for(lambda: mine.stop.reason)
         time.sleep(0.3)
-        assert not left
     time.sleep(0.3)
-    assert not left
+    assert not mine.exits
 
 
-def test_a_lost_store_counts_as_a_failure(quick):
+def test_lost_store_counts_as_a_failure(quick):
     class Gone:
         def check(self, *_):
             raise dist.DistNetworkError("Connection reset by peer")
 
         set = compare_set = wait = check
 
-    mine, stop, left = watching(Gone())
-    assert mine.report({"rank": 1}) is None  # and never raises
-    mine.linger()
-    with mine:
-        wait_for(lambda: left)
-    assert "rank 0, or the launcher, is gone" in stop.reason
+    mine = Watched(Gone())
+    assert mine.dog.report(failure(1)) is None  # and never raises
+    mine.dog.linger()
+    with mine.dog:
+        wait_for(lambda: mine.exits)
+    assert "rank 0, or the launcher, is gone" in mine.stop.reason
+    assert mine.causes == [Cause.PEER_LOST]
 
 
-def test_alone_there_is_nothing_to_watch(quick):
-    mine, stop, left = watching(None)
-    assert mine.report({"rank": 0}) is None
-    mine.linger()
-    with mine:
-        assert not mine._thread.is_alive()
-    assert not stop.reason
-
-
-def test_a_launcher_that_lives_is_no_reason(quick):
-    mine, stop, left = watching(None, elastic=True, supervised=True)
-    with mine:
+@pytest.mark.parametrize("launch", [{}, {"elastic": True, "supervised": True}])
+def test_single_rank_with_a_living_launcher_is_left_alone(quick, launch):
+    mine = Watched(None, **launch)
+    assert mine.dog.report(failure(0)) is None
+    mine.dog.linger()
+    with mine.dog:
         time.sleep(0.2)
-    assert not stop.reason
-    assert not left
+    assert not mine.stop.reason
+    assert not mine.exits
 
 
 def _orphan(path: str, elastic: bool):
-    """Start a grandchild that watches, and end."""
-    ready, tell = os.pipe()
+    """Start a grandchild with a watchdog, and end."""
+    ready, started = os.pipe()
     if os.fork() == 0:
         module.PERIOD_S, module.GRACE_S = 0.02, 0.1
         runtime = Runtime(Launch(elastic=elastic, supervised=elastic))
         stop = Stop(runtime)
+        causes = []
 
-        def leave(code: int) -> None:
-            Path(path).write_text(f"{code} {stop.reason}")
+        def exit_process(code: int) -> None:
+            Path(path).write_text(f"{code} {causes[0].value} {stop.reason}")
             os._exit(0)
 
-        with Watch(runtime, stop, leave):
-            os.write(tell, b"x")
+        with Watchdog(runtime, stop, exit_process=exit_process, on_blocked=lambda cause, *_: causes.append(cause)):
+            os.write(started, b"x")
             time.sleep(2)
             Path(path).write_text("still here")
         os._exit(0)
     os.read(ready, 1)
 
 
-@pytest.mark.parametrize(("elastic", "expected"), [(True, "70 the launcher is gone"), (False, "still here")])
-def test_the_launcher_s_death_is_noticed(tmp_path, elastic, expected):
-    told = tmp_path / "told"
-    process, _ = start(_orphan, (str(told), elastic))
-    process.join(10)
-    wait_for(lambda: told.exists() and told.read_text(), 10)
-    assert told.read_text() == expected
-
-
-def _orphan_that_has_not_met(path: str):
-    """Start a grandchild that waits for others, and end."""
-    ready, tell = os.pipe()
+def _orphan_before_rendezvous(path: str, supervised: bool):
+    """The same before rendezvous."""
+    ready, started = os.pipe()
     if os.fork() == 0:
         module.PERIOD_S = 0.02
 
-        def leave(code: int) -> None:
+        def exit_process(code: int) -> None:
             Path(path).write_text(str(code))
             os._exit(0)
 
-        with module.unless_orphaned(Launch(supervised=True), leave=leave):
-            os.write(tell, b"x")
-            time.sleep(3)
+        with exits_without_launcher(Launch(supervised=supervised), exit_process=exit_process):
+            os.write(started, b"x")
+            time.sleep(2)
         Path(path).write_text("still here")
         os._exit(0)
     os.read(ready, 1)
 
 
-def test_the_launcher_s_death_is_noticed_before_all_have_met(tmp_path):
-    told = tmp_path / "told"
-    process, _ = start(_orphan_that_has_not_met, (str(told),))
+@pytest.mark.parametrize(
+    ("orphan", "supervised", "expected"),
+    [
+        (_orphan, True, "70 launcher_lost the launcher is gone"),
+        (_orphan, False, "still here"),
+        (_orphan_before_rendezvous, True, "70"),
+        (_orphan_before_rendezvous, False, "still here"),
+    ],
+)
+def test_death_of_the_launcher_is_noticed(tmp_path, orphan, supervised, expected):
+    result = tmp_path / "result"
+    process, _ = start(orphan, (str(result), supervised))
     process.join(10)
-    wait_for(lambda: told.exists() and told.read_text(), 10)
-    assert told.read_text() == "70"
+    wait_for(lambda: result.exists() and result.read_text(), 10)
+    assert result.read_text() == expected
 
 
-@pytest.mark.parametrize("supervised", [True, False])
-def test_a_launcher_that_dies_later_is_the_watch_s_business(quick, supervised):
-    left = []
-    with module.unless_orphaned(Launch(supervised=supervised), parent=None if supervised else 1, leave=left.append):
+def test_launcher_that_dies_after_rendezvous_is_left_to_the_watchdog(quick):
+    exits = []
+    with exits_without_launcher(Launch(supervised=True), exit_process=exits.append):
         time.sleep(0.1)
-    assert not left
+    assert not exits
 
 
 def _fail_on_one():
     module.PERIOD_S, module.GRACE_S = 0.05, 0.2
     with open_runtime(detect(os.environ), "cpu", 30.0) as runtime:
-        stop, left = Stop(runtime), []
-        with Watch(runtime, stop, left.append) as watch:
+        stop, exits = Stop(runtime), []
+        with Watchdog(runtime, stop, exit_process=exits.append) as dog:
             runtime.barrier()
             if runtime.rank == 1:
-                watch.report({"rank": 1})
-            wait_for(lambda: stop.reason and left, 10)
+                dog.report(failure(1))
+            wait_for(lambda: stop.reason and exits, 10)
         runtime.barrier()
-        return stop.reason, left
+        return stop.reason, exits
 
 
-def test_the_mark_travels_through_the_launch_s_store():
+def test_failure_travels_through_the_store_of_the_launch():
     assert run_ranks(2, _fail_on_one, group=False, timeout_s=30) == [("rank 1 failed", [70])] * 2

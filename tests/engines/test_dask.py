@@ -24,7 +24,7 @@ from harness.engines import launch
 from harness.engines.dask import placement, reservation, store
 from harness.engines.dask import worker as on_worker
 from harness.errors import ConfigError, LaunchError
-from harness.runs import rank_exit, run_dir
+from harness.runs import run_dir
 from harness.runs.checkpoint import Checkpoints
 from harness.version import __version__
 from tests.conftest import ROOT
@@ -85,7 +85,7 @@ def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
 
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
     for call in (engine.render, engine.start):
-        with pytest.raises(LaunchError, match="means nothing to engine dask"):
+        with pytest.raises(LaunchError, match="has no meaning for engine dask"):
             call(job)
 
 
@@ -316,10 +316,10 @@ def test_a_borrowed_checkpoint_is_sent_to_all(apart, tmp_path):
 
 def test_the_failure_that_is_no_consequence_is_kept(apart):
     client, first, second = apart.folders
-    write(first, "failure.json", json.dumps({"rank": 0, "message": f"{rank_exit.LOST_CONTACT}: closed"}))
+    write(first, "failure.json", json.dumps({"rank": 0, "cause": "peer_lost"}))
     apart.sync.fetch(["one", "two"])
     assert json.loads((client / "failure.json").read_text())["rank"] == 0
-    write(second, "failure.json", json.dumps({"rank": 1, "message": "division by zero"}))
+    write(second, "failure.json", json.dumps({"rank": 1, "cause": "error"}))
     apart.sync.fetch(["one", "two"])
     assert json.loads((client / "failure.json").read_text())["rank"] == 1
 
@@ -391,8 +391,8 @@ def test_killed_rank_and_an_exact_restart_without_a_shared_disk(
     assert first.end(END_S).exit_code == 70
     assert time.monotonic() - killed < END_S
     assert "failed: rank 1 at step" in first.conclusion.text
-    assert "Killed: it died of SIGKILL" in first.conclusion.text
-    assert "rank 0: failed on" in first.conclusion.text
+    assert "Killed: the process received SIGKILL" in first.conclusion.text
+    assert "rank 0: lost its peers on" in first.conclusion.text
     assert not marked(mark)
     assert not scratch(dask_cluster)
     second = Running(dask_cluster.client, config, marking(mark))

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness.distributed.launch_env import Launch
-from harness.distributed.monitor import Outcome
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import RankExit
 from harness.engines import launch
 from harness.engines.flyte import engine
 from harness.errors import ConfigError, LaunchError
@@ -63,6 +64,9 @@ def unbroken(tmp_path_factory, stripes):
 
 def command(config, *words):
     return [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "flyte", "--nproc", "2", *words]
+
+
+KILLED = RankExit.from_code(1, -9)
 
 
 def golden(name: str, text: str) -> None:
@@ -106,22 +110,20 @@ def test_without_flytekit(tmp_path, stripes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("does", "outcome"),
+    ("does", "exits"),
     [
-        (f'echo \'{{"exits": {{"0": 0, "1": 0}}}}\' > ${engine.OUTCOME}', Outcome({0: 0, 1: 0})),
-        (f'echo \'{{"exits": {{"1": -9, "0": 70}}}}\' > ${engine.OUTCOME}; exit 70', Outcome({0: 70, 1: -9})),
-        ("exit 1", Outcome()),  # flytekit itself could not go on, and has said why
-        ("exit 0", Outcome()),
-        ("kill -9 $$", Outcome(lost="flytekit's local runner died of signal 9")),
+        (f"echo '[{KILLED.to_json()}]' > ${engine.EXITS}; exit 70", [KILLED]),
+        ("exit 1", []),  # flytekit itself failed, and has printed why
+        ("kill -9 $$", [RankExit.lost("flytekit's local runner was killed by signal 9")]),
     ],
 )
-def test_what_becomes_of_the_runner(tmp_path, stripes, does, outcome):
+def test_end_of_the_runner(tmp_path, stripes, does, exits):
     """A shell script in the place of the interpreter that runs flytekit."""
     runner = tmp_path / "python"
     runner.write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/folder.txt\n{does}\n")
     runner.chmod(0o755)
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.python={runner}"])
-    assert engine.start(job).follow() == outcome
+    assert engine.start(job).follow() == EngineReport(exits)
     assert not Path((tmp_path / "folder.txt").read_text().strip()).exists()
 
 
@@ -163,8 +165,9 @@ def test_stopped_and_killed_and_the_same_weights_in_the_end(tmp_path, stripes, u
     """A stop, a killed rank, a killed runner, and at last the page of launch/ under flytekit's own command."""
     config = write_config(tmp_path, stripes, **SLOW)
     folder = tmp_path / "runs" / "run"
-    ends = [(to_the_command, 75, "stopped early with a checkpoint"), (to_rank_1, 70, "Killed: it died of SIGKILL"),
-            (to_the_runner, 70, "Lost: flytekit's local runner died of signal 9")]  # fmt: skip
+    ends = [(to_the_command, 75, "stopped early with a checkpoint"),
+            (to_rank_1, 70, "Killed: the process received SIGKILL"),
+            (to_the_runner, 70, "Lost: flytekit's local runner was killed by signal 9")]  # fmt: skip
     for number, (kill, code, said) in enumerate(ends):
         with started(command(config), tmp_path / f"{number}.txt", TMPDIR=str(tmp_path)) as run_:
             wait_for_steps(folder, 5 + 8 * number, START_S)
@@ -299,9 +302,9 @@ def test_a_retry_without_a_shared_disk(tmp_path, monkeypatch):
     task._keep(folder)
     shutil.rmtree("runs")
     kept.append(SyncCheckpoint(str(tmp_path / "next"), str(tmp_path / "kept")))
-    task._bring_back(folder)
+    task._restore(folder)
     assert (folder / "checkpoints" / "latest").read_text() == "step-4\n"
     assert (folder / "checkpoints" / "step-4" / "state.pt").read_bytes() == b"state"
     (folder / "checkpoints" / "latest").write_text("step-8\n")
-    task._bring_back(folder)  # what lies there is newer than what was kept
+    task._restore(folder)  # what lies there is newer than what was kept
     assert (folder / "checkpoints" / "latest").read_text() == "step-8\n"

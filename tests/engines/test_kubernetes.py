@@ -21,7 +21,7 @@ from harness.config import loader
 from harness.engines import launch
 from harness.engines.kubernetes import engine
 from harness.errors import LaunchError
-from harness.runs.outcome import Aftermath
+from harness.runs.outcome import ExitCollector
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -124,8 +124,11 @@ def test_the_manifest_is_valid(name):
         ([IMAGE, "launch.nnodes=2", "launch.rendezvous=a:1"], "launch.rendezvous"),
         ([IMAGE, "launch.nnodes=2", "launch.min_nodes=1"], "needs launch.max_restarts"),
         ([IMAGE, "launch.nnodes=2", "launch.min_nodes=3"], "more than launch.nnodes"),
-        ([IMAGE, "launch.nnodes=3", "launch.min_nodes=2", "launch.max_restarts=1"], "cannot be dealt to 3 machines"),
-        ([IMAGE, "launch.kubernetes.claims={runs: runs}"], "appears at 'runs'"),
+        (
+            [IMAGE, "launch.nnodes=3", "launch.min_nodes=2", "launch.max_restarts=1"],
+            "cannot be divided among 3 machines",
+        ),
+        ([IMAGE, "launch.kubernetes.claims={runs: runs}"], "is mounted at 'runs'"),
         ([IMAGE, CLAIMS[0], "launch.kubernetes.workdir=work"], "workdir is 'work'"),
         ([IMAGE, "name=7.up"], "cannot be the name of a job"),
     ],
@@ -202,8 +205,8 @@ def answers(tmp_path, monkeypatch):
 
 def concluded(job):
     """What harness launch would say, where the run folder cannot be seen."""
-    aftermath = Aftermath(job.folder, job.world_size)
-    return aftermath.conclude(engine.start(job).follow())
+    collector = ExitCollector(job.folder, job.world_size)
+    return collector.conclude(engine.start(job).follow())
 
 
 JOB = [str(ROOT / "configs" / "digits.yaml"), [IMAGE, "launch.nnodes=2", "launch.nproc=4", "output=/nowhere"]]
@@ -216,9 +219,9 @@ JOB = [str(ROOT / "configs" / "digits.yaml"), [IMAGE, "launch.nnodes=2", "launch
         ("Failed", 143, 143, 75, "stopped early"),
         ("Failed", 2, 2, 2, "exit code 2"),
         ("Failed", 65, 65, 65, "exit code 65"),
-        ("Failed", 70, 137, 70, "rank 4 at step 0: Killed: it died of SIGKILL"),
+        ("Failed", 70, 137, 70, "rank 4 at step 0: Killed: the process received SIGKILL"),
         ("Failed", 70, 70, 70, "Lost: pod digits-master-0 ended with exit code 70, pod digits-worker-0 ended with "
-                               "exit code 70; its last words: failed: rank 3 on h at step 5: ValueError: no"),
+                               "exit code 70; its report: failed: rank 3 on h at step 5: ValueError: no"),
     ],
 )  # fmt: skip
 def test_exit_codes_of_pods(answers, condition, master, worker, code, said, capfd):
@@ -263,7 +266,7 @@ def test_a_cluster_out_of_reach(answers, monkeypatch):
     job = engine.start(launch.plan(*JOB))
     (folder / "pods.json").unlink()
     monkeypatch.setattr(engine, "_OUT_OF_REACH_S", 0.2)
-    assert "out of reach" in job.follow().lost
+    assert "does not answer" in job.follow().exits[0].message
 
 
 # A cluster of processes

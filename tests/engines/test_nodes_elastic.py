@@ -176,8 +176,8 @@ def test_a_long_cut_a_loss_and_a_signal_end_in_time(tmp_path, stripes, machines)
     there.lose()
     assert here.wait(END_S) == 70
     assert "failed: rank 1 at step" in here.run.text()
-    assert "killed from outside, or its machine is gone" in here.run.text()
-    assert "rank 0: failed on " in here.run.text()
+    assert "it was killed, or its machine is gone" in here.run.text()
+    assert "rank 0: lost its peers on " in here.run.text()
 
     launch(numbered=False)  # a stop is none of the failures that a restart is for
     wait_until(lambda: experiment.starts() == [2, 2, 2], START_S, "the third start")
@@ -195,6 +195,6 @@ def test_a_wrong_interface_is_explained(tmp_path, stripes, machines):
     for machine, words in ((here, "launch.interface=lo"), (there, "launch.interface=eth7")):
         machine.launch("--nnodes", "2", words)
     assert [here.wait(START_S), there.wait(START_S)] == [2, 2]
-    assert "interface lo (127.0.0.1) leads to no other machine" in here.run.text()
-    assert "there is no network interface eth7 with an IPv4 address here" in there.run.text()
+    assert "interface lo (127.0.0.1) does not lead to other machines" in here.run.text()
+    assert "this machine has no network interface eth7 with an IPv4 address" in there.run.text()
     assert f"interfaces of this machine: lo (127.0.0.1), eth0 ({ADDRESSES[1]})" in there.run.text()

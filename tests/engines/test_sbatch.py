@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from harness.cli import main
+from harness.distributed.monitor import EngineReport
 from harness.engines import launch
 from harness.engines.slurm import engine, sbatch
 from harness.engines.slurm.job_output import JobOutput
@@ -93,10 +94,10 @@ def test_trials_of_the_copied_array_are_experiments():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["launch.min_nodes=1"], "launch.min_nodes=1 means nothing to engine slurm"),
-        (["launch.rendezvous=a:1"], "means nothing to engine slurm"),
-        (["launch.node_rank=0"], "means nothing to engine slurm"),
-        (["launch.slurm.time='2'"], "signal_s=120 is no less than the time limit, 2 \\(120 s\\)"),
+        (["launch.min_nodes=1"], "launch.min_nodes=1 has no meaning for engine slurm"),
+        (["launch.rendezvous=a:1"], "has no meaning for engine slurm"),
+        (["launch.node_rank=0"], "has no meaning for engine slurm"),
+        (["launch.slurm.time='2'"], "signal_s=120 must be less than the time limit, 2 \\(120 s\\)"),
         (["launch.slurm.requeue=false", "launch.max_restarts=1"], "contradict each other"),
     ],
 )
@@ -115,18 +116,18 @@ def test_settings_that_no_script_should_hold(planned, word):
 
 
 def test_tasks_of_an_array_ask_for_the_same(planned):
-    with pytest.raises(LaunchError, match="a and b differ under launch"):
+    with pytest.raises(LaunchError, match="a and b differ in launch"):
         sbatch.array_script([planned("name=a"), planned("name=b", "launch.nproc=2")], "sweep")
 
 
 def test_a_file_in_a_folder_that_is_not_there(planned, tmp_path):
-    with pytest.raises(LaunchError, match="no such folder") as caught:
+    with pytest.raises(LaunchError, match="the folder does not exist") as caught:
         engine.start(planned("launch.slurm.output=logs/%j.txt"))
     assert caught.value.hint == "mkdir -p logs"
 
 
 def test_a_file_that_an_earlier_job_may_have_written(planned):
-    with pytest.raises(LaunchError, match="what an earlier job left in that file"):
+    with pytest.raises(LaunchError, match="an earlier job's output in that file"):
         sbatch.script(planned("launch.slurm.output=run.txt"))
 
 
@@ -193,7 +194,7 @@ def test_whether_the_script_is_over(tmp_path, again, over):
 @pytest.mark.parametrize(
     ("lines", "lost"),
     [
-        (["harness: job 7: exit code 137, another start: no"], "srun, which started the ranks, died of SIGKILL"),
+        (["harness: job 7: exit code 137, another start: no"], "srun, which started the ranks, was killed by SIGKILL"),
         (["srun: error: n1: task 1: Killed", "harness: job 7: exit code 137, another start: no"], ""),
         (["srun: error: Node failure on n1", "harness: job 7: exit code 143, another start: no"], "Node failure on n1"),
         (["harness: job 7: exit code 137, another start: yes"], ""),
@@ -204,7 +205,11 @@ def test_srun_itself_may_die(tmp_path, lines, lost):
     output = JobOutput()
     output.path = str(tmp_path / "7.txt")
     output.show(last=True)
-    assert (output.lost or output.died) == lost
+    assert (output.lost or output.killed) == lost
+
+
+def lost_by(run: engine.SlurmRun) -> str:
+    return run.follow().exits[-1].message
 
 
 def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
@@ -212,9 +217,9 @@ def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
     Answers(monkeypatch, "RUNNING", "COMPLETING")
     monkeypatch.setattr(engine, "_LINGER_S", 0.05)
     monkeypatch.setattr(engine, "down", lambda nodes: "n1 (completing*)")
-    run = engine.Slurm(planned(), "7")
+    run = engine.SlurmRun(planned(), "7")
     run._output.over, run._output.start = True, 1
-    assert run.follow().lost == "nodes that Slurm has lost: n1 (completing*)"
+    assert lost_by(run) == "nodes that Slurm has lost: n1 (completing*)"
 
 
 class Answers:
@@ -238,49 +243,49 @@ class Answers:
 
 def test_a_controller_that_is_away_for_a_while(planned, monkeypatch):
     answers = Answers(monkeypatch, "PENDING", "deaf", "deaf", "RUNNING", "COMPLETED")
-    assert engine.Slurm(planned(), "7").follow() == engine.Outcome()
+    assert engine.SlurmRun(planned(), "7").follow() == EngineReport()
     assert answers.asked == 5
 
 
 def test_a_controller_that_is_away_for_ever(planned, monkeypatch):
     Answers(monkeypatch, "RUNNING", "deaf")
-    monkeypatch.setattr(engine, "_DEAF_S", 0.05)
-    assert engine.Slurm(planned(), "7").follow().lost.endswith("(connect failure); job 7 may still run")
+    monkeypatch.setattr(engine, "_NO_ANSWER_S", 0.05)
+    assert lost_by(engine.SlurmRun(planned(), "7")).endswith("(connect failure); job 7 may still run")
 
 
 @pytest.mark.parametrize("name", ["TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "CANCELLED"])
 def test_jobs_that_slurm_ended(planned, monkeypatch, name):
     Answers(monkeypatch, "RUNNING", "COMPLETING", name)
-    assert engine.Slurm(planned(), "7").follow().lost == f"Slurm ended job 7: {name}"
+    assert lost_by(engine.SlurmRun(planned(), "7")) == f"Slurm ended job 7: {name}"
 
 
 @pytest.mark.parametrize(
     ("name", "lost"),
-    [("FAILED", "srun, which started the ranks, died of SIGKILL"), ("TIMEOUT", "Slurm ended job 7: TIMEOUT")],
+    [("FAILED", "srun, which started the ranks, was killed by SIGKILL"), ("TIMEOUT", "Slurm ended job 7: TIMEOUT")],
 )
 def test_what_slurm_says_of_a_job_goes_before_what_its_script_says_of_srun(planned, monkeypatch, tmp_path, name, lost):
     Answers(monkeypatch, "RUNNING", name)
     (tmp_path / "7.txt").write_text(
         "harness: job 7, start 1, on n0\nharness: job 7: exit code 137, another start: no\n"
     )
-    run = engine.Slurm(planned(), "7")
+    run = engine.SlurmRun(planned(), "7")
     run._output.path = str(tmp_path / "7.txt")
     run._output.show()
-    assert run.follow().lost == lost
+    assert lost_by(run) == lost
 
 
 def test_a_job_that_slurm_has_forgotten(planned, monkeypatch):
     Answers(monkeypatch, "RUNNING", None)
-    assert engine.Slurm(planned(), "7").follow() == engine.Outcome()
+    assert engine.SlurmRun(planned(), "7").follow() == EngineReport()
 
 
 def test_slurm_starts_it_again_where_its_script_would_not(planned, monkeypatch):
     """A lost node, which Slurm notices while the ranks' failure comes to the script."""
     answers = Answers(monkeypatch, "COMPLETING 1", "PENDING 1", "RUNNING 1", "COMPLETED 1")
     monkeypatch.setattr(engine, "_LINGER_S", 0.0)
-    run = engine.Slurm(planned(), "7")
+    run = engine.SlurmRun(planned(), "7")
     run._output.over, run._output.start = True, 1
-    assert run.follow() == engine.Outcome()
+    assert run.follow() == EngineReport()
     assert answers.asked == 4
 
 
@@ -289,10 +294,10 @@ def test_stopping_asks_then_insists(planned, monkeypatch):
     said = []
     monkeypatch.setattr(engine, "_quietly", lambda *words: said.append(" ".join(words)))
     Answers(monkeypatch, *["RUNNING"] * 50, "CANCELLED")
-    run = engine.Slurm(planned("launch.grace_s=0.01"), "7")
+    run = engine.SlurmRun(planned("launch.grace_s=0.01"), "7")
     run.stop()
     assert said == ["scontrol update JobId=7 Requeue=0", "scancel --state=PENDING 7", "scancel --signal=TERM 7"]
-    assert run.follow() == engine.Outcome(stopped=True)
+    assert run.follow() == EngineReport(stopped=True)
     assert "scancel 7" in said
     said.clear()
     run.stop()

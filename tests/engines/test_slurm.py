@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
+from harness.distributed.monitor import EngineReport
 from harness.engines import launch
 from harness.engines.slurm import engine
 from harness.errors import LaunchError
@@ -95,7 +96,7 @@ def test_refused(cluster, tmp_path, stripes, monkeypatch):
     with pytest.raises(LaunchError, match="sbatch refused the job: .*invalid partition"):
         engine.start(job)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(LaunchError, match="this machine has no"):
+    with pytest.raises(LaunchError, match="is not installed on this machine"):
         engine.start(job)
 
 
@@ -106,7 +107,7 @@ def test_exception_on_rank_1(cluster, tmp_path, stripes):
         assert not run_.alive()
     text = run_.text()
     assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
-    assert re.search(r"  rank 0: \w+ on .* at step \d+ at \w+ \(harness/", text), text
+    assert re.search(r"  rank 0: [\w ]+ on .* at step \d+, in \w+ \(harness/", text), text
     assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
 
 
@@ -122,11 +123,13 @@ def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, mon
         assert run_.wait(END_S) == 70, run_.text()
         assert time.monotonic() - killed < END_S
         assert not run_.alive()
-        assert re.search(r"failed: rank 1 .*at step \d+: Killed: it died of SIGKILL", run_.text()), run_.text()
+        assert re.search(r"failed: rank 1 .*at step \d+: Killed: the process received SIGKILL", run_.text()), (
+            run_.text()
+        )
     with launched(cluster, config) as run_:
         wait_for_steps(folder, 3, START_S)
         number = number_of(run_)
-        with pytest.raises(LaunchError, match=f"job {number} trains run from this folder already"):
+        with pytest.raises(LaunchError, match=f"job {number} already trains run in this run folder"):
             engine.submit(launch.plan(str(config), []))
         run_.signal(signal.SIGINT)
         assert run_.wait(END_S) == 75, run_.text()
@@ -167,7 +170,7 @@ def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
 
 def begins_again(cluster, run_: Started, number: str, count: int, minutes: int | None = None) -> None:
     """Until the job is started for the ``count``-th time, with another time limit if ``minutes`` are given."""
-    wait_until(lambda: "to go on at" in run_.text().rpartition(", start ")[2], START_S, "a requeued job")
+    wait_until(lambda: "resumes at" in run_.text().rpartition(", start ")[2], START_S, "a requeued job")
     if minutes:
         cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
     wait_until(lambda: f"job {number}, start {count}" in run_.text(), START_S, f"start {count}")
@@ -186,9 +189,9 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
             assert run_.wait(END_S) == 70, run_.text()
             assert time.monotonic() - at < END_S
             assert not run_.alive()
-        said = rf"failed: rank {lost} .*at step \d+: Lost: no word of rank {lost} \(on n{lost}\) 15 s after"
+        said = rf"failed: rank {lost} .*at step \d+: Lost: no exit record of rank {lost} \(on n{lost}\) 15 s after"
         assert re.search(said, run_.text()), run_.text()
-        assert re.search(rf"  rank {left}: failed on .* exit code 70", run_.text()), run_.text()
+        assert re.search(rf"  rank {left}: lost its peers on .* exit code 70", run_.text()), run_.text()
         cluster.start_node(f"n{lost}")
         # At once as a rule; where the node came back before the job had ended, Slurm asks it about the job once more.
         wait_until(lambda: set(cluster.states().values()) == {"idle"}, 180, "both nodes")
@@ -197,7 +200,7 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
         wait_for_steps(folder, 6, START_S)
         cluster.lose_node("n1")
         (tmp_path / "fast").touch()
-        wait_until(lambda: "waits (Nodes required for job are DOWN" in run_.text(), 60, "Slurm's notice")
+        wait_until(lambda: "is pending (Nodes required for job are DOWN" in run_.text(), 60, "Slurm's notice")
         number = number_of(run_)
         cluster.ask("scontrol", "hold", number)
         cluster.start_node("n1")
@@ -225,7 +228,7 @@ def test_the_same_weights_from_an_array_and_from_a_copied_script(cluster, tmp_pa
     (tmp_path / "mine.sbatch").write_text(script)
     copied = cluster.ask("sbatch", "--parsable", str(tmp_path / "mine.sbatch"), "name=copied").strip()
     for job, number in zip(jobs, numbers, strict=True):
-        assert engine.Slurm(job, number).follow() == engine.Outcome()
+        assert engine.SlurmRun(job, number).follow() == EngineReport()
         assert_same_run(unbroken, job.folder)
     wait_until(lambda: cluster.job(copied)["JobState"] == "COMPLETED", START_S, f"the end of job {copied}")
     assert_same_run(unbroken, tmp_path / "runs" / "copied")
@@ -238,7 +241,7 @@ def test_handed_over(cluster, tmp_path, stripes, monkeypatch, capsys):
     assert main(["launch", "-c", str(config), "--detach", "launch.slurm.extra=[--hold]"]) == 0
     number = capsys.readouterr().out.strip()
     assert cluster.job(number)["JobState"] == "PENDING"
-    run_ = engine.Slurm(launch.plan(str(config), []), number)
+    run_ = engine.SlurmRun(launch.plan(str(config), []), number)
     run_.stop()
-    assert run_.follow() == engine.Outcome(stopped=True)
+    assert run_.follow() == EngineReport(stopped=True)
     assert cluster.job(number)["JobState"] == "CANCELLED"

@@ -11,6 +11,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -19,11 +20,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.distributed.launch_env import Launch
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import RankExit, to_torch_error_file
 from harness.engines import launch
 from harness.engines.torchrun import engine as torchrun
 from harness.engines.torchrun import error_files, rendezvous
 from harness.errors import LaunchError
-from harness.runs import rank_exit
+from harness.runs import exit_files
 from tests.end_to_end.experiment import assert_same_run, record, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
 
@@ -90,14 +94,14 @@ REFUSED = {
     "no place to meet": (["nnodes=2"], "--rendezvous HOST:PORT"),
     "a place for one": (["rendezvous=a:1"], "launch.rendezvous is for several machines"),
     "a number for one": (["node_rank=0"], "launch.node_rank is for several machines"),
-    "a number too high": (["nnodes=2", "rendezvous=a:1", "node_rank=2"], "they count from 0"),
+    "a number too high": (["nnodes=2", "rendezvous=a:1", "node_rank=2"], "they are numbered from 0"),
     "numbers and restarts": (["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"], "exclude each other"),
     "a range without restarts": (["nnodes=2", "min_nodes=1", "rendezvous=a:1"], "--max-restarts 3, or --nnodes N"),
     "a range upside down": (["nnodes=2", "min_nodes=3", "rendezvous=a:1"], "is more than launch.nnodes=2"),
     "a batch for some": (["nnodes=3", "min_nodes=1", "max_restarts=1", "rendezvous=a:1"], "a multiple of 6; or"),
-    "an unknown host": (["nnodes=2", "rendezvous=no.such.host.invalid:1"], "knows no way to no.such.host.invalid"),
+    "an unknown host": (["nnodes=2", "rendezvous=no.such.host.invalid:1"], "has no route to no.such.host.invalid"),
     "no such interface": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=eth77"], "no network interface eth77"),
-    "loopback": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=lo"], "leads to no other machine"),
+    "loopback": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=lo"], "does not lead to other machines"),
 }
 
 
@@ -111,29 +115,32 @@ def test_what_cannot_work_is_refused(tmp_path, stripes, case):
         assert message in str(caught.value)
 
 
-def test_last_words_are_those_of_the_last_start(tmp_path):
-    assert error_files.read(tmp_path) == (0, [])
+def exit_of(rank, code):
+    return RankExit(rank, RankExit.from_code(rank, code).cause, code, "n0", 7, message="line")
+
+
+def test_error_files_of_the_newest_attempt_are_read(tmp_path):
+    assert error_files.read(tmp_path) == (0, [], None)
     for attempt, codes in ((0, [70, 70]), (9, [0, 75]), (10, [65])):
         for rank, code in enumerate(codes):
-            (tmp_path / "run_x" / f"attempt_{attempt}" / str(rank)).mkdir(parents=True)
-            file = tmp_path / "run_x" / f"attempt_{attempt}" / str(rank) / "error.json"
-            rank_exit.tell_launcher(str(file), 12.5, "line\nmore", rank=rank + 4, world_size=8, exit_code=code)
-    assert error_files.read(tmp_path) == (10, [error_files.Words(4, 8, 65)])
-    content = json.loads(file.read_text())["message"]
-    assert content == {"message": "line", "extraInfo": {"py_callstack": "line\nmore", "timestamp": "12"}}
+            folder = tmp_path / "run_x" / f"attempt_{attempt}" / str(rank)
+            folder.mkdir(parents=True)
+            launch_ = Launch(rank + 4, world_size=8, error_file=str(folder / "error.json"))
+            exit_files.write_for_torch(launch_, exit_of(rank + 4, code))
+    assert error_files.read(tmp_path) == (10, [exit_of(4, 65)], 8)
 
 
 # A launcher that stays when its ranks are gone
 
 STAYS = """
-import json, pathlib, signal, sys, time
+import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 folder = pathlib.Path(sys.argv[1], "run_x", "attempt_0", "0")
 folder.mkdir(parents=True)
-(folder / "error.json").write_text(json.dumps({"rank": 0, "world_size": 2, "exit_code": int(sys.argv[2])}))
+(folder / "error.json").write_text(sys.argv[2])
 time.sleep(60)
 """
-GONE = "it left no word: killed from outside, or its machine is gone"
+GONE = "it left no record: it was killed, or its machine is gone"
 RANGE = ["nnodes=2", "min_nodes=1", "max_restarts=1", "rendezvous=127.0.0.1:1"]
 
 
@@ -145,24 +152,25 @@ RANGE = ["nnodes=2", "min_nodes=1", "max_restarts=1", "rendezvous=127.0.0.1:1"]
 def test_a_launcher_without_ranks_is_ended_unless_it_may_start_others(
     tmp_path, stripes, monkeypatch, exit_code, words, is_ended, lost
 ):
-    """Rank 1 is on another machine, and left its last words in an earlier start."""
-    monkeypatch.setattr(
-        torchrun, "_command", lambda _, __, folder: [sys.executable, "-c", STAYS, folder, str(exit_code)]
-    )
+    """Rank 1 is on another machine, and left a record in an earlier start."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    content = to_torch_error_file(exit_of(0, exit_code), 2)
+    monkeypatch.setattr(torchrun, "_command", lambda _, __, folder: [sys.executable, "-c", STAYS, folder, content])
     monkeypatch.setattr(torchrun, "WAIT_S", dict.fromkeys(torchrun.WAIT_S, 0.2))
     monkeypatch.setattr(torchrun, "KILL_S", 0.2)
-    monkeypatch.setattr(torchrun, "_LOOK_S", 0.05)
+    monkeypatch.setattr(torchrun, "_CHECK_S", 0.05)
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words])
     (job.folder / "logs").mkdir(parents=True)
-    rank_exit.leave(job.folder / "logs", 1, 7, 70, "failed")
+    exit_files.write(job.folder / "logs", exit_of(1, 70))
     started_ = torchrun.start(job)
     if not is_ended:
         threading.Timer(2.0, lambda: (started_.stop(), started_.stop())).start()
     begun = time.monotonic()
-    outcome = started_.follow()
+    report = started_.follow()
     assert (time.monotonic() - begun > 1.9) is not is_ended
-    assert (outcome.exits, outcome.stopped, outcome.lost) == ({0: exit_code}, not is_ended, lost)
-    assert not started_._words.exists()
+    exits = [exit_of(0, exit_code), *([RankExit.lost(lost)] if lost else [])]
+    assert report == EngineReport(exits, not is_ended, 2)
+    assert not list(tmp_path.glob("harness-torchrun-*"))
 
 
 # For real
@@ -180,7 +188,7 @@ def test_exception_on_rank_1(tmp_path, stripes):
     assert re.search(r"rank      : 1 \(local_rank: 1\)\n\s+exitcode  : 70", summary)
     assert "error_file: <N/A>" not in run_.text()
     assert "failed: rank 1 on" in summary
-    assert re.search(r"  rank 0: \w+ on .* at step \d+ at \w+ \(harness/", summary), summary
+    assert re.search(r"  rank 0: [\w ]+ on .* at step \d+, in \w+ \(harness/", summary), summary
 
 
 @pytest.mark.slow
@@ -195,7 +203,7 @@ def test_killed_ranks_then_launcher_then_harness_then_the_end(tmp_path, stripes)
         wait_for_more_steps(folder, 2)
 
     def reasons():
-        return [end.reason for end in rank_exit.read(folder / "logs").values()]
+        return [exit.message for exit in exit_files.read(folder / "logs").values()]
 
     with started(command(config, "--max-restarts", "1"), tmp_path / "rank.txt") as run_:
         until_it_trains(1)
@@ -205,8 +213,8 @@ def test_killed_ranks_then_launcher_then_harness_then_the_end(tmp_path, stripes)
         assert run_.wait(END_S) == 70
         assert not run_.alive()
     report = run_.text().partition("failed: rank 0 at step")[2]
-    assert "Lost: it left no word: killed from outside, or its machine is gone" in report
-    assert "rank 1: failed on " in report
+    assert "Lost: it left no record: it was killed, or its machine is gone" in report
+    assert "rank 1: lost its peers on " in report
 
     with started(command(config), tmp_path / "launcher.txt") as run_:
         until_it_trains(3)
@@ -262,18 +270,18 @@ import os, sys, threading, time
 if "RANK" in os.environ:
     folder = os.path.dirname(os.path.abspath(__file__))
     def look():
-        while not hasattr(sys.modules.get("harness.distributed.runtime"), "_meet"):
+        while not hasattr(sys.modules.get("harness.distributed.runtime"), "open_store"):
             time.sleep(0.05)
         runtime = sys.modules["harness.distributed.runtime"]
-        meet = runtime._meet
+        open_store = runtime.open_store
         def late(launch, timeout_s):
             if launch.rank == 1:
                 while not os.path.exists(folder + "/go"):
                     time.sleep(0.05)
                 time.sleep(60)
             open(folder + "/waiting", "w").close()
-            return meet(launch, timeout_s)
-        runtime._meet = late
+            return open_store(launch, timeout_s)
+        runtime.open_store = late
     threading.Thread(target=look, daemon=True).start()
 """
 
@@ -285,5 +293,5 @@ def test_the_ranks_own_exit_code_before_they_meet(tmp_path, stripes):
     with started(command(config, "runtime.device=cuda"), tmp_path / "terminal.txt") as run_:
         assert run_.wait(START_S) == 2
         assert not run_.alive()
-    assert run_.text().count("error: 2 process(es) of this node want a CUDA device each; there are 0 here") == 1
+    assert run_.text().count("error: 2 process(es) on this node need one CUDA device each, but 0 are visible") == 1
     assert "ended with exit code 2 before the run began" in run_.text()

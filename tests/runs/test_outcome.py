@@ -1,189 +1,190 @@
-"""One report and one exit code from what ranks leave and engines see, whichever of it is there."""
+"""The outcome of a run: the rules that find the cause among the ranks' exits, and the files around them."""
 
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
-from harness.distributed.monitor import Outcome
-from harness.runs import rank_exit
-from harness.runs.outcome import Aftermath
-from harness.runs.rank_exit import LOST_CONTACT
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import Cause, RankExit
+from harness.runs import exit_files, layout
+from harness.runs.outcome import ExitCollector, judge
 
-TOLD = {"rank": 1, "host": "n1", "step": 7, "error": "ValueError", "message": "bad", "exit_code": 70,
-        "traceback": ["Traceback\n"]}  # fmt: skip
-SAID_LOST = {**TOLD, "rank": 0, "error": "TrainingError", "message": f"{LOST_CONTACT}: Connection closed by peer"}
+
+def own(rank, cause, code=70, step=7, **more):
+    """The record that a rank wrote itself."""
+    values = {"error": "ValueError", "message": f"m{rank}"} if cause is Cause.ERROR else {"message": f"m{rank}"}
+    return RankExit(rank, cause, code, host=f"n{rank}", step=step, **{**values, **more})
+
+
+def error(rank, **more):
+    return own(rank, Cause.ERROR, **more)
+
+
+def peer_lost(rank, **more):
+    return own(rank, Cause.PEER_LOST, **{"error": "TrainingError", **more})
+
+
+def seen(*codes):
+    """What an engine saw: pairs of rank and exit code, the first to end first."""
+    return [RankExit.from_code(rank, code) for rank, code in codes]
+
+
+def early(rank, code):
+    """An error before the run folder was claimed."""
+    return own(rank, Cause.ERROR, code, step=None)
+
+
+LOST, LOST_1 = RankExit.lost("the node is gone"), RankExit.lost("the node is gone", 1)
+LAUNCHER_LOST = own(0, Cause.LAUNCHER_LOST)
+KILL = -signal.SIGKILL
+TERM = -signal.SIGTERM
+
+# Exits, the first to end first; whether a user stopped the run; the failing rank; its cause; a part of the message.
+FAILURES = {
+    "own error": ([error(1), peer_lost(0)], False, 1, "error", "m1"),
+    "own error noticed later than the loss of the peer": ([peer_lost(0), error(1)], False, 1, "error", "m1"),
+    "first of two own errors": ([error(1), error(0)], False, 1, "error", "m1"),
+    "own error before a killed rank": ([error(0), *seen((1, KILL))], False, 0, "error", "m0"),
+    "own error before a lost node": ([LOST_1, error(0)], False, 0, "error", "m0"),
+    "own error while the user stops": ([error(0), own(1, Cause.STOPPED, 75)], True, 0, "error", "m0"),
+    "killed rank": ([peer_lost(0), *seen((0, 70), (1, KILL))], False, 1, "signal", "received SIGKILL (out of memory"),
+    "killed by another signal": (seen((1, -signal.SIGSEGV)), False, 1, "signal", "received SIGSEGV (see its log)"),
+    "first of two killed ranks": (seen((1, KILL), (0, TERM)), False, 1, "signal", "SIGKILL"),
+    "all ranks killed": (seen((0, KILL), (1, KILL)), False, 0, "signal", "SIGKILL"),
+    "killed rank while the user stops": ([peer_lost(0), *seen((1, KILL))], True, 1, "signal", "SIGKILL"),
+    "killed rank before a lost node": ([*seen((0, KILL)), LOST_1], False, 0, "signal", "SIGKILL"),
+    "lost node of a known rank": ([peer_lost(0), LOST_1], False, 1, "node_lost", "the node is gone"),
+    "lost node, rank without a record": ([peer_lost(0), LOST], False, 1, "node_lost", "the node is gone"),
+    "lost node of a rank that stopped by itself": ([LOST_1, own(1, Cause.STOPPED, 75)], False, 1, "node_lost", "gone"),
+    "lost node after an unexplained exit": ([*seen((0, 70)), LOST], False, 0, "node_lost", "the node is gone"),
+    "everything lost": ([LOST], False, 0, "node_lost", "the node is gone"),
+    "lost peer without a trace": ([peer_lost(0)], False, 0, "peer_lost", "m0"),
+    "lost launcher": ([LAUNCHER_LOST], False, 0, "launcher_lost", "m0"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_cause_of_a_failure(case):
+    exits, stopped, rank, cause, message = FAILURES[case]
+    outcome = judge(exits, stopped, world_size=2)
+    assert (outcome.failure["rank"], outcome.failure["cause"]) == (rank, cause)
+    assert message in outcome.failure["message"]
+    assert outcome.exit_code == outcome.failure["exit_code"] == 70
+
+
+DONE, STOPPED = own(0, Cause.DONE, 0), own(0, Cause.STOPPED, 75)
+
+# Exits; whether a user stopped the run; the exit code; the first words of the report.
+WITHOUT_FAILURE = {
+    "done": ([DONE, *seen((0, 0), (1, 0))], False, 0, "done: runs/x"),
+    "done, by the engine alone": (seen((0, 0), (1, 0)), False, 0, "done: "),
+    "aborted after the end of training": ([DONE, *seen((0, -signal.SIGABRT))], False, 0, "done: "),
+    "killed after its checkpoint": ([STOPPED, *seen((0, TERM))], True, 75, "stopped early with a checkpoint: runs/x"),
+    "stopped": ([STOPPED, *seen((0, 75), (1, 75))], True, 75, "stopped early with a checkpoint"),
+    "stopped by a scheduler": (seen((0, 75), (1, 75)), False, 75, "stopped early with a checkpoint"),
+    "one done, one stopped": (seen((0, 0), (1, 75)), False, 75, "stopped early with a checkpoint"),
+    "stopped before the handlers": (seen((0, TERM), (1, TERM)), True, 75, "stopped before the run began"),
+    "killed on request": (seen((0, KILL), (1, KILL)), True, 70, "ended on request, without a new checkpoint"),
+    "wrong configuration": (seen((0, 2), (1, 2)), False, 2, "ended with exit code 2 before the run began"),
+    "wrong configuration, peer ended": (seen((0, 2), (1, TERM)), False, 2, "ended with exit code 2 before"),
+    "wrong configuration, own record": ([early(0, 2), *seen((0, 2))], False, 2, "ended with exit code 2 before"),
+    "bad data": (seen((0, 65), (1, 70)), False, 65, "ended with exit code 65 before the run began"),
+    "unknown exit code": (seen((0, 1)), False, 70, "ended with exit code 70 before the run began"),
+    "nothing known": ([], False, 70, "ended with exit code 70 before the run began"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_FAILURE)
+def test_outcome_without_a_failure(case):
+    exits, stopped, code, text = WITHOUT_FAILURE[case]
+    outcome = judge(exits, stopped, world_size=2, folder="runs/x")
+    assert (outcome.exit_code, outcome.failure) == (code, None)
+    assert outcome.text.startswith(text)
+
+
+def test_report_names_the_failing_rank_and_what_the_others_did():
+    others = [
+        peer_lost(0, step=6, doing="step (harness/x.py:9) calling all_reduce", time=2.0),
+        *seen((2, KILL), (3, 1)),
+    ]
+    outcome = judge([error(1, message="bad\n  -> hint", traceback=["Traceback\n"], code=65), *others], folder="runs/x")
+    assert outcome.text.splitlines() == [
+        "failed: rank 1 on n1 at step 7: ValueError: bad",
+        "  -> hint",
+        "  rank 0: lost its peers on n0 at step 6, in step (harness/x.py:9) calling all_reduce; exit code 70 (m0)",
+        "  rank 2: killed by SIGKILL, left no record",
+        "  rank 3: exit code 1, left no record",
+        "logs: runs/x/logs; report: runs/x/failure.json",
+    ]
+    assert outcome.exit_code == 65
+    ranks = outcome.failure.pop("ranks")
+    assert list(ranks) == ["0", "1", "2", "3"]
+    assert ranks["1"] == "failed on n1 at step 7; exit code 65 (bad)"
+    assert outcome.failure == {
+        "rank": 1, "host": "n1", "step": 7, "error": "ValueError", "message": "bad\n  -> hint", "exit_code": 65,
+        "cause": "error", "traceback": ["Traceback\n"],
+    }  # fmt: skip
+
+
+def test_killed_rank_is_reported_at_its_peers_step():
+    outcome = judge([peer_lost(0, step=12), *seen((1, KILL))])
+    assert outcome.text.startswith("failed: rank 1 at step 12: Killed: the process received SIGKILL")
+
+
+def test_summary_is_shown_when_done():
+    summary = {"step": 9, "best": {"top1": 0.5, "step": 6}}
+    assert judge([DONE], folder="x", summary=summary).text == "done: x, 9 steps; best top1 0.5000 at step 6"
+
+
+# Files of the run folder
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "logs").mkdir()
+    (tmp_path / layout.LOGS).mkdir()
     return tmp_path
 
 
-def leave(folder, rank, code, how, **more):
-    rank_exit.leave(folder / "logs", rank, more.pop("step", 7), code, how, **more)
+def write_failure(folder, exit):
+    (folder / layout.FAILURE).write_text(json.dumps(exit.failure()))
 
 
-def tell(folder, report):
-    (folder / "failure.json").write_text(json.dumps(report))
+def failure_of(folder):
+    return json.loads((folder / layout.FAILURE).read_text())
 
 
-def test_done(folder):
-    aftermath = Aftermath(folder)
-    (folder / "summary.json").write_text(json.dumps({"step": 9, "best": {"top1": 0.5, "step": 6}}))
+def test_records_of_the_ranks_are_collected(folder):
+    collector = ExitCollector(folder, 2)
+    for exit in (peer_lost(0, time=2.0), error(1, time=1.0)):
+        exit_files.write(folder / layout.LOGS, exit)
+    outcome = collector.conclude(EngineReport(seen((0, 70), (1, 70))))
+    assert outcome.text.startswith("failed: rank 1 on n1 at step 7: ValueError: m1")
+    assert failure_of(folder) == outcome.failure
+
+
+def test_first_failure_by_the_ranks_own_agreement_counts(folder):
+    """Clocks of two hosts may differ; the ranks agreed in failure.json on which of two errors was first."""
+    collector = ExitCollector(folder, 2)
+    for exit in (error(0, time=1.0), error(1, time=2.0)):
+        exit_files.write(folder / layout.LOGS, exit)
+    write_failure(folder, error(1))
+    assert collector.conclude(EngineReport()).failure["rank"] == 1
+
+
+def test_records_of_an_earlier_start_are_ignored(folder):
+    exit_files.write(folder / layout.LOGS, error(1))
+    write_failure(folder, error(1))
+    collector = ExitCollector(folder)
     for rank in range(2):
-        leave(folder, rank, 0, "done")
-    ended = aftermath.conclude(Outcome({0: 0, 1: 0}))
-    assert ended.exit_code == 0
-    assert ended.text == f"done: {folder}, 9 steps; best top1 0.5000 at step 6"
-    assert not (folder / "failure.json").exists()
+        exit_files.write(folder / layout.LOGS, own(rank, Cause.STOPPED, 75))
+    assert collector.conclude(EngineReport()).exit_code == 75
+    assert failure_of(folder) == error(1).failure()
 
 
-@pytest.mark.parametrize("exits", [{0: 75, 1: 75}, {}])  # an engine may know nothing of single ranks
-def test_stopped(folder, exits):
-    aftermath = Aftermath(folder)
-    for rank in range(2):
-        leave(folder, rank, 75, "stopped", reason="SIGTERM")
-    ended = aftermath.conclude(Outcome(exits, stopped=True))
-    assert ended.exit_code == 75
-    assert "the same command goes on" in ended.text
-
-
-def test_the_failing_rank_and_what_the_others_did(folder):
-    aftermath = Aftermath(folder)
-    tell(folder, TOLD)
-    leave(folder, 1, 70, "failed", doing="forward (model.py:3)", reason="bad")
-    leave(
-        folder,
-        0,
-        70,
-        "blocked",
-        step=6,
-        doing="step (harness/training/loop.py:97), in all_reduce",
-        reason="rank 1 failed",
-    )
-    ended = aftermath.conclude(Outcome({0: 70, 1: 70}))
-    assert ended.exit_code == 70
-    first, other, last = ended.text.splitlines()
-    assert first == "failed: rank 1 on n1 at step 7: ValueError: bad"
-    assert "rank 0: blocked" in other
-    assert "at step 6 at step (harness/training/loop.py:97), in all_reduce; exit code 70 (rank 1 failed)" in other
-    assert str(folder / "logs") in last
-    written = json.loads((folder / "failure.json").read_text())
-    assert written["traceback"] == TOLD["traceback"]
-    assert set(written["ranks"]) == {"0", "1"}
-
-
-def test_a_killed_rank_is_the_cause_not_the_peer_that_noticed(folder):
-    aftermath = Aftermath(folder)
-    tell(folder, SAID_LOST)
-    leave(folder, 0, 70, "failed", step=12, reason=SAID_LOST["message"])
-    ended = aftermath.conclude(Outcome({0: 70, 1: -9}))
-    assert ended.exit_code == 70
-    assert ended.text.startswith("failed: rank 1 at step 12: Killed: it died of SIGKILL")
-    assert "rank 0: failed on" in ended.text
-    assert json.loads((folder / "failure.json").read_text())["rank"] == 1
-
-
-def test_a_lost_worker(folder):
-    aftermath = Aftermath(folder, 2)
-    tell(folder, SAID_LOST)
-    leave(folder, 0, 70, "failed", step=12)
-    ended = aftermath.conclude(Outcome(lost="worker tcp://10.0.0.2:4000 died"))
-    assert ended.text.startswith("failed: rank 1 at step 12: Lost: worker tcp://10.0.0.2:4000 died")
-    assert ended.exit_code == 70
-
-
-def test_a_rank_that_ended_by_itself_once_its_worker_was_lost(folder):
-    aftermath = Aftermath(folder, 2)
-    tell(folder, SAID_LOST)
-    leave(folder, 0, 70, "failed", step=12)
-    leave(folder, 1, 75, "stopped", step=12)
-    ended = aftermath.conclude(Outcome(lost="worker tcp://10.0.0.2:4000 died", lost_rank=1))
-    assert ended.text.startswith("failed: rank 1 on ")
-    assert "at step 12: Lost: worker tcp://10.0.0.2:4000 died" in ended.text
-    assert ended.exit_code == 70
-
-
-def test_everything_lost(folder):
-    ended = Aftermath(folder).conclude(Outcome(lost="the scheduler is gone"))
-    assert (ended.exit_code, ended.text.splitlines()[0]) == (
-        70, "failed: rank 0 at step 0: Lost: the scheduler is gone",
-    )  # fmt: skip
-
-
-def test_all_killed_at_once(folder):
-    ended = Aftermath(folder).conclude(Outcome({0: -9, 1: -9}))
-    assert ended.exit_code == 70
-    assert "rank 1: died of SIGKILL, without a word" in ended.text
-
-
-def test_a_rank_that_was_ended_for_another_s_sake_is_not_the_cause(folder):
-    ended = Aftermath(folder).conclude(Outcome({1: -9, 0: -15}))
-    assert ended.text.startswith("failed: rank 1 at step 0: Killed: it died of SIGKILL")
-    assert "rank 0: died of SIGTERM, without a word" in ended.text
-
-
-def test_a_peer_gone_without_a_trace(folder):
-    """Nobody saw the other die: what the survivor says is all there is."""
-    aftermath = Aftermath(folder)
-    tell(folder, SAID_LOST)
-    leave(folder, 0, 70, "failed")
-    assert LOST_CONTACT in aftermath.conclude(Outcome({0: 70})).text
-
-
-@pytest.mark.parametrize(
-    ("exits", "code"), [({0: 2, 1: 2}, 2), ({0: 2, 1: -15}, 2), ({0: 65, 1: 70}, 65), ({0: 1}, 70), ({}, 70)]
-)
-def test_wrong_before_it_began(folder, exits, code):
-    ended = Aftermath(folder).conclude(Outcome(exits))
-    assert ended.exit_code == code
-    assert f"exit code {code} before the run began" in ended.text
-
-
-def test_what_an_earlier_start_left_is_not_taken_for_this_one(folder):
-    tell(folder, TOLD)
-    leave(folder, 1, 70, "failed")
-    aftermath = Aftermath(folder)
-    for rank in range(2):
-        leave(folder, rank, 75, "stopped")
-    assert aftermath.conclude(Outcome({0: 75, 1: 75})).exit_code == 75
-    assert json.loads((folder / "failure.json").read_text()) == TOLD
-
-
-def test_ended_at_once_on_request(folder):
-    ended = Aftermath(folder).conclude(Outcome({0: -9, 1: -9}, stopped=True))
-    assert ended.exit_code == 70
-    assert "ended as asked" in ended.text
-
-
-@pytest.mark.parametrize(("code", "how", "text"), [(0, "done", "done: "), (75, "stopped", "stopped early with a ch")])
-def test_what_a_rank_dies_of_after_its_end_does_not_count(folder, code, how, text):
-    aftermath = Aftermath(folder)
-    leave(folder, 0, code, how)
-    ended = aftermath.conclude(Outcome({0: -15}, stopped=True))
-    assert ended.exit_code == code
-    assert ended.text.startswith(text)
-
-
-def test_a_failure_that_is_told_of_on_another_machine_s_disk(folder):
-    aftermath = Aftermath(folder)
-    leave(folder, 1, 65, "failed", reason="a.csv:3: bad")
-    leave(folder, 0, 70, "blocked", reason="rank 1 failed")
-    ended = aftermath.conclude(Outcome({0: 70, 1: 65}))
-    assert ended.exit_code == 65
-    assert "Failed: a.csv:3: bad" in ended.text
-
-
-def test_stopped_before_it_had_begun(folder):
-    ended = Aftermath(folder).conclude(Outcome({0: -15, 1: -15}, stopped=True))
-    assert ended.exit_code == 75
-    assert "before it had begun" in ended.text
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    ended = Aftermath(tmp_path / "runs" / "x").conclude(Outcome({0: -9}))
-    assert "died of SIGKILL" in ended.text
+def test_missing_folder_is_not_created(tmp_path):
+    outcome = ExitCollector(tmp_path / "runs" / "x").conclude(EngineReport(seen((0, KILL))))
+    assert "received SIGKILL" in outcome.text
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""What a rank does beside training: its last words for torch's launcher, and when it leaves. Whole runs: end_to_end."""
+"""How a rank ends: what it waits for when it stops, and what it reports of an error. Whole runs: end_to_end."""
 
 from __future__ import annotations
 
@@ -7,57 +7,102 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
 from harness.distributed.launch_env import Launch
+from harness.distributed.rank_exit import Cause, from_torch_error_file
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.runs import rank_exit
+from harness.distributed.watchdog import Watchdog
+from harness.errors import DataError, LaunchError
+from harness.runs import exit_files
+from harness.runs.run_dir import RunFolder
 from harness.training import main
+from harness.training.exit_report import ExitReporter, explained
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True}
 
 
-def seconds_to_let_go(stop: Stop, **launch) -> float:
-    begun = time.monotonic()
-    main.let_go(Launch(**launch), stop)
-    return time.monotonic() - begun
+def seconds_to_wait(stop: Stop, **launch) -> float:
+    begin = time.monotonic()
+    main.wait_for_launcher(Launch(**launch), stop)
+    return time.monotonic() - begin
 
 
-def test_a_rank_that_was_not_signalled_waits_for_its_own_launcher(monkeypatch):
-    monkeypatch.setattr(main, "_LET_GO_S", 5.0)
+def test_rank_without_a_signal_waits_for_its_own_launcher(monkeypatch):
+    monkeypatch.setattr(main, "_LAUNCHER_S", 5.0)
     stop = Stop(Runtime())
     threading.Timer(0.3, stop.request, ["SIGTERM"]).start()
-    assert 0.2 < seconds_to_let_go(stop, **TWO_MACHINES) < 3
-    assert seconds_to_let_go(stop, **TWO_MACHINES) < 0.1
+    assert 0.2 < seconds_to_wait(stop, **TWO_MACHINES) < 3
+    assert seconds_to_wait(stop, **TWO_MACHINES) < 0.1
 
 
-def test_it_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(main, "_LET_GO_S", 0.3)
-    assert 0.2 < seconds_to_let_go(Stop(Runtime()), **TWO_MACHINES) < 3
+def test_wait_for_the_launcher_is_bounded(monkeypatch):
+    monkeypatch.setattr(main, "_LAUNCHER_S", 0.3)
+    assert 0.2 < seconds_to_wait(Stop(Runtime()), **TWO_MACHINES) < 3
 
 
 @pytest.mark.parametrize("difference", [{"elastic": False}, {"local_world_size": 2}])
-def test_where_no_machine_can_join_nobody_waits(difference):
-    assert seconds_to_let_go(Stop(Runtime()), **{**TWO_MACHINES, **difference}) < 0.1
+def test_where_no_machine_can_join_no_rank_waits(difference):
+    assert seconds_to_wait(Stop(Runtime()), **{**TWO_MACHINES, **difference}) < 0.1
 
 
-def test_last_words_for_torch_s_launcher(tmp_path):
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_error_before_rendezvous_is_printed_once_and_recorded_by_all(tmp_path, caplog, local_rank):
     file = tmp_path / "error.json"
-    main.tell_launcher(Launch(rank=1, world_size=2, error_file=str(file)), 65, "bad row\n  -> mend it", 12.0)
-    content = json.loads(file.read_text())
-    assert content["message"]["message"] == "bad row"
-    assert (content["rank"], content["world_size"], content["exit_code"]) == (1, 2, 65)
-    main.tell_launcher(Launch(), 0, "nobody asked")
-    main.tell_launcher(Launch(error_file=str(tmp_path / "gone" / "error.json")), 70, "nobody to tell")
+    launch = Launch(rank=local_rank + 2, local_rank=local_rank, world_size=4, error_file=str(file))
+    assert main.fail_early(launch, LaunchError("no port")) == 2
+    assert caplog.text.count("error: no port") == (1 if local_rank == 0 else 0)
+    exit, world_size = from_torch_error_file(file.read_text())
+    assert (exit.rank, exit.cause, exit.step, exit.exit_code, world_size) == (local_rank + 2, Cause.ERROR, None, 2, 4)
 
 
-def test_what_a_lost_peer_is_told_by():
-    """By these words whoever concludes on a run knows a consequence from a cause."""
-    told = main._explained(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4000"))
-    assert str(told).startswith(f"{rank_exit.LOST_CONTACT}: [gloo/")
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4000")
 
 
-def test_a_consequence_is_later_than_its_cause_in_whole_seconds(monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 100.25)
-    assert int(main._since(ArithmeticError("a layer went wrong"))) == 100
-    assert int(main._since(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))) == 101
+def failed(tmp_path, error, *, store=None, rank=0):
+    """What one rank reports of ``error``: its exit code, its record, and failure.json."""
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir(exist_ok=True)
+    folder.claimed = True
+    runtime = Runtime(Launch(rank=rank), store=store)
+    code = ExitReporter(folder, runtime).failed(error, Watchdog(runtime, Stop(runtime)))
+    failure = tmp_path / "failure.json"
+    return code, exit_files.read(folder.logs)[rank], json.loads(failure.read_text()) if failure.exists() else None
+
+
+def test_own_error_is_recorded_and_printed(tmp_path, caplog):
+    code, exit, failure = failed(tmp_path, DataError("bad row", where="a.csv:3"))
+    assert code == exit.exit_code == failure["exit_code"] == 65
+    assert (exit.cause, exit.error, exit.message, exit.step) == (Cause.ERROR, "DataError", "a.csv:3: bad row", 0)
+    assert failure == exit.failure()
+    assert "error: a.csv:3: bad row" in caplog.text
+
+
+def test_lost_peer_is_a_consequence(tmp_path):
+    code, exit, failure = failed(tmp_path, GLOO)
+    assert (code, exit.cause, failure["cause"]) == (70, Cause.PEER_LOST, "peer_lost")
+    assert exit.message.startswith("lost contact with the other ranks: [gloo/")
+
+
+def test_later_failure_takes_the_exit_code_of_the_first(tmp_path, caplog):
+    store = dist.HashStore()
+    failed(tmp_path, DataError("bad row"), store=store)
+    caplog.clear()
+    code, exit, failure = failed(tmp_path, ArithmeticError("mine"), store=store, rank=1)
+    assert (code, exit.exit_code, exit.cause) == (65, 65, Cause.ERROR)
+    assert failure["rank"] == 0
+    assert "error" not in caplog.text
+
+
+def test_error_that_all_ranks_raise_is_reported_by_its_origin(tmp_path, caplog):
+    error = DataError("bad row")
+    error.origin_rank = 0
+    code, exit, failure = failed(tmp_path, error, rank=1)
+    assert (code, exit.cause, failure) == (65, Cause.PEER_LOST, None)
+    assert "bad row" not in caplog.text
+
+
+def test_full_disk_is_explained():
+    shown = str(explained(OSError(28, "No space left on device", "x.pt")))
+    assert shown.startswith("x.pt: a file could not be written: No space left on device\n  -> fix that")

@@ -19,7 +19,8 @@ from typing import Any
 
 from harness.config import loader
 from harness.distributed.launch_env import Launch, environment
-from harness.distributed.monitor import Outcome
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import RankExit
 from harness.distributed.worker_group import KILL_S, PEERS_S
 from harness.engines.base import Job
 from harness.engines.dask import placement
@@ -28,7 +29,8 @@ from harness.engines.dask.file_sync import BORROWED, FileSync
 from harness.engines.dask.placement import Placement
 from harness.engines.dask.reservation import KEYS
 from harness.errors import LaunchError
-from harness.runs import layout, rank_exit
+from harness.runs import layout
+from harness.runs.exit_files import ExitFiles
 from harness.runs.run_dir import RunFolder
 
 BY = "harness launch, engine dask"
@@ -60,7 +62,7 @@ class ClusterRun:
         self._failed_at: float | None = None
         self._looked_at, self._fetched_at = 0.0, 0.0
         self._folder = RunFolder(job.folder, job.config.checkpoint.keep)
-        self._earlier = rank_exit.read(self._folder.logs)
+        self._exit_files = ExitFiles(self._folder.logs)
         self._files: FileSync | None = None
         self._copier = ThreadPoolExecutor(1, "harness-fetch")
         self._copy: Future[None] | None = None
@@ -151,7 +153,7 @@ class ClusterRun:
 
     # Following
 
-    def follow(self) -> Outcome:
+    def follow(self) -> EngineReport:
         try:
             while any(self._is_running(rank) for rank in range(len(self._placements))):
                 self._check_futures()
@@ -162,7 +164,10 @@ class ClusterRun:
             self._fetch_rest()
         finally:
             self._clear()
-        return Outcome(self._exits, self._why_lost, bool(self._stops), lost_rank=next(iter(self._lost), None))
+        exits = [RankExit.from_code(rank, code) for rank, code in self._exits.items()]
+        if self._why_lost:
+            exits.append(RankExit.lost(self._why_lost, next(iter(self._lost), None)))
+        return EngineReport(exits, bool(self._stops))
 
     def stop(self) -> None:
         self._stops += 1
@@ -182,7 +187,7 @@ class ClusterRun:
             return False
         if rank not in self._lost:
             return True
-        if self._files is None and rank in rank_exit.since(self._earlier, self._folder.logs):
+        if self._files is None and rank in self._exit_files.read():
             return False
         return time.monotonic() < self._lost[rank] + _ORPHAN_S
 

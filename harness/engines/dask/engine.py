@@ -21,12 +21,12 @@ import yaml
 from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.launch_env import Launch, environment
-from harness.distributed.monitor import attend
+from harness.distributed.monitor import follow_until_done
 from harness.engines.base import Job, plan, refuse, shell
 from harness.engines.dask.cluster_run import BY, ClusterRun, Event
 from harness.errors import LaunchError
 from harness.runs import layout
-from harness.runs.outcome import Aftermath, Conclusion
+from harness.runs.outcome import ExitCollector, RunOutcome
 
 _CLOSE_S = 5.0
 _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
@@ -61,7 +61,7 @@ def run(
     config: str | Path | Mapping[str, Any] | Config,
     overrides: Sequence[str] = (),
     on_event: Callable[[Event], None] | None = None,
-) -> Conclusion:
+) -> RunOutcome:
     """Train ``config`` (the path of a YAML, its content as a dictionary, or a Config) on the cluster of ``client``.
     Returns the exit code that the command would have, and a report as text.
 
@@ -74,10 +74,10 @@ def run(
         raise LaunchError("this client is asynchronous", hint="give a Client(…) made without asynchronous=True")
     job = _job(config, overrides)
     _check(job)
-    aftermath = Aftermath(job.folder, job.world_size, job.url)
-    conclusion = aftermath.conclude(attend(ClusterRun(client, job, on_event, ExitStack())))
-    print(conclusion.text, file=sys.stderr)
-    return conclusion
+    collector = ExitCollector(job.folder, job.world_size, job.url)
+    outcome = collector.conclude(follow_until_done(ClusterRun(client, job, on_event, ExitStack())))
+    print(outcome.text, file=sys.stderr)
+    return outcome
 
 
 def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Job:

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from harness.distributed.rank_exit import Cause
 from harness.engines.dask.store import WorkerStore
 from harness.runs import layout
 from harness.runs.checkpoint import Checkpoints, damage
 from harness.runs.files import write_atomically
-from harness.runs.rank_exit import LOST_CONTACT
 from harness.runs.storage import LocalStore, copy_run
 
 BORROWED = "borrowed"  # in a job's scratch folder: the checkpoint of another run that this one starts from
@@ -90,8 +90,6 @@ class FileSync:
         """Each worker may have a failure.json: keep one that reports more than a lost peer."""
         with suppress(ValueError):  # incomplete: it is being written
             self._failures[worker] = json.loads(store.read(layout.FAILURE))
-        reports = sorted(
-            self._failures.values(), key=lambda report: str(report.get("message")).startswith(LOST_CONTACT)
-        )
+        reports = sorted(self._failures.values(), key=lambda report: report.get("cause") != Cause.ERROR)
         if reports:
             write_atomically(self._local.folder / layout.FAILURE, json.dumps(reports[0], indent=1) + "\n")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.distributed.worker_group import Gang
+from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import driver
 from harness.engines.dask.reservation import KEYS
 from harness.errors import LaunchError
@@ -58,7 +58,7 @@ class _HeldJob:
     spec: JobSpec
     scratch: Path
     begin: threading.Event = field(default_factory=threading.Event)
-    gangs: dict[int, Gang] = field(default_factory=dict)
+    groups: dict[int, WorkerGroup] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)  # ranks whose task has run
     stops: int = 0
     port: socket.socket | None = None
@@ -112,8 +112,8 @@ def stop(job: str) -> None:
     if held := _jobs.get(job):
         held.stops += 1
         if held.stops > 1:
-            for gang in held.gangs.values():
-                gang.stop()
+            for group in held.groups.values():
+                group.stop()
 
 
 def forget(job: str) -> None:
@@ -191,8 +191,9 @@ def _run(
     streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in files}
     command = [spec.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / layout.CONFIG)]
     command += map(held.filled, spec.overrides)
-    gang = Gang(command, {rank: {**os.environ, **environ}}, spec.grace_s, folder, terminal)
-    held.gangs[rank] = gang
+    worker = Worker(command, {**os.environ, **environ}, folder, terminal)
+    group = WorkerGroup({rank: worker}, spec.grace_s)
+    held.groups[rank] = group
     sent_at, stopped = 0.0, False
 
     def send_lines() -> bool:
@@ -205,12 +206,12 @@ def _run(
         nonlocal sent_at, stopped
         if not stopped and (held.stops or not wanted()):
             stopped = True
-            gang.stop()
+            group.stop()
         if (now := time.monotonic()) > sent_at + _EVENT_S:
             sent_at = now
             send_lines()
 
-    code = gang.follow(meanwhile).exits[rank]
+    code = group.wait(meanwhile)[rank]
     while send_lines():
         pass
     return code

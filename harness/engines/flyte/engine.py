@@ -1,42 +1,39 @@
-"""Engine flyte: a workflow of one task, whose source is written here, run by flytekit on this machine.
+"""Engine flyte: writes a workflow of one task, and runs it with flytekit on this machine.
 
-On a cluster the same source is registered and run by ``pyflyte run --remote``, which is Flyte's own tool for it. What
-the task does lives in ``harness.engines.flyte.task``.
+On a cluster Flyte's own ``pyflyte run --remote`` registers and runs the same source. task.py is the body of the task.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import select
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.distributed.monitor import Outcome
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import RankExit
+from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import Job, refuse
 from harness.errors import LaunchError
 
 FILE = "flyte_workflow.py"
-OUTCOME = "HARNESS_FLYTE_OUTCOME"  # names the file in which the task tells this engine what it saw of the ranks
-_POLL_S = 0.1
+EXITS = "HARNESS_FLYTE_EXITS"  # path of a file to which the task writes the rank exits for this engine
 _ORPHANS_S = 30.0  # for ranks whose task was killed to notice it, write a checkpoint and end
 _KILL_S = 20.0  # beyond the ranks' own grace period
 
-_SOURCE = '''r"""Trains an experiment of apex-harness on Flyte. Copy this page, edit what the task asks for, and run it:
+_SOURCE = '''r"""Train an experiment of apex-harness on Flyte. Copy this file, edit the task's resources, and run it:
 
 {local}
 {remote}
 
-The first trains on this machine, in the working folder. The second does on a cluster: the image holds the project, and
-`output` of the configuration should lie on a disk or in a store that outlives the pods.
+The first command trains on this machine, in the working folder. The second trains on a cluster: its image must contain
+the project, and `output` of the configuration should be a disk or a URL that outlives the pods.
 """
 
 from flytekit import Resources, task, workflow
@@ -48,11 +45,11 @@ MACHINE = Resources({resources})
 
 
 @task({task_config}
-    container_image={image},  # with the project in it; a run of this machine uses none
+    container_image={image},  # with the project installed; not used on this machine
     requests=MACHINE,
     limits=MACHINE,
-    shared_memory=True,  # loader processes hand their batches over in it
-    retries={retries},  # from the newest checkpoint, after a stop or a failure; a wrong configuration is not retried
+    shared_memory=True,  # for the batches of loader processes
+    retries={retries},  # resume from the newest checkpoint; configuration and data errors are not retried
 )
 def train(config: FlyteFile, overrides: list[str]) -> Results:
     """{ranks}"""
@@ -61,7 +58,7 @@ def train(config: FlyteFile, overrides: list[str]) -> Results:
 
 @workflow
 def experiment(config: FlyteFile, overrides: list[str] = []) -> Results:  # noqa: B006 - Flyte copies it
-    """The best weights, the metrics of each epoch, the summary, the whole record and the report of an experiment."""
+    """The best weights, the validation metrics of each epoch, the summary, the full record and the report."""
     return train(config=config, overrides=overrides)
 '''
 
@@ -85,11 +82,11 @@ def render(job: Job) -> str:
         retries=settings.max_restarts,
         ranks="One rank, on one of the machines that the Kubeflow plugin starts."
         if several
-        else "One machine, with launch.nproc ranks of the configuration.",
+        else "One machine, with launch.nproc ranks.",
     )
 
 
-def start(job: Job) -> Flyte:
+def start(job: Job) -> FlyteRun:
     _check(job)
     if job.settings.nnodes > 1:
         raise _for_a_cluster(job, f"launch.nnodes={job.settings.nnodes}: flytekit's local runner knows one machine")
@@ -99,33 +96,26 @@ def start(job: Job) -> Flyte:
         raise LaunchError(
             "engine flyte needs flytekit, which is not installed", hint="pip install 'apex-harness[flyte]'"
         )
-    return Flyte(job)
+    return FlyteRun(job)
 
 
-class Flyte:
-    """flytekit's local runner as a process of its own, with its files in a folder that is removed afterwards."""
+class FlyteRun:
+    """flytekit's local runner as a separate process, with its files in a temporary folder."""
 
     def __init__(self, job: Job) -> None:
-        self._grace_s = job.settings.grace_s
         self._folder = tempfile.TemporaryDirectory(prefix="harness-flyte-")
-        self._deadline = float("inf")
-        self._stopped = False
-        self._told = Path(self._folder.name, "outcome.json")
+        self._exits = Path(self._folder.name, "exits.json")
         page = Path(self._folder.name, FILE)
         page.write_text(render(job), encoding="utf-8")
         python = job.settings.python or sys.executable
         runner = [python, "-m", "flytekit.clis.sdk_in_container.pyflyte", "run", str(page)]
-        environ = {**os.environ, "TMPDIR": self._folder.name, OUTCOME: str(self._told)}
-        # All that comes of the runner inherits the reading end: with its last reader nothing is left of the run, and
-        # with the writing end this process is gone.
+        environ = {**os.environ, "TMPDIR": self._folder.name, EXITS: str(self._exits)}
+        # The runner and all its descendants inherit the reading end of a pipe. When its last reader is gone, no process
+        # of the run is left; when the writing end is closed, the task knows that this process is gone.
         reading, self._lifeline = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [*runner, *(word for words in _inputs(job) for word in words)],
-                env=environ,
-                stdin=reading,
-                start_new_session=True,
-            )
+            worker = Worker([*runner, *(word for words in _inputs(job) for word in words)], environ)
+            self._runner = WorkerGroup({0: worker}, job.settings.grace_s + _KILL_S, stdin=reading)
         except OSError as error:
             os.close(self._lifeline)
             self._folder.cleanup()
@@ -134,43 +124,42 @@ class Flyte:
             os.close(reading)
 
     def stop(self) -> None:
-        """SIGTERM, which the task passes on to its ranks; the second one it takes for the end."""
-        if not self._stopped:
-            self._stopped, self._deadline = True, time.monotonic() + self._grace_s + _KILL_S
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        """SIGTERM, which the task passes on to its ranks; the second one makes the task kill them."""
+        if self._runner.num_stops:
+            self._runner.send(signal.SIGTERM)
+        else:
+            self._runner.stop()
 
-    def follow(self) -> Outcome:
-        while (code := self._process.poll()) is None:
-            if time.monotonic() > self._deadline:
-                self._process.kill()
-            time.sleep(_POLL_S)
+    def follow(self) -> EngineReport:
+        code = self._runner.wait()[0]
+        stopped = self._runner.num_stops > 0
         self._wait_for_orphans()
+        exits = []
         try:
-            told = json.loads(self._told.read_text(encoding="utf-8"))
-            return Outcome({int(rank): end for rank, end in told["exits"].items()}, stopped=self._stopped)
-        except (OSError, ValueError, KeyError):  # it ended before its ranks did
-            lost = "" if code >= 0 or self._stopped else f"flytekit's local runner died of signal {-code}"
-            return Outcome(lost=lost, stopped=self._stopped)
+            exits = [RankExit.from_dict(exit) for exit in json.loads(self._exits.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, KeyError, TypeError):  # the runner ended before its ranks
+            if code < 0 and not stopped:
+                exits = [RankExit.lost(f"flytekit's local runner was killed by signal {-code}")]
         finally:
             os.close(self._lifeline)
             self._folder.cleanup()
+        return EngineReport(exits, stopped)
 
     def _wait_for_orphans(self) -> None:
         poll = select.poll()
-        poll.register(self._lifeline, 0)  # POLLERR is always told: nobody holds the other end any more
+        poll.register(self._lifeline, 0)  # POLLERR is always reported: the other end has no holder any more
         poll.poll(_ORPHANS_S * 1000)
 
 
 def _check(job: Job) -> None:
     refuse(
-        job, "flyte", min_nodes="Flyte retries a task whole; use launch.engine=torchrun or kubernetes",
+        job, "flyte", min_nodes="Flyte retries whole tasks; use launch.engine=torchrun or kubernetes",
         rendezvous="the Kubeflow plugin chooses it", node_rank="the Kubeflow plugin chooses it",
     )  # fmt: skip
 
 
 def _inputs(job: Job) -> Iterator[tuple[str, ...]]:
-    """The words after the file, as they belong together."""
+    """The words after the file, in groups that belong together."""
     yield ("experiment",)
     yield ("--config", job.path)
     if job.overrides:

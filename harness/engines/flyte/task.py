@@ -1,6 +1,6 @@
-"""What the task of engine flyte does: it starts ranks, waits for them, and returns what they left as Flyte files.
+"""The body of the Flyte task: starts ranks, waits for them, and returns their results as Flyte files.
 
-Imported by the workflow's page alone, where flytekit is. Here is nothing of how a workflow is made or started.
+Only the workflow's source imports it, where flytekit is installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -23,14 +23,15 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.file import FlyteFile
 
 from harness.distributed.launch_env import detect
-from harness.distributed.monitor import attend
-from harness.distributed.worker_group import Gang
+from harness.distributed.monitor import EngineReport, follow_until_done
+from harness.distributed.rank_exit import RankExit
+from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines import local
 from harness.engines.base import Job, plan
-from harness.engines.flyte.engine import OUTCOME
+from harness.engines.flyte.engine import EXITS
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
 from harness.runs import layout
-from harness.runs.outcome import Aftermath
+from harness.runs.outcome import ExitCollector
 from harness.runs.storage import UrlStore
 
 _ONE_MACHINE = ("launch.engine=local", "launch.nnodes=1", "launch.max_restarts=0")
@@ -39,50 +40,66 @@ _REPORT_S = 120.0  # for the report of a run
 
 
 class Results(NamedTuple):
-    """What an experiment leaves, as files of its run folder."""
+    """The results of an experiment, as files of its run folder."""
 
     weights: FlyteFile  # of the best step
-    epochs: FlyteFile  # JSON lines: the held-out metrics of each epoch
+    epochs: FlyteFile  # JSON lines: the validation metrics of each epoch
     summary: FlyteFile
-    record: FlyteFile  # JSON lines: all that was measured
-    report: Optional[FlyteFile]  # noqa: UP045 - a page with curves, where plotly is installed; Flyte knows this spelling
+    record: FlyteFile  # JSON lines: every measurement
+    report: Optional[FlyteFile]  # noqa: UP045 - if plotly is installed; Flyte supports only this spelling
 
 
 def train_node(path: str, overrides: Sequence[str]) -> Results:
-    """Train ``path`` with ``launch.nproc`` ranks on this machine. Raises FlyteRecoverableException if it failed or was
-    stopped, so that Flyte's retries go on from the checkpoint, and HarnessError where trying again is of no use."""
+    """Train ``path`` with ``launch.nproc`` ranks on this machine.
+
+    Raises FlyteRecoverableException if the run failed or was stopped, so that a retry resumes from the checkpoint, and
+    HarnessError for an error that a retry cannot fix.
+    """
     job = _job(path, overrides)
-    _bring_back(job.folder)
-    aftermath = Aftermath(job.folder, job.world_size, job.url)
-    asked = os.environ.get(OUTCOME)
-    if asked:
-        threading.Thread(target=_end_with_whoever_asked, daemon=True).start()
-    outcome = attend(local.start(job), _STOPPING)
-    if asked:
-        Path(asked).write_text(json.dumps({"exits": outcome.exits}), encoding="utf-8")
-    conclusion = aftermath.conclude(outcome)
-    if conclusion.exit_code != EXIT_DONE:
-        if asked:
-            raise SystemExit(conclusion.exit_code)  # whoever asked reports on it: once, and without a traceback of ours
+    _restore(job.folder)
+    collector = ExitCollector(job.folder, job.world_size, job.url)
+    exits_file = os.environ.get(EXITS)  # set by engine flyte on this machine, which then reports on the run
+    if exits_file:
+        threading.Thread(target=_end_with_engine, daemon=True).start()
+    report = follow_until_done(local.start(job), _STOPPING)
+    if exits_file:
+        Path(exits_file).write_text(json.dumps([asdict(exit) for exit in report.exits]), encoding="utf-8")
+    outcome = collector.conclude(report)
+    if outcome.exit_code != EXIT_DONE:
+        if exits_file:
+            raise SystemExit(outcome.exit_code)
         _keep(job.folder)
-        raise _error(conclusion.exit_code, conclusion.text)
+        raise _error(outcome.exit_code, outcome.text)
     return _results(job)
 
 
 def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
-    """Train ``path`` as the rank that torch's elastic agent has made of this process; every rank calls it, and what
-    rank 0 returns is what the task returns. Raises as ``train_node`` does."""
+    """Train ``path`` as the rank that torch's elastic agent made of this process. Every rank calls it; the task returns
+    the result of rank 0. Raises as ``train_node`` does."""
     place = detect(os.environ)
-    job = _job(path, overrides, f"launch.nproc={place.world_size}")  # whatever the page was made for
-    gang = Gang(job.command(), {0: {**os.environ, **job.environ()}}, job.settings.grace_s)
-    code = attend(gang, _STOPPING).exits[0]
+    job = _job(path, overrides, f"launch.nproc={place.world_size}")  # whatever the source was written for
+    run = OneRank(job)
+    code = follow_until_done(run, _STOPPING).exits[0].exit_code
     if code != EXIT_DONE:
         raise _error(code, f"a rank ended with exit code {code}{_first_failure(job.folder)}")
-    return _results(job) if place.rank == 0 else None  # the others may not see the run folder
+    return _results(job) if place.rank == 0 else None  # other machines may not have the run folder
 
 
-def _end_with_whoever_asked() -> None:
-    """Standard input is a pipe that the engine holds and never writes to: it ends with the engine's process."""
+class OneRank:
+    """A rank whose launch environment is that of this process."""
+
+    def __init__(self, job: Job) -> None:
+        self._group = WorkerGroup({0: Worker(job.command(), {**os.environ, **job.environ()})}, job.settings.grace_s)
+
+    def follow(self) -> EngineReport:
+        return EngineReport([RankExit.from_code(0, self._group.wait()[0])])
+
+    def stop(self) -> None:
+        self._group.stop()
+
+
+def _end_with_engine() -> None:
+    """End with the engine's process: standard input is a pipe that it holds and never writes to."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -98,16 +115,16 @@ def _error(exit_code: int, text: str) -> Exception:
 
 
 def _first_failure(folder: Path) -> str:
-    """What the rank that failed first has left, as far as this machine can see it."""
+    """The first failure, if this machine has the run folder."""
     with suppress(OSError, ValueError, KeyError):
-        told = json.loads((folder / layout.FAILURE).read_text(encoding="utf-8"))
-        return f"; rank {told['rank']} failed at step {told['step']}: {told['error']}: {told['message']}"
+        first = json.loads((folder / layout.FAILURE).read_text(encoding="utf-8"))
+        return f"; rank {first['rank']} failed at step {first['step']}: {first['error']}: {first['message']}"
     return ""
 
 
 def _results(job: Job) -> Results:
     folder = job.folder
-    if job.url:  # where it all is by now, and here no more
+    if job.url:  # which has everything; the local copy is removed
         folder = Path(tempfile.mkdtemp(prefix="harness-results-"))
         for name in (layout.WEIGHTS, layout.SUMMARY, layout.METRICS):
             UrlStore(job.url).get(name, folder / name)
@@ -125,15 +142,15 @@ def _results(job: Job) -> Results:
 
 
 def _report(run: str, page: Path) -> Path | None:
-    """The report on a run, or None where it cannot be made: it is no reason to fail a run that has trained."""
+    """The report on a run, or None if it cannot be written: that must not fail a finished run."""
     with suppress(OSError, subprocess.TimeoutExpired):
         command = [sys.executable, "-m", "harness", "report", run, "--out", str(page)]
         subprocess.run(command, check=False, capture_output=True, timeout=_REPORT_S)
     return page if page.is_file() else None
 
 
-def _bring_back(folder: Path) -> None:
-    """The run folder that an earlier attempt of this task kept, where no disk has kept it."""
+def _restore(folder: Path) -> None:
+    """Restore the run folder that an earlier attempt of this task handed to Flyte, unless the disk still has it."""
     kept = current_context().checkpoint
     if kept.prev_exists() and not folder.exists():
         folder.mkdir(parents=True)
@@ -141,6 +158,6 @@ def _bring_back(folder: Path) -> None:
 
 
 def _keep(folder: Path) -> None:
-    """Hand the run folder to Flyte, for the next attempt."""
+    """Hand the run folder to Flyte for the next attempt."""
     if folder.is_dir():
         current_context().checkpoint.save(folder)

@@ -1,9 +1,8 @@
-"""The manifest of an experiment on Kubernetes: a PyTorchJob of Kubeflow's training operator (kubeflow.org/v1), and a
-ConfigMap with the resolved configuration, so that a changed setting needs no new image.
+"""The manifest of an experiment: a PyTorchJob of Kubeflow's training operator (kubeflow.org/v1), and a ConfigMap with
+the resolved configuration, so that a changed setting needs no new image.
 
-In each pod ``harness launch --engine torchrun`` starts ``launch.nproc`` ranks. The operator says through the
-environment where the pods meet, and which one this is; Kubernetes puts that in for ``$(NAME)``. Nothing here talks to a
-cluster.
+In each pod ``harness launch --engine torchrun`` starts ``launch.nproc`` ranks. The operator sets environment variables
+for the rendezvous and the number of the pod; Kubernetes substitutes them for ``$(NAME)``.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from harness.engines.torchrun import rendezvous
 from harness.errors import LaunchError
 from harness.runs import layout
 
-# The operator starts a pod again that ended with 128 or more, and takes less for a failure: restartPolicy ExitCode.
+# With restartPolicy ExitCode the operator restarts a pod that exits with 128 or more; less is a failure.
 STOPPED_CODE = 143
 CONFIG = f"/etc/apex-harness/{layout.CONFIG}"
-CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456  # names that the operator looks for
+CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456  # names that the operator requires
 _MARGIN_S = 30  # beyond the ranks' own grace period
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")  # of a job: with "-worker-999" a name that DNS takes
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")  # of a job: with "-worker-999" still a valid DNS name
 _ABSOLUTE = "write an absolute path, such as /data"
-_OPERATOR = "the operator says where machines meet, and which one this is; drop it"
+_OPERATOR = "the operator sets the rendezvous and the number of each machine; remove it"
 
 
 def name_of(job: Job) -> str:
-    """The job's name in the cluster. Raises LaunchError where the experiment's cannot be made into one."""
+    """The job's name in the cluster. Raises LaunchError if the name of the experiment is not valid there."""
     if job.settings.kubernetes.name:
         return job.settings.kubernetes.name
     name = re.sub(r"[._]", "-", job.config.name.lower())
     if not _NAME.fullmatch(name):
         raise LaunchError(
-            f"{name!r} cannot be the name of a job: it takes a letter, then letters, digits and -, 46 at most",
+            f"{name!r} cannot be the name of a job: it must be a letter, then letters, digits and -, 46 at most",
             where=job.path,
             hint="launch.kubernetes.name=…",
         )
@@ -54,12 +53,12 @@ def pods_of(job: Job) -> list[str]:
 
 
 def manifest(job: Job) -> str:
-    """All that is applied, as YAML. Raises LaunchError for settings that no cluster could use."""
+    """The manifest, as YAML. Raises LaunchError for settings that no cluster could use."""
     _check(job)
     documents = yaml.dump_all([_config_map(job), _job(job)], Dumper=_Dumper, sort_keys=False, width=100)
     if _outlives_pods(job):
         return documents
-    return f"# output={job.config.output} lies on no claim: what the run leaves is lost with its pods.\n{documents}"
+    return f"# output={job.config.output} is on no claim: the run folder is lost with the pods.\n{documents}"
 
 
 def _config_map(job: Job) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def _config_map(job: Job) -> dict[str, Any]:
 def _job(job: Job) -> dict[str, Any]:
     settings = job.settings
     restarts = settings.max_restarts
-    # A container counts each of its restarts, and a failure restarts them all.
+    # The limit counts the restarts of every container, and one failure restarts them all.
     limit = {"backoffLimit": restarts * settings.nnodes + 1} if restarts else {}
     elastic = {"minReplicas": settings.min_nodes, "maxReplicas": settings.nnodes, "maxRestarts": restarts,
                "rdzvBackend": "c10d"}  # fmt: skip
@@ -124,14 +123,14 @@ def _pod(job: Job) -> dict[str, Any]:
         "terminationGracePeriodSeconds": math.ceil(job.settings.grace_s) + _MARGIN_S,
         "volumes": [
             {"name": "config", "configMap": {"name": name_of(job)}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # loader processes hand batches over in it
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # for the batches of loader processes
             *claims,
         ],
     }
 
 
 def _command(job: Job) -> list[str]:
-    """What runs in every pod; the rest of the ``launch`` section is in the configuration."""
+    """The command of every pod; the rest of the ``launch`` section is in the configuration."""
     settings = job.settings
     words = ["--engine", "torchrun", "--stopped-code", str(STOPPED_CODE)]
     if _elastic(job):
@@ -165,24 +164,24 @@ def _check(job: Job) -> None:
         return LaunchError(message, where=job.path, hint=hint)
 
     if not section.image:
-        raise wrong("the pods need a container image with the project in it", "launch.kubernetes.image=…")
+        raise wrong("the pods need a container image that contains the project", "launch.kubernetes.image=…")
     refuse(job, "kubernetes", rendezvous=_OPERATOR, node_rank=_OPERATOR)
     if (settings.min_nodes or 1) > settings.nnodes:
         raise wrong(f"launch.min_nodes={settings.min_nodes} is more than launch.nnodes={settings.nnodes}",
                     "--nnodes MIN:MAX sets both")  # fmt: skip
     if _elastic(job):
         if not settings.max_restarts:
-            raise wrong("a range of machines needs launch.max_restarts: each loss takes one", "--max-restarts 3")
+            raise wrong("a range of machines needs launch.max_restarts: each lost machine uses one", "--max-restarts 3")
         rendezvous.check_batch(job, settings.min_nodes or settings.nnodes)
     if section.workdir and not posixpath.isabs(section.workdir):
         raise wrong(f"launch.kubernetes.workdir is {section.workdir!r}", _ABSOLUTE)
     for claim, path in section.claims.items():
         if not posixpath.isabs(path):
-            raise wrong(f"launch.kubernetes.claims: {claim} appears at {path!r}", _ABSOLUTE)
+            raise wrong(f"launch.kubernetes.claims: {claim} is mounted at {path!r}", _ABSOLUTE)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as such."""
+    """Writes text of several lines as a block."""
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.Node:

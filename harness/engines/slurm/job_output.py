@@ -1,4 +1,4 @@
-"""The file that a Slurm job prints to: shown as it grows, and what srun says in it of tasks that ended badly."""
+"""The output file of a Slurm job: shown as it grows, and parsed for srun's reports on tasks that failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import suppress
 
 from harness.distributed.stack import signal_name
 
-_START = re.compile(r"^harness: job \S+, start (\d+), ")  # harness.engines.slurm.sbatch has the script say so, and this
+# The script of harness.engines.slurm.sbatch prints these two lines.
+_START = re.compile(r"^harness: job \S+, start (\d+), ")
 _OVER = re.compile(r"^harness: job \S+: exit code (\d+), another start: no")
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$")
 _NODE = re.compile(r"^srun: error: (Node failure on \S+)")
@@ -17,24 +18,23 @@ _SIGNALS = {signal.strsignal(number): -number for number in signal.valid_signals
 
 
 class JobOutput:
-    """``path`` is set when it is known; a file that is not there yet, or not on this machine, shows nothing."""
+    """``path`` is set once it is known. A missing file, such as one on another machine, shows nothing."""
 
     def __init__(self) -> None:
         self.path = ""
         self.exits: dict[int, int] = {}
-        """Exit code of each task of the newest start that did not end well, or minus the signal it died of; the first
-        to end comes first."""
+        """Exit codes, or minus the signal number, of the failed tasks of the newest start, the first to end first."""
         self.lost = ""
-        self.died = ""
-        """What is to be said if nothing else is known: srun's own end."""
+        self.killed = ""
+        """The report that srun itself was killed, for when nothing else explains the end."""
         self.start = 0
-        """Which start of the job the newest is, from 1."""
+        """Number of the newest start, from 1."""
         self.over = False
-        """Its script has come to its end, and does not ask for another start."""
+        """The script has ended and does not ask for another start."""
         self._offset, self._rest = 0, b""
 
     def show(self, last: bool = False) -> bool:
-        """Print what is new, in whole lines, or all of it if it is the ``last`` time; say whether there was any."""
+        """Print the new whole lines, and with ``last`` also an unfinished one. True if there were any."""
         fresh = b""
         with suppress(OSError), open(self.path, "rb") as file:
             file.seek(self._offset)
@@ -46,17 +46,17 @@ class JobOutput:
         for line in lines:
             text = line.decode(errors="replace")
             print(text, file=sys.stderr)
-            self._note(text)
+            self._parse(text)
         return bool(lines)
 
-    def _note(self, line: str) -> None:
+    def _parse(self, line: str) -> None:
         if found := _START.match(line):
-            self.exits, self.lost, self.died, self.over = {}, "", "", False
+            self.exits, self.lost, self.killed, self.over = {}, "", "", False
             self.start = int(found.group(1))
         elif found := _OVER.match(line):
             self.over = True
             if (number := int(found.group(1)) - 128) > 0 and not self.exits:
-                self.died = f"srun, which started the ranks, died of {signal_name(number)}"
+                self.killed = f"srun, which started the ranks, was killed by {signal_name(number)}"
         elif found := _NODE.match(line):
             self.lost = found.group(1)
         elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:
@@ -64,11 +64,11 @@ class JobOutput:
                 self.exits.setdefault(rank, code)
 
 
-def _code(said: str) -> int | None:
-    """What srun says of a task, as Outcome.exits has it; None for words it is not known to use of an end."""
-    if found := re.match(r"Exited with exit code (\d+)", said):
+def _code(text: str) -> int | None:
+    """The exit code, or minus the signal number, in srun's report on a task; None for any other text."""
+    if found := re.match(r"Exited with exit code (\d+)", text):
         return int(found.group(1))
-    return _SIGNALS.get(said.partition(" (core")[0])
+    return _SIGNALS.get(text.partition(" (core")[0])
 
 
 def _numbers(listed: str) -> list[int]:

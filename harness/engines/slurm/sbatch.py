@@ -1,7 +1,4 @@
-"""The batch script of engine slurm, as text: what is asked of Slurm, and what the first node's shell then does.
-
-Nothing here talks to Slurm; that is harness.engines.slurm.engine.
-"""
+"""The batch script of engine slurm: its #SBATCH options, and the shell that runs on the first node."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from harness.engines.base import Job, refuse
 from harness.errors import LaunchError
 from harness.runs import layout
 
-# Without placeholders but for two file names: launch/slurm.sbatch ends with the same lines.
-_BODY = r"""# Where the ranks meet: the first node, as Slurm itself reaches it, and a port that is free there.
+# launch/slurm.sbatch ends with the same lines, and a test compares them.
+_BODY = r"""# The ranks meet at the first node, by the address that Slurm uses, and at a free port.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$("${rank[0]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
@@ -22,18 +19,18 @@ export MASTER_ADDR MASTER_PORT
 
 newest() { cat "$folder/@LATEST@" 2>/dev/null; }
 before=$(newest)
-rm -f "$folder"/@RANK_EXITS@ # how the ranks of an earlier start ended
+rm -f "$folder"/@RANK_EXITS@ # of an earlier start
 echo "harness: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
-# One rank a task. When one has failed the others end by themselves, each with a report; --wait is for one that cannot.
-# Of a node that is gone srun waits to hear until Slurm itself calls it down, unless harness launch sends a USR2.
+# One rank per task. When one fails, the others end by themselves, each with a report; --wait is for one that cannot.
+# srun waits for a lost node until Slurm marks it as down, which takes minutes; harness launch ends it with USR2.
 srun --kill-on-bad-exit=0 --wait=20 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${rank[@]}" &
 trap 'kill -KILL $!' USR2
 wait $!
 code=$?
 
-# Another start, when there is reason to hope: after a stop (75) that brought a new checkpoint, and max_restarts times
-# after a failure. Never when the configuration (2) or the data (65) are wrong.
+# Start again after a stop (75) with a new checkpoint, and up to max_restarts times after a failure. Never for an error
+# in the configuration (2) or the data (65).
 again=no
 case $code in
     0 | 2 | 65) ;;
@@ -47,52 +44,54 @@ exit "$code"
 BODY = _BODY.replace("@LATEST@", f"{layout.CHECKPOINTS}/{layout.LATEST}")
 BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}")
 
-_ELASTIC = "Slurm's jobs have as many nodes from their start to their end; drop it, or use launch.engine=torchrun"
-_MEETING = "the ranks of a Slurm job meet on its first node; drop it"
+_ELASTIC = "a Slurm job has a fixed number of nodes; remove it, or use launch.engine=torchrun"
+_RENDEZVOUS = "the ranks of a Slurm job meet on its first node; remove it"
 
 
 def script(job: Job) -> str:
-    """What ``sbatch`` is given. Raises LaunchError for settings that mean nothing to Slurm."""
+    """The script for ``sbatch``. Raises LaunchError for settings that have no meaning for Slurm."""
     _check(job)
     options = [f"job-name={job.config.name}", *_options(job)]
-    return _page(options, job, _what(job))
+    return _script(options, job, _rank_lines(job))
 
 
 def array_script(jobs: Sequence[Job], name: str, at_once: int | None = None) -> str:
-    """A job array in which task i is ``jobs[i]``; at most ``at_once`` run at a time. What they ask of Slurm must be the
-    same. Raises LaunchError where it is not."""
+    """The script of a job array whose task i is ``jobs[i]``; at most ``at_once`` run at a time.
+
+    Raises LaunchError unless all have the same ``launch`` settings.
+    """
     first = jobs[0]
     for job in jobs:
         _check(job)
         if job.settings != first.settings:
             raise LaunchError(
-                f"{first.config.name} and {job.config.name} differ under launch, and the tasks of an array cannot",
+                f"{first.config.name} and {job.config.name} differ in launch, but all tasks of an array share it",
                 where=job.path,
-                hint="sweep over what is trained, and launch what differs in launch on its own",
+                hint="sweep over other settings, or launch the experiments one by one",
             )
     limit = f"%{at_once}" if at_once else ""
     own = [option.replace("%j", "%A_%a") for option in _options(first)]
     options = [f"job-name={name}", f"array=0-{len(jobs) - 1}{limit}", *own]
     cases = [
         line for number, job in enumerate(jobs)
-        for line in (f"    {number})", *(f"        {line}" for line in _what(job)), "        ;;")
+        for line in (f"    {number})", *(f"        {line}" for line in _rank_lines(job)), "        ;;")
     ]  # fmt: skip
-    return _page(options, first, ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
+    return _script(options, first, ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
 
 
-def _page(options: Sequence[str], job: Job, what: Sequence[str]) -> str:
+def _script(options: Sequence[str], job: Job, rank_lines: Sequence[str]) -> str:
     settings = job.settings
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environ().items()]
     blocks = [
         ["#!/usr/bin/env bash", *(f"#SBATCH --{option}" for option in options)],
         list(settings.slurm.setup),
         exports,
-        [*what, f"max_restarts={settings.max_restarts}"],
+        [*rank_lines, f"max_restarts={settings.max_restarts}"],
     ]
     return "\n\n".join(["\n".join(block) for block in blocks if block] + [BODY])
 
 
-def _what(job: Job) -> list[str]:
+def _rank_lines(job: Job) -> list[str]:
     return [f"rank=({shlex.join(job.command())})", f"folder={shlex.quote(str(job.folder))}"]
 
 
@@ -100,7 +99,7 @@ def _options(job: Job) -> list[str]:
     """The options of sbatch, without their dashes."""
     settings, slurm = job.settings, job.settings.slurm
     cpus = slurm.cpus_per_task or settings.threads + job.config.data.num_workers
-    said = {
+    values = {
         "nodes": settings.nnodes,
         "ntasks-per-node": settings.nproc,
         "cpus-per-task": cpus,
@@ -115,26 +114,26 @@ def _options(job: Job) -> list[str]:
         "output": slurm.output,
     }
     return [
-        *(f"{name}={value}" for name, value in said.items() if value is not None),
-        "open-mode=append",  # a job that is started again goes on in its file
+        *(f"{name}={value}" for name, value in values.items() if value is not None),
+        "open-mode=append",  # a requeued job continues its output file
         "requeue" if slurm.requeue else "no-requeue",
         *(option.removeprefix("--") for option in slurm.extra),
     ]
 
 
 def _check(job: Job) -> None:
-    refuse(job, "slurm", min_nodes=_ELASTIC, rendezvous=_MEETING, node_rank=_MEETING)
+    refuse(job, "slurm", min_nodes=_ELASTIC, rendezvous=_RENDEZVOUS, node_rank=_RENDEZVOUS)
     slurm = job.settings.slurm
     if not re.search(r"%\d*[jA]", slurm.output):
         raise LaunchError(
-            f"launch.slurm.output={slurm.output}: what an earlier job left in that file would be taken for this one's",
+            f"launch.slurm.output={slurm.output}: an earlier job's output in that file would be read as this one's",
             where=job.path,
-            hint="have %j, the job's number, in its name",
+            hint="use %j, the job id, in the file name",
         )
     if slurm.requeue and slurm.time is not None and 0 < seconds(slurm.time) <= slurm.signal_s:
         raise LaunchError(
-            f"launch.slurm.signal_s={slurm.signal_s} is no less than the time limit, {slurm.time} "
-            f"({seconds(slurm.time)} s): the run would be told to end as soon as it begins",
+            f"launch.slurm.signal_s={slurm.signal_s} must be less than the time limit, {slurm.time} "
+            f"({seconds(slurm.time)} s): the run would be stopped as soon as it begins",
             where=job.path,
             hint="raise launch.slurm.time, or lower launch.slurm.signal_s",
         )
@@ -142,12 +141,12 @@ def _check(job: Job) -> None:
         raise LaunchError(
             f"launch.max_restarts={job.settings.max_restarts} and launch.slurm.requeue=false contradict each other",
             where=job.path,
-            hint="drop one of them",
+            hint="remove one of them",
         )
 
 
 def seconds(limit: str) -> int:
-    """Slurm's way to write a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]."""
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:

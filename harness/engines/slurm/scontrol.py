@@ -1,4 +1,4 @@
-"""What Slurm says of a job, by its own commands. Nothing here decides anything."""
+"""The state of jobs and nodes, from Slurm's own commands. Nothing here decides anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.errors import LaunchError
 
 _ANSWER_S = 30.0  # for slurmctld; its own clients give up after about this long
 
-# States that no job leaves again; "COMPLETING" hides the one that follows.
+# Final states. "COMPLETING" is not one: it hides the state that follows.
 _OVER = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
      "TIMEOUT"]
@@ -19,7 +19,7 @@ _OVER = frozenset(
 
 
 class NoAnswer(Exception):
-    """slurmctld could not be reached, or would not say."""
+    """slurmctld could not be reached, or refused to answer."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class JobState:
     name: str
     """PENDING, RUNNING, FAILED, …"""
     reason: str = ""
-    """Why it waits."""
+    """Why it is pending."""
     nodes: str = ""
     restarts: int = 0
     output: str = ""
-    """The file that it prints to."""
-    begins: str = ""
+    """Path of its output file."""
+    start_time: str = ""
 
     @property
     def over(self) -> bool:
@@ -40,7 +40,7 @@ class JobState:
 
 
 def job_state(number: str) -> JobState | None:
-    """The state of a job; None when Slurm knows it no more. Raises NoAnswer."""
+    """The state of a job; None if Slurm has forgotten it. Raises NoAnswer."""
     try:
         text = ask("scontrol", "show", "job", "-o", number)
     except NoAnswer as error:
@@ -54,7 +54,7 @@ def parse(line: str) -> JobState:
     """The state in one line of ``scontrol show job -o``."""
 
     def value(key: str) -> str:
-        found = re.search(rf"(?:^| ){key}=(.*?)(?= \S+=| *$)", line)  # a path may hold blanks
+        found = re.search(rf"(?:^| ){key}=(.*?)(?= \S+=| *$)", line)  # a path may contain blanks
         return "" if found is None or found.group(1) in ("(null)", "None") else found.group(1)
 
     return JobState(
@@ -64,28 +64,28 @@ def parse(line: str) -> JobState:
 
 
 def down(nodes: str) -> str:
-    """Those of ``nodes`` that Slurm has lost, such as "n1 (down*)"; empty if none, or if it does not say."""
+    """The lost nodes among ``nodes``, such as "n1 (down*)"; empty if there are none or Slurm does not answer."""
     try:
         lines = ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines() if nodes else []
     except NoAnswer:
         return ""
-    # A star means that the node does not answer, which Slurm notices some time before it calls the node down.
+    # A star means that the node does not answer. Slurm reports it as down only some time later.
     lost = {name: state for name, _, state in (line.partition(" ") for line in lines)
             if state.endswith("*") or state.startswith(("down", "fail"))}  # fmt: skip
     return ", ".join(f"{name} ({state})" for name, state in sorted(lost.items()))
 
 
 def ask(*command: str, stdin: str | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """What a Slurm command prints. ``environ``: in place of this process's. Raises NoAnswer with its complaint,
-    LaunchError if there is no such command."""
+    """Run a Slurm command and return its output. ``environ``: instead of this process's. Raises NoAnswer with the
+    command's error, and LaunchError if it is not installed."""
     try:
         done = subprocess.run(
             command, input=stdin, env=environ, capture_output=True, text=True, timeout=_ANSWER_S, check=False
         )
     except FileNotFoundError:
         raise LaunchError(
-            f"this machine has no {command[0]}",
-            hint="start it where Slurm's commands are, such as a login node; --dry-run prints the script",
+            f"{command[0]} is not installed on this machine",
+            hint="run it on a machine with Slurm's commands, such as a login node; --dry-run prints the script",
         ) from None
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{command[0]} did not answer within {_ANSWER_S:.0f} s") from None

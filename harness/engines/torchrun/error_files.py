@@ -1,43 +1,36 @@
-"""What ranks under torch's launcher leave for it in its folder, and which processes may yet do so.
+"""The error files that ranks under torch's launcher write: ``DIR/RUN_*/attempt_N/LOCAL_RANK/error.json``.
 
-``DIR/RUN_*/attempt_N/LOCAL_RANK/error.json``, written by ``harness.runs.rank_exit.tell_launcher``; N counts the restarts.
+``harness.runs.exit_files`` writes them. N counts the restarts.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Words:
-    rank: int
-    world_size: int
-    exit_code: int
+from harness.distributed.rank_exit import RankExit, from_torch_error_file
 
 
-def read(folder: Path) -> tuple[int, list[Words]]:
-    """The number of the last start, from 0, and what its ranks have said so far."""
-    attempts = begun(folder)
-    last = max(attempts, default=0)
-    said = []
-    for path in attempts[last].glob("*/error.json") if attempts else ():
+def read(folder: Path) -> tuple[int, list[RankExit], int | None]:
+    """The newest attempt, from 0; the exits of its local ranks so far, by time; and the world size they reported."""
+    folders = attempts(folder)
+    newest = max(folders, default=0)
+    exits, world_size = [], None
+    for path in folders[newest].glob("*/error.json") if folders else ():
         with suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            said.append(Words(content["rank"], content["world_size"], content["exit_code"]))
-    return last, said
+            exit, world_size = from_torch_error_file(path.read_text(encoding="utf-8"))
+            exits.append(exit)
+    return newest, sorted(exits, key=lambda exit: exit.time), world_size
 
 
-def begun(folder: Path) -> dict[int, Path]:
-    """The starts of this machine's ranks, by number."""
+def attempts(folder: Path) -> dict[int, Path]:
+    """The folder of each start of this machine's ranks, by number."""
     return {int(path.name.rpartition("_")[2]): path for path in folder.glob("*/attempt_*")}
 
 
-def speakers(folder: Path) -> list[int]:
-    """Process ids of the ranks, and of what they started in turn, that are there. Linux only; elsewhere none."""
+def rank_processes(folder: Path) -> list[int]:
+    """Ids of the ranks' processes and of those that they started. Linux only; elsewhere none."""
     mark = f"={folder}{os.sep}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -1,5 +1,5 @@
-"""Where torch's launchers of several machines meet: torchrun's options for it, by the settings and this machine's
-network. What cannot work is refused here, before anything waits for it."""
+"""The rendezvous of torch's launchers on several machines: torchrun's options for it, by the settings and this
+machine's network. Settings that cannot work are refused before anything waits for them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from harness.distributed.network import address_of, interface_towards, interface
 from harness.engines.base import Job
 from harness.errors import LaunchError
 
-_LAST_CALL_S = 5  # for further machines, once there are enough
-_HEARTBEAT_S, _HEARTBEATS = 2, 5  # a machine that is silent for ten seconds is lost; their clocks may differ by less
+_LAST_CALL_S = 5  # for more machines to join once there are enough
+_HEARTBEAT_S, _HEARTBEATS = 2, 5  # after ten silent seconds a machine is lost; clocks may differ by less than that
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     nnodes: int = 1
     min_nodes: int = 1
-    host: str = ""  # of the first machine; empty: there is only this one
+    host: str = ""  # of the first machine; empty for a single machine
     port: int = 0
     node_rank: int | None = None
     address: str = "127.0.0.1"  # of this machine, for the others
-    hosts_store: bool | None = None  # None: torchrun is to find out
+    hosts_store: bool | None = None  # None: torchrun finds out
     wait_s: int = 600
     name: str = ""
 
@@ -32,7 +32,7 @@ class Meeting:
         return self.min_nodes < self.nnodes
 
     def options(self) -> list[str]:
-        """Those of torchrun."""
+        """The options of torchrun."""
         if not self.host:
             return ["--standalone", f"--local-addr={self.address}"]
         if self.node_rank is not None:
@@ -48,14 +48,14 @@ class Meeting:
                 f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"]  # fmt: skip
 
     def environ(self) -> dict[str, str]:
-        """Torchrun keeps the store of the first meeting, and its address, for all later ones. When the first machine
-        is another by then, or one that counted its restarts differently, ranks look for each other in vain."""
+        """Its variables. By default torchrun keeps the address of the first rendezvous for all later ones. After the
+        first machine has changed, or has counted its restarts differently, the ranks would wait at the wrong place."""
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.host and self.node_rank is None else {}
 
     def failed(self) -> LaunchError:
-        """What to say when the launcher ended before it had started a rank."""
+        """The error of a launcher that ended before it had started a rank."""
         if not self.host:
-            return LaunchError("torchrun started no rank; what it says is above")
+            return LaunchError("torchrun started no rank; its error is printed above")
         least = f"{self.min_nodes} to {self.nnodes}" if self.elastic else str(self.nnodes)
         return LaunchError(
             f"torchrun started no rank on {self.address}: {least} machines did not meet at {self.host}:{self.port} "
@@ -65,20 +65,20 @@ class Meeting:
         )
 
 
-def of(job: Job) -> Meeting:
-    """The meeting that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
+def of(job: Job) -> Rendezvous:
+    """The rendezvous that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
     settings = job.settings
     least = settings.min_nodes or settings.nnodes
     _check(job, least)
     if settings.nnodes == 1:
-        return Meeting()
+        return Rendezvous()
     assert settings.rendezvous is not None
     host, _, port = settings.rendezvous.rpartition(":")
     literal = host.strip("[]")
-    return Meeting(
+    return Rendezvous(
         settings.nnodes, least, host, int(port), settings.node_rank,
         address=_own_address(job, literal),
-        # By itself torchrun compares names, and in vain where this machine's own name means a loopback address.
+        # torchrun compares host names, which fails if this machine's own name resolves to a loopback address.
         hosts_store=None if is_loopback(literal) else is_here(literal),
         wait_s=math.ceil(settings.join_s),
         name=re.sub(r"[^\w.-]", "-", job.config.name),
@@ -99,24 +99,24 @@ def _check(job: Job, least: int) -> None:
                 refuse(f"launch.{key} is for several machines, and launch.nnodes is 1", "add --nnodes N, or remove it")
         return
     if settings.rendezvous is None:
-        refuse(f"{settings.nnodes} machines must know where to meet", "--rendezvous HOST:PORT, of the first machine")
+        refuse(f"{settings.nnodes} machines need a place to meet", "--rendezvous HOST:PORT, of the first machine")
     if settings.node_rank is not None:
         if settings.node_rank >= settings.nnodes:
-            refuse(f"launch.node_rank={settings.node_rank}, of {settings.nnodes} machines", "they count from 0")
+            refuse(f"launch.node_rank={settings.node_rank} with {settings.nnodes} machines", "they are numbered from 0")
         if settings.max_restarts:
             refuse(
-                "launch.node_rank and launch.max_restarts exclude each other: who is first may change with a restart",
-                "leave out launch.node_rank, and the machines are numbered as their addresses sort",
+                "launch.node_rank and launch.max_restarts exclude each other: a restart may change the first machine",
+                "leave out launch.node_rank: the machines are then numbered in the order of their addresses",
             )
     if least < settings.nnodes:
         if not settings.max_restarts:
-            refuse("a range of machines needs launch.max_restarts: each loss of a machine takes one",
+            refuse("a range of machines needs launch.max_restarts: each lost machine uses one",
                    "--max-restarts 3, or --nnodes N")  # fmt: skip
         check_batch(job, least)
 
 
 def check_batch(job: Job, least: int) -> None:
-    """Raise LaunchError unless every number of machines in the range can deal the global batch."""
+    """Raise LaunchError unless the global batch can be divided among every number of machines in the range."""
     batch, settings = job.config.batch, job.settings
     if batch.global_ is None:
         return
@@ -125,28 +125,28 @@ def check_batch(job: Job, least: int) -> None:
         if batch.global_ % (nodes * unit):
             common = math.lcm(*(count * unit for count in range(least, settings.nnodes + 1)))
             raise LaunchError(
-                f"batch.global={batch.global_} cannot be dealt to {nodes} machines with {settings.nproc} ranks each",
+                f"batch.global={batch.global_} cannot be divided among {nodes} machines of {settings.nproc} ranks",
                 where=job.path,
                 hint=f"for {least} to {settings.nnodes} machines, a multiple of {common}; or batch.per_rank",
             )
 
 
 def _own_address(job: Job, host: str) -> str:
-    """This machine's address on the way to ``host``, or on the interface that is to be used."""
+    """This machine's address on the interface of the settings, else on the one that leads to ``host``."""
     wanted = job.settings.interface
     name = wanted or interface_towards(host, outward=not is_loopback(host))
     address = address_of(name) if name else None
-    there = ", ".join(f"{known} ({has})" for known, has in interfaces().items())
+    known = ", ".join(f"{name} ({its})" for name, its in interfaces().items())
     if address is None:
         raise LaunchError(
-            f"there is no network interface {wanted} with an IPv4 address here" if wanted
-            else f"this machine knows no way to {host}, where all are to meet",
+            f"this machine has no network interface {wanted} with an IPv4 address" if wanted
+            else f"this machine has no route to {host}, where all machines meet",
             where="launch.interface" if wanted else "launch.rendezvous",
-            hint=f"interfaces of this machine: {there}",
+            hint=f"interfaces of this machine: {known}",
         )  # fmt: skip
     if is_loopback(address) and not is_loopback(host):
         raise LaunchError(
-            f"interface {name} ({address}) leads to no other machine", where="launch.interface",
-            hint=f"interfaces of this machine: {there}",
+            f"interface {name} ({address}) does not lead to other machines", where="launch.interface",
+            hint=f"interfaces of this machine: {known}",
         )  # fmt: skip
     return address

@@ -1,0 +1,94 @@
+"""Process control that Python has no function for, on Linux: death signals, orphans, sessions. Elsewhere a no-op."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from harness.errors import EXIT_STOPPED
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_POLL_S = 0.05
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
+
+
+def terminated_with_parent() -> Callable[[], None] | None:
+    """A ``preexec_fn``: the kernel sends the new process SIGTERM when this one dies, however it dies.
+
+    None outside the main thread: the kernel watches the thread that forked, and only the main one lives to the end.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    parent = os.getpid()
+
+    def bind() -> None:
+        _prctl(_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent died before the call above took effect
+            os._exit(EXIT_STOPPED)
+
+    return bind
+
+
+def adopt_orphans() -> set[int]:
+    """Make this process the parent of whatever its children leave behind when they die. Returns its present
+    children."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    return _children()
+
+
+def end_orphans(known: set[int], grace_s: float) -> None:
+    """End all children of this process that are not in ``known``: SIGTERM, then SIGKILL after ``grace_s``."""
+    orphans = _children() - known
+    send(signal.SIGTERM, orphans)
+    kill_after(grace_s, lambda: _reaped(_children() - known))
+
+
+def kill_after(grace_s: float, alive: Callable[[], Collection[int]]) -> None:
+    """Wait until ``alive()`` returns no process id; after ``grace_s`` send those SIGKILL."""
+    deadline = time.monotonic() + grace_s
+    while left := alive():
+        if time.monotonic() > deadline:
+            send(signal.SIGKILL, left)
+        time.sleep(_POLL_S)
+
+
+def send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill_session(leader: int) -> None:
+    """Kill what a dead session leader left behind, such as loader processes."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found |= set(map(int, listed.read_text().split()))
+    return found
+
+
+def _reaped(children: set[int]) -> set[int]:
+    """Those that still run; the others are removed from the process table."""
+    alive = set()
+    for pid in children:
+        with suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                alive.add(pid)
+    return alive
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc is not None:
+        _libc.prctl(option, value, 0, 0, 0)

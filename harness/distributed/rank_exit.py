@@ -1,0 +1,101 @@
+"""The record of how a rank ended, and its forms in transport: JSON and the error file of torch's launcher.
+
+The rank writes its own record (harness.runs.exit_files); an engine makes one of an exit code, a signal or a lost
+machine. harness.runs.outcome judges all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
+
+
+class Cause(str, Enum):
+    """Why a rank ended."""
+
+    DONE = "done"
+    STOPPED = "stopped"  # early, on request, with a checkpoint
+    ERROR = "error"  # its own error
+    PEER_LOST = "peer_lost"  # a consequence: another rank failed or is gone
+    LAUNCHER_LOST = "launcher_lost"  # a consequence: the process that started it is gone
+    SIGNAL = "signal"  # killed; only an engine can report it
+    NODE_LOST = "node_lost"  # its machine, pod or worker is gone; only an engine can report it
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended, as the rank itself or an engine reports it."""
+
+    rank: int | None
+    """None: the engine does not know which rank was lost."""
+    cause: Cause
+    exit_code: int
+    """Minus the signal number for a killed rank."""
+    host: str = ""
+    """Set only by the rank itself."""
+    step: int | None = None
+    """None: before this start had claimed the run folder."""
+    error: str = ""
+    """Type of the error."""
+    message: str = ""
+    doing: str = ""
+    """Function and line where it failed, or where it was when it learned of another rank's failure."""
+    traceback: list[str] = field(default_factory=list)
+    time: float = 0.0
+    """Seconds since the Unix epoch."""
+
+    @classmethod
+    def from_code(cls, rank: int, code: int) -> RankExit:
+        """The exit of a process, by its code or minus the signal that killed it."""
+        causes = {EXIT_DONE: Cause.DONE, EXIT_STOPPED: Cause.STOPPED}
+        return cls(rank, Cause.SIGNAL if code < 0 else causes.get(code, Cause.ERROR), code)
+
+    @classmethod
+    def lost(cls, message: str, rank: int | None = None) -> RankExit:
+        return cls(rank, Cause.NODE_LOST, EXIT_FAILURE, message=message)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RankExit:
+        """The inverse of ``asdict``; other keys are ignored. Raises KeyError, TypeError or ValueError."""
+        known = {one.name: content[one.name] for one in fields(cls) if one.name in content}
+        return cls(**known | {"cause": Cause(content["cause"])})
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether the rank itself wrote this record."""
+        return bool(self.host)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def failure(self) -> dict[str, Any]:
+        """The content of failure.json; ``harness.runs.outcome`` adds the other ranks."""
+        keys = ("rank", "host", "step", "error", "message", "exit_code", "cause", "traceback")
+        return {key: value for key, value in asdict(self).items() if key in keys}
+
+
+def to_torch_error_file(exit: RankExit, world_size: int) -> str:
+    """``exit`` in the format of torch.distributed.elastic, whose summary then shows this error.
+
+    torch reports the error file with the earliest timestamp as the root cause, and compares whole seconds. A peer often
+    notices a failure within the same second, so a consequence is dated one second later.
+    """
+    text = "".join(exit.traceback) or f"{exit.error or exit.cause.value}: {exit.message}"
+    timestamp = int(exit.time) + (exit.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST))
+    message = {
+        "message": exit.message.partition("\n")[0],
+        "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)},
+    }
+    return json.dumps({"message": message, "exit": asdict(exit), "world_size": world_size})
+
+
+def from_torch_error_file(text: str) -> tuple[RankExit, int]:
+    """The record and the world size. Raises KeyError, TypeError or ValueError for a file that is not of this
+    project."""
+    content = json.loads(text)
+    return RankExit.from_dict(content["exit"]), int(content["world_size"])

@@ -1,0 +1,121 @@
+"""Reporting how this rank ended: its exit record, failure.json, the terminal, and the peers."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from harness.distributed import stack
+from harness.distributed.rank_exit import Cause, RankExit
+from harness.distributed.runtime import Runtime
+from harness.distributed.watchdog import Watchdog
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError, first_line
+from harness.runs import exit_files, layout
+from harness.runs.run_dir import RunFolder
+from harness.training.run import Run
+
+log = logging.getLogger("harness")
+
+_PEER_GONE = (
+    "Connection closed by peer", "Connection reset", "Timed out", "timed out", "Broken pipe", "Connection refused",
+    "NCCL",
+)  # fmt: skip
+
+
+class ExitReporter:
+    """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record."""
+
+    def __init__(self, folder: RunFolder, runtime: Runtime) -> None:
+        self._folder, self._runtime = folder, runtime
+        self.run: Run | None = None
+
+    def ended(self, done: bool, reason: str) -> int:
+        """Report that training is done or was stopped; return the exit code."""
+        cause, code = (Cause.DONE, EXIT_DONE) if done else (Cause.STOPPED, EXIT_STOPPED)
+        self._write(self._exit(cause, code, message=reason))
+        return code
+
+    def blocked(self, cause: Cause, message: str, doing: str) -> None:
+        """Report that the watchdog is about to end this rank."""
+        self._write(self._exit(cause, EXIT_FAILURE, message=message, doing=doing))
+        self._folder.detach(self._runtime.rank, done=False)
+
+    def failed(self, error: Exception, watchdog: Watchdog) -> int:
+        """Report ``error``: in failure.json and on the terminal by the rank that failed first, and in every rank's log.
+        Returns the exit code, which is that of the first failure."""
+        self._runtime.failed = True
+        shown = explained(error)
+        by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
+        exit = self._exit(
+            Cause.PEER_LOST if by_peer or lost_peer(error) else Cause.ERROR,
+            shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE,
+            error=type(shown).__name__, message=str(shown), doing=watchdog.doing or stack.raised_at(error),
+            trace=traceback.format_exception(error),
+        )  # fmt: skip
+        if by_peer:  # all ranks raise this error, and the rank that it comes from reports it
+            watchdog.acknowledge()
+            self._write(exit)
+            return exit.exit_code
+        first = self._first_failure(exit, watchdog)
+        self._write(replace(exit, exit_code=int(first["exit_code"])))
+        if first["rank"] != exit.rank:
+            log.info("exiting: rank %s failed first; see %s", first["rank"], f"{self._folder.where}/{layout.FAILURE}")
+            return int(first["exit_code"])
+        if isinstance(shown, HarnessError):
+            log.error("error: %s", shown)
+            log.debug("%s", "".join(exit.traceback))
+        else:
+            log.error("%s", "".join(exit.traceback).rstrip())
+        watchdog.linger()
+        return exit.exit_code
+
+    def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> dict[str, Any]:
+        """The launch's first failure, by the store, or by failure.json if the store is gone."""
+        known = watchdog.report(exit)
+        first = (known or exit).failure()
+        written = self._folder.failure(first) if self._folder.claimed else first
+        return first if known else written
+
+    def _exit(
+        self, cause: Cause, code: int, *, error: str = "", message: str = "", doing: str = "", trace: Sequence[str] = ()
+    ) -> RankExit:
+        step = self.run.state.step if self.run else 0 if self._folder.claimed else None
+        return RankExit(
+            self._runtime.rank, cause, code, self._runtime.host, step, error or cause.value, message, doing,
+            list(trace), time.time(),
+        )  # fmt: skip
+
+    def _write(self, exit: RankExit) -> None:
+        if self._folder.claimed:
+            exit_files.write(self._folder.logs, exit)
+        exit_files.write_for_torch(self._runtime.launch, exit)
+
+
+def explained(error: Exception) -> Exception:
+    """``error``, or a TrainingError that explains it if its own text does not."""
+    if lost := lost_peer(error):
+        return TrainingError(
+            f"lost contact with the other ranks: {lost}",
+            hint="see the log of the rank that ended first; a rank that was killed leaves no message",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        return TrainingError(
+            f"a file could not be written: {error.strerror}",
+            where=str(error.filename or ""),
+            hint="fix that and start the same command again: it resumes from the last checkpoint",
+        )
+    return error
+
+
+def lost_peer(error: Exception) -> str:
+    """The message of a collective whose peer is gone; empty for any other error."""
+    text = str(error)
+    is_collective = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
+    return first_line(error) if is_collective and any(sign in text for sign in _PEER_GONE) else ""

@@ -1,0 +1,52 @@
+"""The exit record in transport: JSON, torch's error file, and exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from harness.distributed.launch_env import Launch
+from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file, to_torch_error_file
+from harness.runs import exit_files
+
+EXIT = RankExit(
+    1, Cause.ERROR, 65, "n1", 7, "DataError", "bad row\n  -> fix it", "read (x.py:3)", ["Traceback\n"], 12.5
+)
+
+
+def test_record_survives_json_and_unknown_keys():
+    assert RankExit.from_dict(json.loads(EXIT.to_json()) | {"ranks": {}}) == EXIT
+
+
+@pytest.mark.parametrize("content", [{}, {"cause": "tired"}, {"cause": "error"}])
+def test_other_content_is_refused(content):
+    with pytest.raises((KeyError, ValueError, TypeError)):
+        RankExit.from_dict(content)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"), [(0, Cause.DONE), (75, Cause.STOPPED), (2, Cause.ERROR), (70, Cause.ERROR), (-9, Cause.SIGNAL)]
+)
+def test_cause_of_an_exit_code(code, cause):
+    assert RankExit.from_code(3, code) == RankExit(3, cause, code)
+    assert not RankExit.from_code(3, code).by_rank
+
+
+def test_error_file_for_torch(tmp_path):
+    file = tmp_path / "error.json"
+    exit_files.write_for_torch(Launch(rank=1, world_size=2, error_file=str(file)), EXIT)
+    message = json.loads(file.read_text())["message"]
+    assert message == {"message": "bad row", "extraInfo": {"py_callstack": "Traceback\n", "timestamp": "12"}}
+    assert from_torch_error_file(file.read_text()) == (EXIT, 2)
+    exit_files.write_for_torch(Launch(), EXIT)  # not started by torch's launcher: nothing to write
+    exit_files.write_for_torch(Launch(error_file=str(tmp_path / "gone" / "error.json")), EXIT)  # never raises
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_torch_never_takes_a_consequence_for_the_cause(cause):
+    """torch's launcher picks the earliest timestamp, in whole seconds."""
+    later = RankExit(**asdict(EXIT) | {"cause": cause})
+    timestamp = json.loads(to_torch_error_file(later, 2))["message"]["extraInfo"]["timestamp"]
+    assert timestamp == ("13" if cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST) else "12")

@@ -1,0 +1,82 @@
+"""Supervision of local processes: order of exits, end of the peers, stop and kill, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.distributed import processes, worker_group
+from harness.distributed.worker_group import Worker, WorkerGroup
+from tests.conftest import ROOT
+from tests.end_to_end.processes import wait_until
+
+
+def shell(text: str, output: Path | None = None) -> Worker:
+    return Worker(["bash", "-c", text], os.environ, output=output)
+
+
+def test_first_to_end_comes_first_and_peers_are_ended(monkeypatch):
+    monkeypatch.setattr(worker_group, "PEERS_S", 0.2)
+    group = WorkerGroup({0: shell("exec sleep 60"), 1: shell("kill -KILL $$")}, 60)
+    assert list(group.wait().items()) == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("stops", "grace_s"), [(1, 0.2), (2, 60.0)])
+def test_process_that_ignores_the_stop_is_killed(tmp_path, stops, grace_s):
+    """After the grace period, or by the second stop."""
+    group = WorkerGroup({0: shell("trap '' TERM; echo ready; sleep 60", tmp_path / "out")}, grace_s)
+    wait_until(lambda: (tmp_path / "out").read_text(), 10, "the handler")
+    begin = time.monotonic()
+    for _ in range(stops):
+        group.stop()
+    assert group.wait() == {0: -signal.SIGKILL}
+    assert time.monotonic() - begin < 10
+    assert group.num_stops == stops
+
+
+def test_children_of_a_killed_process_are_killed(tmp_path):
+    group = WorkerGroup({0: shell("sleep 60 & echo $!; kill -KILL $$", tmp_path / "out")}, 60)
+    assert group.wait() == {0: -signal.SIGKILL}
+    child = Path("/proc") / (tmp_path / "out").read_text().strip()
+    wait_until(lambda: not (child / "cmdline").exists() or not (child / "cmdline").read_text(), 5, "the child's end")
+
+
+def test_failed_start_leaves_nothing_running(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        WorkerGroup({0: shell(f"echo $$ > {tmp_path}/pid; exec sleep 60"), 1: Worker(["/no/such/file"], {})}, 60)
+    time.sleep(0.2)
+    if (pid := tmp_path / "pid").exists():  # else it was killed before its first line
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+
+
+PARENT = """
+import subprocess, sys, time
+from harness.distributed.worker_group import Worker, WorkerGroup
+group = WorkerGroup({0: Worker(["sleep", "60"], {})}, 60, ends_with_parent=True)
+print(group.processes[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="death signals are Linux's")
+def test_process_ends_with_its_killed_parent():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not Path(f"/proc/{child}").exists(), 10, "the child's end")
+
+
+def test_kill_after_leaves_time_and_then_kills():
+    process = subprocess.Popen(["sleep", "60"])
+    begin = time.monotonic()
+    processes.kill_after(0.2, lambda: [process.pid] if process.poll() is None else [])
+    assert process.returncode == -signal.SIGKILL
+    assert time.monotonic() - begin >= 0.2
