@@ -181,7 +181,7 @@ def test_two_machines_without_a_shared_disk(tmp_path, data, unbroken, bucket):
     assert_same_run(unbroken[2], there)
     assert (there / "predictions.csv").read_bytes() == (unbroken[2] / "predictions.csv").read_bytes()
     assert {path.name for path in (there / "logs").iterdir()} == {
-        "rank-0.log", "rank-1.log", "rank-0.end.json", "rank-1.end.json",
+        "rank-0.log", "rank-1.log", "rank-0.exit.json", "rank-1.exit.json",
     }  # fmt: skip
     assert terminal(config).count("resumed from") >= 2
     assert [path for cache in caches for path in cache.rglob("*.pt")] == []  # done: the caches are empty
@@ -260,7 +260,7 @@ def test_everything_of_a_stopped_run_is_uploaded(tmp_path, data, unbroken, disk)
     config = write_config(tmp_path / "run", data, **SETTINGS, output=disk.url)
     assert train(config, [tmp_path / "one"], {}, kill=Term(0, 5)) == [75]
     assert disk.read("run/checkpoints/latest") == "step-5\n"
-    assert json.loads(disk.read("run/logs/rank-0.end.json"))["how"] == "stopped"
+    assert json.loads(disk.read("run/logs/rank-0.exit.json"))["cause"] == "stopped"
     assert train(config, [tmp_path / "two"], {}) == [0]
     assert_same_run(unbroken[1], disk.download("run", tmp_path / "there"))
 
