@@ -1,4 +1,4 @@
-"""The doctor's findings on machines made up for the purpose: folders as file systems, replaced answers of torch."""
+"""The findings of the doctor on simulated machines: folders as file systems, replaced answers of torch."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ import pytest
 import torch
 
 from harness import cli
-from harness.doctor import communication, devices, examine, machine, software, which_apex
-from harness.doctor.findings import Finding, Place, as_json, as_text, look
+from harness.doctor import examine, gpus, limits, network, software
+from harness.doctor.findings import Finding, System, run_check
 from harness.training import precision
 
 GIB, MIB = 2**30, 2**20
 Usage = namedtuple("Usage", "total used free")  # noqa: PYI024
 
 
-def found(check, place=None) -> list[Finding]:
-    return list(check(place or Place()))
+def found(check, system=None) -> list[Finding]:
+    return list(check(system or System()))
 
 
-def only(check, place=None) -> Finding:
-    (finding,) = found(check, place)
+def only(check, system=None) -> Finding:
+    (finding,) = found(check, system)
     assert finding.check == check.__name__
     return finding
 
 
-def write(root, files: dict[str, str]) -> Place:
+def write(root, files: dict[str, str]) -> System:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Place(root=root)
+    return System(root=root)
 
 
 # The report
 
 
-def test_the_verb_on_this_machine(capsys):
+def test_report_on_this_machine(capsys):
     code = cli.main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"harness", "host", "system", "problems", "findings"}
@@ -56,74 +56,66 @@ def test_the_verb_on_this_machine(capsys):
     assert all(finding["remedies"] for finding in problems)
     checks = {finding["check"] for finding in report["findings"]}
     assert checks | {"mps"} == {check.__name__ for check in examine.CHECKS}
-    assert not any("could not be looked at" in finding["text"] for finding in report["findings"])
+    assert not any("the check failed" in finding["text"] for finding in report["findings"])
 
 
-def test_a_problem_is_exit_code_2(capsys, monkeypatch):
-    def fine(place):
-        yield Finding("fine", "note", "it will do", ("type this",))
+def note(system):
+    yield Finding("note", "note", "it could be better", ("type this",))
 
-    def bad(place):
-        yield Finding("bad", "problem", f"with {place.variables['NAME']}")
 
-    monkeypatch.setattr(examine, "examine", lambda place: [*found(fine, place)])
-    assert examine.main({}, False) == 0
-    assert "Nothing here keeps training from working. Notes: 1." in capsys.readouterr().out
-    monkeypatch.setattr(examine, "examine", lambda place: [*found(fine, place), *found(bad, place)])
-    assert examine.main({"NAME": "x"}, False) == 2
+def problem(system):
+    yield Finding("problem", "problem", f"with {system.variables['NAME']}")
+
+
+def test_text_and_exit_code(capsys):
+    assert examine.main({}, False, [note]) == 0
+    assert capsys.readouterr().out.endswith("\nReady to train. Notes: 1.\n")
+    assert examine.main({"NAME": "x"}, False, [note, problem]) == 2
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "note     fine  it will do",
-        "                 -> type this",
-        "problem  bad   with x",
+        "note     note     it could be better",
+        "                    -> type this",
+        "problem  problem  with x",
         "",
         "Problems: 1. Notes: 1.",
     ]
 
 
-def test_text_and_json_of_nothing():
-    assert as_text([]) == "\nNothing here keeps training from working."
-    assert json.loads(as_json([], {"host": "h"})) == {"host": "h", "problems": 0, "findings": []}
-
-
-def test_a_check_that_fails_is_one_finding():
-    def broken(place):
+def test_check_that_fails_adds_a_finding():
+    def broken(system):
         yield Finding("broken", "ok", "so far")
         raise ValueError("no such thing")
 
-    def ends(place):
+    def exits(system):
         raise SystemExit(3)
         yield
 
-    def lacks(place):
+    def lacks(system):
         raise ImportError("no torch")
         yield
 
-    def fine(place):
-        yield Finding("fine", "ok", "yes")
-
-    findings = examine.examine(Place(), [broken, ends, lacks, fine])
+    findings = [finding for check in (broken, exits, lacks) for finding in run_check(check, System(), 60)]
     assert [(f.check, f.mark) for f in findings] == [
-        ("broken", "ok"), ("broken", "problem"), ("ends", "problem"), ("lacks", "note"), ("fine", "ok")
+        ("broken", "ok"), ("broken", "problem"), ("exits", "problem"), ("lacks", "note"),
     ]  # fmt: skip
-    assert findings[1].text == "could not be looked at: ValueError: no such thing"
+    assert findings[1].text == "the check failed: ValueError: no such thing"
 
 
-def test_a_check_that_hangs_is_one_finding():
+def test_check_that_hangs_adds_a_finding():
     release = threading.Event()
 
-    def hangs(place):
+    def hangs(system):
         yield Finding("hangs", "ok", "at first")
         release.wait(20)
         yield Finding("hangs", "ok", "too late")
 
-    first, second = look(hangs, Place(), timeout_s=0.05)
+    first, second = run_check(hangs, System(), timeout_s=0.05)
     assert [thread.daemon for thread in threading.enumerate() if thread.name == "doctor-hangs"] == [True]
     release.set()
     assert first.text == "at first"
     assert (second.mark, second.text) == ("problem", "no answer within 0.05 s")
 
 
-def test_a_missing_torch_does_not_keep_it_from_looking():
+def test_doctor_starts_without_torch():
     program = "import sys\nfrom harness.doctor import examine\nassert not {'torch', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -160,7 +152,7 @@ def test_packages(monkeypatch):
         Finding("packages", "problem", "pandas is missing", ("python -m pip install pandas",)),
     ]
     versions |= {"torch": "2.10.0", "pandas": "1"}
-    assert only(software.packages) == Finding("packages", "ok", "all 4 required packages are there")
+    assert only(software.packages) == Finding("packages", "ok", "all 4 required packages are installed")
 
     def unknown(name):
         raise importlib.metadata.PackageNotFoundError(name)
@@ -170,7 +162,7 @@ def test_packages(monkeypatch):
 
 
 @pytest.mark.parametrize("check", [software.torch, software.torchvision])
-def test_a_torch_that_cannot_be_imported(monkeypatch, check):
+def test_torch_that_cannot_be_imported(monkeypatch, check):
     assert only(check).mark == "ok"
 
     def fails(name):
@@ -188,7 +180,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch, check):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Makes a package apex that fails when it is imported, with files and metadata."""
+    """Creates a package apex that cannot be imported, with files and metadata."""
     monkeypatch.delitem(sys.modules, "apex", raising=False)
 
     def make(*files: str, version: str = "", requires: str = "", init: bool = True, **texts: str) -> None:
@@ -217,30 +209,30 @@ AMP = ("amp/__init__.py", "parallel/__init__.py")
 def test_no_apex(monkeypatch):
     monkeypatch.delitem(sys.modules, "apex", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert only(which_apex.apex) == Finding("apex", "ok", "none is installed, and none is needed")
+    assert only(software.apex) == Finding("apex", "ok", "not installed, and not needed")
 
 
 @pytest.mark.contract("9")
-def test_pypis_apex_is_known_without_importing_it(package):
+def test_pypi_apex_is_recognized_without_importing_it(package):
     package("models.py", "views.py", "lib/__init__.py", version="0.9.10.dev0", requires="pyramid velruse wtforms")
-    finding = only(which_apex.apex)
+    finding = only(software.apex)
     assert finding.mark == "problem"
     assert "PyPI's apex 0.9.10.dev0" in finding.text
     assert finding.remedies[0] == "python -m pip uninstall apex"
     assert "apex" not in sys.modules
 
 
-def test_another_package_of_that_name(package):
+def test_other_package_named_apex(package):
     package("thing.py", version="3.0", requires="requests")
-    finding = only(which_apex.apex)
-    assert (finding.mark, which_apex.find().kind) == ("note", "unknown")
-    assert "not NVIDIA's Apex: 3.0" in finding.text
+    finding = only(software.apex)
+    assert (finding.mark, software.find_apex().kind) == ("note", "unknown")
+    assert "not NVIDIA's Apex but another package: 3.0" in finding.text
 
 
-def test_nvidias_with_amp(package, monkeypatch, tmp_path):
+def test_nvidia_apex_with_amp(package, monkeypatch, tmp_path):
     package(*NVIDIA, *AMP, version="0.1")
     (tmp_path / "amp_C.py").write_text("raise ImportError")
-    finding = only(which_apex.apex)
+    finding = only(software.apex)
     assert finding.mark == "ok"
     assert finding.text == (
         f"NVIDIA's 0.1, in {tmp_path / 'apex'}; has amp, parallel, optimizers, multi_tensor_apply, contrib; "
@@ -249,32 +241,32 @@ def test_nvidias_with_amp(package, monkeypatch, tmp_path):
     assert {"apex", "amp_C"}.isdisjoint(sys.modules)
 
 
-def test_nvidias_without_amp(package):
+def test_nvidia_apex_without_amp(package):
     package(*NVIDIA)
-    finding = only(which_apex.apex)
+    finding = only(software.apex)
     assert finding.mark == "note"
     assert "of unknown version" in finding.text
-    assert "none were built; no amp and parallel, which NVIDIA removed" in finding.text
+    assert "extensions: none; without amp and parallel, which NVIDIA removed" in finding.text
     assert "python -m harness.apex" in finding.remedies[0]
 
 
-def test_rocms(package):
+def test_rocm_apex(package):
     package(*NVIDIA, *AMP, version="1.9", amp___init___py="from .amp import bfloat16_function")
-    assert only(which_apex.apex).text.startswith("ROCm's 1.9, in ")
+    assert only(software.apex).text.startswith("ROCm's 1.9, in ")
 
 
-def test_a_folder_of_that_name(package, tmp_path):
+def test_folder_named_apex(package, tmp_path):
     package("csrc/x.cpp", "setup.py", init=False)
-    finding = only(which_apex.apex)
+    finding = only(software.apex)
     assert finding.mark == "note"
     assert finding.remedies[0] == f"mv {tmp_path / 'apex'} {tmp_path / 'apex'}-source"
 
 
-def test_ours_and_a_half_imported_one(monkeypatch):
+def test_harness_apex_and_partly_imported_apex(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__harness__=True))
-    assert only(which_apex.apex).text == "harness.apex itself, by its install()"
+    assert only(software.apex).text == "harness.apex itself, through harness.apex.install()"
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__spec__=None))
-    assert which_apex.find().kind == "none"
+    assert software.find_apex().kind == "none"
 
 
 @pytest.mark.parametrize(
@@ -285,23 +277,23 @@ def test_backend_imports_only_an_apex_that_has_amp(package, monkeypatch, on_cuda
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     monkeypatch.setattr(precision, "choose", lambda s, d: asked.append(d.type) or SimpleNamespace(backend="apex 0.1"))
-    assert only(which_apex.backend).text.startswith("precision.backend=auto uses apex 0.1")
+    assert only(software.backend).text.startswith("precision.backend=auto uses apex 0.1")
     assert asked == [device]
 
 
 def test_backend_without_apex():
     if not torch.cuda.is_available():
-        assert "uses harness.apex (on the CPU" in only(which_apex.backend).text
+        assert "uses harness.apex (always on the CPU" in only(software.backend).text
 
 
-# Devices
+# GPUs
 
 DRIVER = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC"}
 DEVICE = {"dev/nvidia0": ""}
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus_of(monkeypatch):
     def make(*capabilities: tuple[int, int], cuda: str | None = "12.6", warning: str = "") -> None:
         def is_available():
             if warning:
@@ -323,14 +315,14 @@ def gpus(monkeypatch):
     return make
 
 
-def test_no_driver_is_fine(gpus, tmp_path):
-    gpus()
-    assert only(devices.cuda, Place(root=tmp_path)).mark == "ok"
+def test_no_driver(gpus_of, tmp_path):
+    gpus_of()
+    assert only(gpus.cuda, System(root=tmp_path)).mark == "ok"
 
 
-def test_devices_one_by_one(gpus, tmp_path):
-    gpus((9, 0), (7, 0))
-    first, second, third = found(devices.cuda, write(tmp_path, DRIVER))
+def test_devices_are_listed(gpus_of, tmp_path):
+    gpus_of((9, 0), (7, 0))
+    first, second, third = found(gpus.cuda, write(tmp_path, DRIVER))
     assert first.text == "2 devices; torch is built for CUDA 12.6, driver 535.104.05"
     assert second == Finding("cuda", "ok", "cuda:0 H200, 141.0 GiB, compute capability 9.0")
     assert third.mark == "problem"
@@ -349,46 +341,49 @@ def test_devices_one_by_one(gpus, tmp_path):
         ((9, 4), ["gfx942"], True),
     ],
 )
-def test_which_device_a_build_runs_on(capability, architectures, runs):
-    assert devices._runs_on(*capability, architectures) is runs
+def test_builds_and_compute_capabilities(gpus_of, monkeypatch, tmp_path, capability, architectures, runs):
+    gpus_of(capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    _, device = found(gpus.cuda, write(tmp_path, DRIVER))
+    assert device.mark == ("ok" if runs else "problem")
 
 
-def test_a_driver_without_devices(gpus, tmp_path):
-    gpus()
-    finding = only(devices.cuda, write(tmp_path, DRIVER))
+def test_driver_without_devices(gpus_of, tmp_path):
+    gpus_of()
+    finding = only(gpus.cuda, write(tmp_path, DRIVER))
     assert (finding.mark, "--gpus all" in finding.remedies[0]) == ("note", True)
 
 
-def test_a_torch_for_the_cpu_beside_a_gpu(gpus, tmp_path):
-    gpus(cuda=None)
-    finding = only(devices.cuda, write(tmp_path, DRIVER | DEVICE))
+def test_cpu_build_of_torch_with_a_gpu(gpus_of, tmp_path):
+    gpus_of(cuda=None)
+    finding = only(gpus.cuda, write(tmp_path, DRIVER | DEVICE))
     assert finding.mark == "problem"
     assert "is built for the CPU" in finding.text
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_devices(gpus, tmp_path, hidden):
-    gpus()
-    place = Place({"CUDA_VISIBLE_DEVICES": hidden}, write(tmp_path, DRIVER | DEVICE).root)
-    assert only(devices.cuda, place).remedies == ("unset CUDA_VISIBLE_DEVICES",)
-    assert only(devices.cuda, place).mark == "note"
+def test_hidden_devices(gpus_of, tmp_path, hidden):
+    gpus_of()
+    system = System({"CUDA_VISIBLE_DEVICES": hidden}, write(tmp_path, DRIVER | DEVICE).root)
+    assert only(gpus.cuda, system).remedies == ("unset CUDA_VISIBLE_DEVICES",)
+    assert only(gpus.cuda, system).mark == "note"
 
 
-def test_a_driver_that_torch_cannot_use(gpus, tmp_path):
-    gpus(warning="The NVIDIA driver on your system is too old (found version 11040).")
-    place = Place({"CUDA_VISIBLE_DEVICES": "0"}, write(tmp_path, DRIVER | DEVICE).root)
+def test_driver_that_torch_cannot_use(gpus_of, tmp_path):
+    gpus_of(warning="The NVIDIA driver on your system is too old (found version 11040).")
+    system = System({"CUDA_VISIBLE_DEVICES": "0"}, write(tmp_path, DRIVER | DEVICE).root)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        finding = only(devices.cuda, place)
+        finding = only(gpus.cuda, system)
     assert finding.mark == "problem"
     assert "too old (found version 11040)" in finding.text
 
 
 def test_apple_gpus(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert found(devices.mps) == []
+    assert found(gpus.mps) == []
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert only(devices.mps).mark == "note"
+    assert only(gpus.mps).mark == "note"
 
 
 # Processor and memory
@@ -398,15 +393,14 @@ def test_cpu_limits(monkeypatch, tmp_path):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    assert only(machine.cpu, Place(root=tmp_path)) == Finding(
-        "cpu", "ok", "16 of 64 cores may be used; torch computes with 16 threads"
+    assert only(limits.cpu, System(root=tmp_path)) == Finding(
+        "cpu", "ok", "16 of 64 cores are usable; torch uses 16 threads"
     )
-    place = write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"})
-    assert only(machine.cpu, place) == Finding(
+    system = write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"})
+    assert only(limits.cpu, system) == Finding(
         "cpu",
         "note",
-        "3 of 64 cores may be used (the cgroup allows the time of 2.5); torch computes with 16 threads, which wait for "
-        "each other",
+        "3 of 64 cores are usable (the cgroup allows the time of 2.5 cores); torch uses 16 threads, which will compete",
         ("export OMP_NUM_THREADS=3",),
     )
 
@@ -439,9 +433,9 @@ V1_FREE = V1 | {
     ids=["v2", "v1", "v1 without limits", "none"],
 )
 def test_control_groups(tmp_path, files, cores, limit, used):
-    place = write(tmp_path, files)
-    assert machine.cpu_quota(place.root) == cores
-    assert machine.memory_limit(place.root) == (limit, used)
+    system = write(tmp_path, files)
+    assert limits.cpu_quota(system.root) == cores
+    assert limits.memory_limit(system.root) == (limit, used)
 
 
 def meminfo(total: int, available: int) -> dict[str, str]:
@@ -451,15 +445,15 @@ def meminfo(total: int, available: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("files", "mark", "text"),
     [
-        (meminfo(64 * GIB, 32 * GIB), "ok", "64.0 GiB, of which 32.0 GiB are free"),
-        (meminfo(64 * GIB, 32 * GIB) | V2, "ok", "8.0 GiB (the cgroup's limit), of which 5.0 GiB are free"),
-        (meminfo(64 * GIB, GIB // 2), "note", "64.0 GiB, of which 0.5 GiB are free"),
-        (meminfo(64 * GIB, 100 * MIB), "problem", "64.0 GiB, of which 0.1 GiB are free"),
-        (meminfo(4 * GIB, 3 * GIB) | V2, "ok", "4.0 GiB, of which 3.0 GiB are free"),
+        (meminfo(64 * GIB, 32 * GIB), "ok", "64.0 GiB, 32.0 GiB free"),
+        (meminfo(64 * GIB, 32 * GIB) | V2, "ok", "8.0 GiB (limit of the cgroup), 5.0 GiB free"),
+        (meminfo(64 * GIB, GIB // 2), "note", "64.0 GiB, 0.5 GiB free"),
+        (meminfo(64 * GIB, 100 * MIB), "problem", "64.0 GiB, 0.1 GiB free"),
+        (meminfo(4 * GIB, 3 * GIB) | V2, "ok", "4.0 GiB, 3.0 GiB free"),
     ],
 )
 def test_memory(tmp_path, files, mark, text):
-    finding = only(machine.memory, write(tmp_path, files))
+    finding = only(limits.memory, write(tmp_path, files))
     assert (finding.mark, finding.text) == (mark, text)
     assert bool(finding.remedies) == (mark != "ok")
 
@@ -473,14 +467,14 @@ def test_memory(tmp_path, files, mark, text):
 )
 def test_shared_memory(monkeypatch, total, free, mark):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(total, total - free, free))
-    finding = only(machine.shared_memory)
+    finding = only(limits.shared_memory)
     assert finding.mark == mark
     assert any("--shm-size" in remedy for remedy in finding.remedies) == (mark != "ok")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
 def test_no_shared_memory(tmp_path):
-    finding = only(machine.shared_memory, Place(root=tmp_path))
+    finding = only(limits.shared_memory, System(root=tmp_path))
     assert finding.mark == "problem"
     assert finding.remedies[-1].startswith("data.num_workers=0")
 
@@ -496,65 +490,65 @@ def test_no_shared_memory(tmp_path):
 )
 def test_open_files(monkeypatch, soft, hard, mark, remedies):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
-    finding = only(machine.open_files)
+    finding = only(limits.open_files)
     assert (finding.mark, finding.remedies) == (mark, remedies)
     assert ("any number" in finding.text) == (hard == resource.RLIM_INFINITY)
 
 
 @pytest.mark.parametrize(("free", "mark"), [(100 * MIB, "problem"), (2 * GIB, "note"), (50 * GIB, "ok")])
-def test_room_in_the_folder(monkeypatch, tmp_path, free, mark):
+def test_free_space_of_the_folder(monkeypatch, tmp_path, free, mark):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(GIB, 0, free))
-    finding = only(machine.folder, Place(folder=tmp_path))
+    finding = only(limits.folder, System(folder=tmp_path))
     assert finding.mark == mark
     assert str(tmp_path) in finding.text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
-    finding = only(machine.folder, Place(folder=tmp_path / "gone"))
+def test_folder_that_is_not_writable(tmp_path):
+    finding = only(limits.folder, System(folder=tmp_path / "gone"))
     assert finding.mark == "problem"
-    assert "gone cannot be written: No such file" in finding.text
+    assert "gone is not writable: No such file" in finding.text
     assert finding.remedies[0].startswith("output=")
 
 
-# Communication
+# Network
 
 
 def test_collectives(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    assert only(communication.collectives).text == "gloo (CPU), nccl 2.27.3 (CUDA)"
+    assert only(network.collectives).text == "gloo (CPU), nccl 2.27.3 (CUDA)"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert only(communication.collectives).mark == "ok"
+    assert only(network.collectives).mark == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert only(communication.collectives).mark == "problem"
+    assert only(network.collectives).mark == "problem"
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    assert "no gloo" in only(communication.collectives).text
+    assert "no gloo" in only(network.collectives).text
 
 
 @pytest.fixture
 def interfaces(monkeypatch):
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "ib0")])
-    monkeypatch.setattr(communication, "address_of", lambda name: "10.0.0.7")
+    monkeypatch.setattr(network, "address_of", lambda name: "10.0.0.7")
     asked = []
 
     def towards(host, outward=False):
         asked.append(host)
         return "eth0" if outward else "lo"
 
-    monkeypatch.setattr(communication, "interface_towards", towards)
+    monkeypatch.setattr(network, "interface_towards", towards)
     return asked
 
 
-def test_network_asks_for_no_name(interfaces):
-    finding = only(communication.network, Place({"MASTER_ADDR": "node-01.example"}))
-    assert finding.text == "ranks of one node meet over lo, of several nodes over eth0 (10.0.0.7)"
+def test_network_resolves_no_name(interfaces):
+    finding = only(network.network, System({"MASTER_ADDR": "node-01.example"}))
+    assert finding.text == "ranks on one node connect over lo, on several nodes over eth0 (10.0.0.7)"
     assert set(interfaces) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "chosen"),
+    ("variable", "value", "selected"),
     [
         ("GLOO_SOCKET_IFNAME", "eth1", "eth1"),
         ("GLOO_SOCKET_IFNAME", "eth0,ib0", "eth0, ib0"),
@@ -568,28 +562,28 @@ def test_network_asks_for_no_name(interfaces):
         ("NCCL_SOCKET_IFNAME", "bond0", None),
     ],
 )
-def test_variables_that_choose_interfaces(interfaces, variable, value, chosen):
-    _, finding = found(communication.network, Place({variable: value}))
-    if chosen:
-        assert finding == Finding("network", "ok", f"{variable}={value} chooses {chosen}")
+def test_variables_that_select_interfaces(interfaces, variable, value, selected):
+    _, finding = found(network.network, System({variable: value}))
+    if selected:
+        assert finding == Finding("network", "ok", f"{variable}={value} selects {selected}")
     else:
         assert finding.mark == "problem"
-        assert finding.text == f"{variable}={value} matches no interface; there are lo, eth0, eth1, ib0"
+        assert finding.text == f"{variable}={value} matches no interface of lo, eth0, eth1, ib0"
         assert finding.remedies == (f"unset {variable}", f"export {variable}=eth0")
 
 
 @pytest.mark.parametrize(("name", "mark"), [("lo", "note"), (None, "ok")])
-def test_networks_that_lead_nowhere(monkeypatch, name, mark):
-    monkeypatch.setattr(communication, "interface_towards", lambda host, outward=False: name)
-    assert only(communication.network).mark == mark
+def test_loopback_only_and_unknown_networks(monkeypatch, name, mark):
+    monkeypatch.setattr(network, "interface_towards", lambda host, outward=False: name)
+    assert only(network.network).mark == mark
 
 
 def test_launch():
-    assert only(communication.launch).text == "no launcher's variables: one process"
-    half = only(communication.launch, Place({"RANK": "1", "WORLD_SIZE": "2"}))
+    assert only(network.launch).text == "no variables of a launcher: one process"
+    half = only(network.launch, System({"RANK": "1", "WORLD_SIZE": "2"}))
     assert half.mark == "problem"
     assert "found RANK=1, WORLD_SIZE=2; missing LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in half.text
     assert "unset the variables" in half.remedies[0]
     whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    finding = only(communication.launch, Place(whole))
-    assert finding == Finding("launch", "ok", "rank 1 of 2 by RANK and WORLD_SIZE, meeting at 10.0.0.1:29500")
+    finding = only(network.launch, System(whole))
+    assert finding == Finding("launch", "ok", "rank 1 of 2 by RANK and WORLD_SIZE, rendezvous at 10.0.0.1:29500")

@@ -1,4 +1,4 @@
-"""GPUs: those that torch can use, and the reasons why it cannot use one that is there."""
+"""GPUs that torch can use, and the reasons why it cannot use a GPU that is present."""
 
 from __future__ import annotations
 
@@ -7,50 +7,48 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from harness.doctor.findings import Finding, Place
+from harness.doctor.findings import Finding, System
 
 GIB = 2**30
 
 
-def cuda(place: Place) -> Iterator[Finding]:
+def cuda(system: System) -> Iterator[Finding]:
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     built = _built_for(torch.version)
-    driver = _driver(place)
+    driver = _driver(system)
     if count:
         yield Finding("cuda", "ok", f"{_devices(count)}; torch is built for {built or 'it'}, driver {driver}")
         for index in range(count):
             yield _device(torch.cuda, index)
     else:
-        yield _no_device(place, torch.__version__, built, driver, " ".join(str(warning.message) for warning in said))
+        yield _no_device(system, torch.__version__, built, driver, " ".join(str(warning.message) for warning in caught))
 
 
-def _no_device(place: Place, torch_version: str, built: str | None, driver: str | None, said: str) -> Finding:
-    hidden = place.variables.get("CUDA_VISIBLE_DEVICES")
+def _no_device(system: System, torch_version: str, built: str | None, driver: str | None, warning: str) -> Finding:
+    hidden = system.variables.get("CUDA_VISIBLE_DEVICES")
     if driver is None:
         return Finding("cuda", "ok", f"no NVIDIA driver: training runs on the CPU (torch is built for {built or 'it'})")
-    if not any(place.root.glob("dev/nvidia[0-9]*")):
-        text = f"driver {driver}, but no device was given to this container or machine: training runs on the CPU"
-        return Finding("cuda", "note", text, ("docker run --gpus all …, or ask your scheduler for a GPU",))
+    if not any(system.root.glob("dev/nvidia[0-9]*")):
+        text = f"driver {driver}, but this container or machine has no device: training runs on the CPU"
+        return Finding("cuda", "note", text, ("docker run --gpus all …, or request a GPU from your scheduler",))
     if built is None:
         text = f"driver {driver}, but torch {torch_version} is built for the CPU"
-        return Finding("cuda", "problem", text, ("choose a CUDA build at https://pytorch.org/get-started/locally",))
+        return Finding("cuda", "problem", text, ("install a CUDA build: https://pytorch.org/get-started/locally",))
     if hidden is not None and re.fullmatch(r"\s*(-1)?\s*|NoDevFiles", hidden):
         text = f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices: training runs on the CPU"
         return Finding("cuda", "note", text, ("unset CUDA_VISIBLE_DEVICES",))
-    text = (
-        f"driver {driver}, and torch built for {built}, but no device can be used: {said or 'torch does not say why'}"
-    )
+    text = f"driver {driver} and torch built for {built}, but no device is usable: {warning or 'torch gives no reason'}"
     return Finding(
         "cuda",
         "problem",
         text,
         (
-            "nvidia-smi  # does the driver answer, and is its CUDA version at least that of torch?",
-            "update the driver, or choose an older CUDA build at https://pytorch.org/get-started/previous-versions",
+            "nvidia-smi  # does the driver respond, and is its CUDA version at least that of torch?",
+            "update the driver, or install an older CUDA build: https://pytorch.org/get-started/previous-versions",
         ),
     )
 
@@ -62,18 +60,18 @@ def _device(torch_cuda: Any, index: int) -> Finding:
     if architectures and not _runs_on(it.major, it.minor, architectures):
         text += f", which this torch has no kernels for ({' '.join(architectures)})"
         return Finding(
-            "cuda", "problem", text, ("choose another build at https://pytorch.org/get-started/previous-versions",)
+            "cuda", "problem", text, ("install another build: https://pytorch.org/get-started/previous-versions",)
         )
     return Finding("cuda", "ok", text)
 
 
 def _runs_on(major: int, minor: int, architectures: list[str]) -> bool:
-    """Binaries run on their own major version, from their minor on; ``compute_`` code on anything newer."""
+    """Binaries run on their major version with an equal or higher minor; ``compute_`` code on any newer device."""
     for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(architectures)):
         version = (int(number[:-1]), int(number[-1]))
         if version <= (major, minor) and (kind == "compute" or version[0] == major):
             return True
-    return any(architecture.startswith("gfx") for architecture in architectures)  # AMD's: torch checks for itself
+    return any(architecture.startswith("gfx") for architecture in architectures)  # AMD: torch checks this itself
 
 
 def _devices(count: int) -> str:
@@ -86,18 +84,18 @@ def _built_for(version: Any) -> str | None:
     return f"ROCm {version.hip}" if getattr(version, "hip", None) else None
 
 
-def _driver(place: Place) -> str | None:
-    """The version of the kernel's NVIDIA driver, which its own file says; asking a broken driver may hang."""
+def _driver(system: System) -> str | None:
+    """The version of the kernel's NVIDIA driver, read from a file because a call into a broken driver may hang."""
     try:
-        text = (place.root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+        text = (system.root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return match.group(1) if match else "of unknown version"
 
 
-def mps(place: Place) -> Iterator[Finding]:
+def mps(system: System) -> Iterator[Finding]:
     import torch
 
     if torch.backends.mps.is_available():
-        yield Finding("mps", "note", "there is an Apple GPU, which the harness does not use: training runs on the CPU")
+        yield Finding("mps", "note", "the harness does not use Apple GPUs: training runs on the CPU")
