@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from docs import architecture
-from harness.runs import layout
 from tests.conftest import ROOT
+from tests.syntax_trees import MODULES, TREES, calls, imported, package
 
 PAGE = architecture.PAGE.read_text()
 # What each package may import of the others. All but harness.apex may also import FREE.
@@ -35,62 +34,6 @@ SHARED_CLASS_NAMES = {
     "LossScaler": "Apex has one in amp and one in fp16_utils",
 }
 RENAMING = {"Batch", "Meeting"}
-
-
-def modules() -> dict[str, Path]:
-    """{"data.loader": path, ...}; a package has the name of its folder."""
-    found = {}
-    for path in sorted((ROOT / "harness").rglob("*.py")):
-        parts = path.relative_to(ROOT / "harness").with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = modules()
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
-
-
-def imported(name: str, for_types: bool = True) -> Iterator[str]:
-    """The harness modules that ``name`` imports anywhere, also late or by a string.
-
-    Without ``for_types``, imports under TYPE_CHECKING are left out.
-    """
-
-    def known(dotted: str) -> str:
-        while dotted not in MODULES:
-            dotted = dotted.rpartition(".")[0]
-        return dotted
-
-    skipped = {
-        id(inner)
-        for node in ast.walk(TREES[name])
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types
-        for inner in ast.walk(node)
-    }
-    for node in (node for node in ast.walk(TREES[name]) if id(node) not in skipped):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}: relative import in line {node.lineno}"
-            if (node.module or "").split(".")[0] == "harness":
-                yield from (known(f"{node.module}.{alias.name}".partition(".")[2]) for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (known(a.name.partition(".")[2]) for a in node.names if a.name.split(".")[0] == "harness")
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module" and node.args:
-            text = "".join(part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
-            if text.startswith("harness."):
-                yield known(text.partition(".")[2].rstrip("."))
-
-
-def package(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def calls(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(name, what it is called on) of every call in ``node``."""
-    for call in ast.walk(node):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            yield call.func.attr, ast.unparse(call.func.value)
-        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
-            yield call.func.id, ""
 
 
 # Imports
@@ -272,80 +215,6 @@ def test_a_step_does_not_wait_for_the_device(name):
     assert not waiting & set(called)
     # The documented exception: train.on_nan=skip needs its decision on the host.
     assert called.count("isfinite") == (1 if name == "step" else 0)
-
-
-# File names of a run folder. Those with a dot are recognised anywhere, the plain words only as a part of a path.
-NAMES = {value for name, value in vars(layout).items() if re.fullmatch("[A-Z]+", name) and "*" not in value}
-FILE_NAMES = {name for name in NAMES if "." in name}
-FOLDER_NAMES = NAMES - FILE_NAMES
-
-
-def run_folder_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, name) of each name of the run folder in a string of ``tree``. Docstrings and messages (strings of one line
-    with a space) may mention them."""
-    docs = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if node.body and isinstance(node.body[0], ast.Expr)
-    }
-    docs |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # below a field
-    joined = {
-        id(side)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-        for side in (node.left, node.right)
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docs:
-            continue
-        text = node.value
-        if " " in text.strip() and "\n" not in text.strip():
-            continue
-        parts = set(re.split(r"[\s/\"'$]+", text))
-        found = {part for part in parts if re.fullmatch(r"(step|rank)-(\*.*)?|.*\.end\.json", part)}
-        found |= parts & FILE_NAMES
-        found |= parts & FOLDER_NAMES if id(node) in joined or "/" in text else set()
-        yield from ((node.lineno, name) for name in found)
-
-
-def test_run_folder_names_are_spelled_in_one_module():
-    wrong = [
-        f"harness/{name}:{line}: {spelled!r} belongs to harness/runs/layout.py"
-        for name, tree in TREES.items()
-        if name != "runs.layout" and package(name) != "apex"
-        for line, spelled in run_folder_names(tree)
-    ]
-    assert wrong == []
-
-
-def test_files_are_replaced_in_one_module():
-    """Everything that must be whole or absent goes through ``harness.runs.files``."""
-    allowed = {
-        "runs.files",
-        "runs.run_dir",  # moves an earlier run aside
-    }
-    renaming = {
-        name
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if (node.func.attr in ("rename", "replace", "renames") and getattr(node.func.value, "id", "") == "os")
-        or (node.func.attr in ("rename", "replace") and len(node.args) == 1)
-        or (node.func.attr == "move" and getattr(node.func.value, "id", "") == "shutil")
-        if not isinstance(node.func.value, ast.Constant)
-    }
-    assert renaming <= allowed
-
-
-def test_urls_are_recognised_in_one_module():
-    asking = {
-        name
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and node.left.value == "://"
-    }
-    assert asking == {"runs.files"}
 
 
 # Collectives

@@ -1,0 +1,83 @@
+"""One owner for the run folder: file names, atomic replacement and URLs are each handled in one module."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from harness.runs import layout
+from tests.syntax_trees import TREES, package
+
+# File names of a run folder. Those with a dot are recognised anywhere, the plain words only as a part of a path.
+NAMES = {value for name, value in vars(layout).items() if re.fullmatch("[A-Z]+", name) and "*" not in value}
+FILE_NAMES = {name for name in NAMES if "." in name}
+FOLDER_NAMES = NAMES - FILE_NAMES
+
+
+def run_folder_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of each name of the run folder in a string of ``tree``. Docstrings and messages (strings of one line
+    with a space) may mention them."""
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if node.body and isinstance(node.body[0], ast.Expr)
+    }
+    docs |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # below a field
+    joined = {
+        id(side)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+        for side in (node.left, node.right)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docs:
+            continue
+        text = node.value
+        if " " in text.strip() and "\n" not in text.strip():
+            continue
+        parts = set(re.split(r"[\s/\"'$]+", text))
+        found = {part for part in parts if re.fullmatch(r"(step|rank)-(\*.*)?|.*\.end\.json", part)}
+        found |= parts & FILE_NAMES
+        found |= parts & FOLDER_NAMES if id(node) in joined or "/" in text else set()
+        yield from ((node.lineno, name) for name in found)
+
+
+def test_run_folder_names_are_spelled_in_one_module():
+    wrong = [
+        f"harness/{name}:{line}: {spelled!r} belongs to harness/runs/layout.py"
+        for name, tree in TREES.items()
+        if name != "runs.layout" and package(name) != "apex"
+        for line, spelled in run_folder_names(tree)
+    ]
+    assert wrong == []
+
+
+def test_files_are_replaced_in_one_module():
+    """Everything that must be whole or absent goes through ``harness.runs.files``."""
+    allowed = {
+        "runs.files",
+        "runs.run_dir",  # moves an earlier run aside
+    }
+    renaming = {
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if (node.func.attr in ("rename", "replace", "renames") and getattr(node.func.value, "id", "") == "os")
+        or (node.func.attr in ("rename", "replace") and len(node.args) == 1)
+        or (node.func.attr == "move" and getattr(node.func.value, "id", "") == "shutil")
+        if not isinstance(node.func.value, ast.Constant)
+    }
+    assert renaming <= allowed
+
+
+def test_urls_are_recognised_in_one_module():
+    asking = {
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and node.left.value == "://"
+    }
+    assert asking == {"runs.files"}
