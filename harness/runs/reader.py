@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -101,10 +101,10 @@ def read(path: Path) -> Record:
     if not path.is_dir():
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
-    config = _yaml(path / layout.CONFIG, problems)
-    summary = _json(path / layout.SUMMARY, dict, problems)
-    failure = _json(path / layout.FAILURE, dict, problems)
-    provenance = [start for start in _json(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
+    config = _content(path / layout.CONFIG, dict, problems, _yaml)
+    summary = _content(path / layout.SUMMARY, dict, problems)
+    failure = _content(path / layout.FAILURE, dict, problems)
+    provenance = [start for start in _content(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
     problems += _missing(path)
     if not is_run(path):
         return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
@@ -138,7 +138,7 @@ def sweep(path: Path) -> Sweep | None:
     if not (path / layout.SWEEP).is_file():
         return None
     problems: list[str] = []
-    content = _json(path / layout.SWEEP, dict, problems)
+    content = _content(path / layout.SWEEP, dict, problems)
     directions: dict[Any, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
     space, trials = content.get("space"), content.get("trials")
     return Sweep(
@@ -205,22 +205,30 @@ def _trial(entry: dict[str, Any], place: int) -> Trial:
 
 
 def _no_run(path: Path) -> ConfigError:
-    runs = sorted({str(other.parent) for other in Path().glob(f"runs/*/{layout.CONFIG}")})
-    there = "; there are " + ", ".join(runs[:5]) if runs else ""
     reason = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
-    return ConfigError(reason, where=str(path), hint=f"name a run folder or a sweep folder{there}")
+    return ConfigError(reason, where=str(path), hint=f"name a run folder or a sweep folder{known_runs()}")
+
+
+def known_runs(*folders: Path) -> str:
+    """The end of a hint: some runs in ``runs`` and ``folders``."""
+    configs = [
+        *Path().glob(f"runs/*/{layout.CONFIG}"),
+        *(f for folder in folders for f in folder.glob(f"*/{layout.CONFIG}")),
+    ]
+    runs = sorted({str(config.parent) for config in configs})
+    return "; there are " + ", ".join(runs[:5]) if runs else ""
 
 
 # Reading
 
 
-def _json(path: Path, kind: type, problems: list[str]) -> Any:
-    """The JSON at ``path``; empty if there is none, or if its type is not ``kind``."""
+def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = json.loads) -> Any:
+    """The content of ``path``; empty if there is no such file, or if its type is not ``kind``."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return kind()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         problems.append(f"{path.name} cannot be read: {first_line(error)}")
         return kind()
     if isinstance(content, kind):
@@ -229,18 +237,8 @@ def _json(path: Path, kind: type, problems: list[str]) -> Any:
     return kind()
 
 
-def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml)  # noqa: S506 - a safe loader
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problems.append(f"{path.name} cannot be read: {first_line(error)}")
-        return {}
-    if isinstance(content, dict):
-        return content
-    problems.append(f"{path.name} is not a configuration")
-    return {}
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Yaml)  # noqa: S506 - a safe loader
 
 
 def _missing(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,7 @@ class RemoteRunFolder(RunFolder):
         latest, best = (self.store.read(name).strip() for name in pointers)
         names = [layout.step_name(step) for step in sorted(_steps(files), reverse=True)]
         for name in sorted(names, key=lambda name: name != latest):
-            problem = _download_checkpoint(self.store, f"{layout.CHECKPOINTS}/{name}/", self.checkpoints.folder / name)
-            if not problem:
+            if not (problem := self._download_checkpoint(name)):
                 break
             log.warning("checkpoint refused: %s/%s/%s: %s", self.where, layout.CHECKPOINTS, name, problem)
             self._refused.add(layout.step_number(name) or 0)
@@ -97,6 +96,9 @@ class RemoteRunFolder(RunFolder):
         if name != latest:  # the checkpoints after it are abandoned
             self.store.write(pointers[0], name + "\n")
         return name
+
+    def _download_checkpoint(self, name: str) -> str:
+        return _download(UrlStore(f"{self.where}/{layout.CHECKPOINTS}/{name}"), self.checkpoints.folder / name)
 
     def _take_over(self, files: Mapping[str, str], newest: str) -> None:
         """Make the URL this start's: an older start that still runs finds out at its next upload."""
@@ -119,9 +121,9 @@ class RemoteRunFolder(RunFolder):
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.logs.mkdir(parents=True)
                 self.checkpoints.folder.mkdir()
-                prefix = f"{layout.CHECKPOINTS}/{newest}"
-                if newest and (problem := _download_checkpoint(self.store, f"{prefix}/", self.path / prefix)):
-                    raise CheckpointError(problem, where=f"{self.where}/{prefix}", hint="start it again")
+                if newest and (problem := self._download_checkpoint(newest)):
+                    place = f"{self.where}/{layout.CHECKPOINTS}/{newest}"
+                    raise CheckpointError(problem, where=place, hint="start it again")
                 self._scratch.write(layout.START, text)
             name = f"{layout.LOGS}/{layout.rank_log(rank)}"
             if not (self.path / name).exists() and (earlier := self.store.read(name)):
@@ -149,10 +151,11 @@ class RemoteRunFolder(RunFolder):
         """Copy what has changed to the URL: the files of rank 0, and the newest and best checkpoint."""
         self._check_owner()
         with self.checkpoints.pinned() as pointers:
-            files = {
-                name: mark for name, mark in self._scratch.files().items() if self._is_uploaded(name, pointers.values())
-            }
-            copy_run(self._scratch, self.store, files, pointers, self._uploaded, self._uploader.progress)
+            found = self._scratch.files().items()
+            files = {name: mark for name, mark in found if self._is_uploaded(name, pointers.values())}
+            progress = self._uploader.progress
+            # Check once more before `latest` is written: uploading a checkpoint takes long.
+            copy_run(self._scratch, self.store, files, pointers, self._uploaded, progress, self._check_owner)
         latest = layout.step_number(pointers.get(layout.LATEST, ""))
         best = layout.step_number(self.checkpoints.named(layout.BEST))  # it may be at the URL only
         self._refused.discard(latest or 0)  # written again
@@ -164,7 +167,7 @@ class RemoteRunFolder(RunFolder):
                 self._uploaded.pop(name, None)
 
     @staticmethod
-    def _is_uploaded(name: str, checkpoints: Any) -> bool:
+    def _is_uploaded(name: str, checkpoints: Collection[str]) -> bool:
         top, _, rest = name.partition("/")
         if top == layout.CHECKPOINTS:
             return rest.partition("/")[0] in checkpoints
@@ -172,11 +175,12 @@ class RemoteRunFolder(RunFolder):
             return rest == layout.rank_log(0)
         return name not in (layout.START, layout.FAILURE)
 
-    def _check_owner(self) -> None:
-        """Raise TakenOver if a later start writes at the URL: their files would mix."""
+    def _check_owner(self, step: str = "") -> str:
+        """Raise TakenOver if a later start writes at the URL: their files would mix. Otherwise there is no problem."""
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             by = f" on {json.loads(start)['host']}" if start else ", or somebody removed the run"
             raise TakenOver(f"another start of this run{by} has taken it over")
+        return ""
 
     def detach(self, rank: int, done: bool) -> None:
         """Upload the log of ``rank``, how it ended, and its failure. Never raises, and takes DETACH_S at most."""
@@ -190,7 +194,7 @@ class RemoteRunFolder(RunFolder):
 
     def _detach(self, rank: int, done: bool) -> None:
         try:
-            if self._filled and rank == 0:  # trackers may have written more
+            if rank == 0:  # trackers may have written more
                 self._uploader.request()
                 done = self._uploader.wait(DETACH_S) and done
             self._check_owner()
@@ -263,11 +267,9 @@ def _steps(files: Mapping[str, str]) -> set[int]:
     return {step for step, names in found.items() if names >= set(_CHECKPOINT_FILES)}
 
 
-def _download_checkpoint(store: UrlStore, prefix: str, target: Path) -> str:
-    """Copy the checkpoint at ``prefix`` of ``store`` to ``target``; return what is wrong with it, if anything."""
-    for file in _CHECKPOINT_FILES:
-        with contextlib.suppress(FileNotFoundError):
-            store.get(prefix + file, target / file)
+def _download(checkpoint: UrlStore, target: Path) -> str:
+    """Copy ``checkpoint`` to the folder ``target``; return what is wrong with it, if anything."""
+    copy_run(checkpoint, LocalStore(target), dict.fromkeys(_CHECKPOINT_FILES, ""))
     if problem := damage(target):
         shutil.rmtree(target, ignore_errors=True)
     return problem
@@ -305,4 +307,4 @@ def _borrow(store: UrlStore, target: Path) -> str:
             )  # fmt: skip
         if LocalStore(target).read(layout.MANIFEST) == manifest and not damage(target):
             return ""
-        return _download_checkpoint(store, "", target)
+        return _download(store, target)

@@ -15,16 +15,15 @@ from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout
+from harness.runs.reader import known_runs
 
 
 def configuration(run: Path, overrides: Sequence[str]) -> Config:
     """The configuration of the run folder ``run``, with ``overrides``. Raises ConfigError if ``run`` is not a run, or
     has no weights yet."""
     if not (run / layout.CONFIG).is_file():
-        configs = [*Path().glob(f"runs/*/{layout.CONFIG}"), *run.glob(f"*/{layout.CONFIG}")]
-        runs = sorted({path.parent for path in configs})
-        there = "; there are " + ", ".join(map(str, runs[:5])) if runs else ""
-        raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=f"name one{there}")
+        hint = f"name one{known_runs(run)}"
+        raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
     if not weights(run).is_file():
         raise ConfigError(
             "this run has no weights yet: it has not been evaluated",

@@ -239,6 +239,22 @@ def test_an_earlier_start_leaves_the_url_to_the_later_one(config, bucket):
     assert uploaded(bucket) == before
 
 
+def test_a_start_that_is_taken_over_during_an_upload(config, bucket, monkeypatch):
+    earlier, real = started(config()), MemoryFileSystem.put_file
+    later = run_folder(config("elsewhere"))
+
+    def slow(self, source, target, **options):
+        real(self, source, target, **options)
+        if target.endswith("state.pt"):
+            monkeypatch.setattr(MemoryFileSystem, "put_file", real)
+            later.claim(config("elsewhere"))
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
+    with pytest.raises(CheckpointError, match="has taken it over"):
+        save(earlier, 1)
+    assert "checkpoints/latest" not in uploaded(bucket)
+
+
 def test_one_start_at_a_time_on_a_machine(config, monkeypatch):
     monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
     first, second = run_folder(config()), run_folder(config())
