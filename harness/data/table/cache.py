@@ -29,7 +29,7 @@ from harness.data.table.source import Source
 from harness.errors import DataError
 from harness.runs.files import default_cache_dir, write_atomically
 
-FORMAT = 1  # increase it when the layout or the meaning of anything in the cache changes
+FORMAT = 2  # increase it when the layout or the meaning of anything in the cache changes
 LOCK_NAME = "lock"
 try:
     import fcntl

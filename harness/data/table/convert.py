@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,12 @@ _POLLS_PER_LOCK = 10  # looking for a file is cheap; trying the lock takes proce
 _READ_AHEAD = 4  # batches
 
 
-def converted(
-    source: Source, entry: CacheEntry, text: Sequence[str], label: str | None, on_wait: Callable[[str], None] | None
-) -> dict[str, Any]:
+def converted(source: Source, entry: CacheEntry, text: Sequence[str], label: str | None) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first if nobody has. Raises DataError."""
     earlier_failure = read_json(entry.failure)
-    waited = False
     while (manifest := entry.load()) is None:
         lock = entry.try_lock()
         if lock is None:
-            if on_wait is not None and not waited:
-                on_wait(f"waiting while another process converts {source.name}")
-            waited = True
             for _ in range(_POLLS_PER_LOCK):
                 time.sleep(_POLL_S)
                 if entry.manifest.exists():
@@ -169,13 +163,11 @@ def _manifest(texts: TextWriter, labels: CodeWriter | None, columns: list[str], 
         "codes_digest": "",
         "text_digest": texts.finish(),
         "batch_rows": texts.batch_rows,
-        "counts": [],
         "notes": [],
     }
     if labels is not None:
-        vocabulary, counts, notes, digest = labels.finish()
-        manifest |= {"label": labels.coder.column, "vocabulary": vocabulary, "codes_digest": digest}
-        manifest |= {"counts": counts.tolist(), "notes": notes}
+        vocabulary, notes, digest = labels.finish()
+        manifest |= {"label": labels.coder.column, "vocabulary": vocabulary, "codes_digest": digest, "notes": notes}
     parts = ("columns", "num_rows", "label", "vocabulary", "codes_digest", "text_digest")
     manifest["digest"] = hashlib.sha256(json.dumps([manifest[part] for part in parts]).encode()).hexdigest()
     return manifest

@@ -18,14 +18,13 @@ from harness.data.table.source import open_bytes
 
 def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
     """The 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer rows."""
-    wanted, found = iter(rows), []
-    target = next(wanted, None)
-    for record, line in enumerate(_record_lines(path)):
-        while target is not None and record == target + 1:  # record 0 is the header
-            found.append(line)
-            target = next(wanted, None)
-        if target is None:
-            break
+    found, wanted = list[int](), set(rows)
+    with _any_field_size(), _text(path) as text:
+        for row, (line, _) in enumerate(_records(text), start=-1):  # the first record is the header
+            if row in wanted:
+                found.append(line)
+                if len(found) == len(wanted):
+                    break
     return found
 
 
@@ -34,7 +33,7 @@ def uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[
     count, first = 0, list[tuple[int, int]]()
     with _any_field_size(), _text(path) as text:
         for line, fields in _records(text):
-            if len(fields) != num_columns and (len(fields) > 1 or fields[0].strip()):
+            if len(fields) != num_columns:
                 count += 1
                 if len(first) < limit:
                     first.append((line, len(fields)))
@@ -77,37 +76,9 @@ def header_of(path: Path) -> list[str]:
         return next((fields for fields in csv.reader(text) if fields), [])
 
 
-def _record_lines(path: Path) -> Iterator[int]:
-    """The line on which each record starts, header first. Only lines with quotes go through the slow csv module."""
-    with _any_field_size(), _text(path) as text:
-        line, quoted = 0, _Pushed(text)
-        reader = csv.reader(quoted)
-        for content in text:
-            line += 1
-            if '"' in content:
-                quoted.pushed, before = content, reader.line_num
-                next(reader)
-                yield line
-                line += reader.line_num - before - 1
-            elif content.strip():
-                yield line
-
-
-class _Pushed:
-    """Lines for a csv reader: first ``pushed``, then, while a quote is open, the following lines of the text."""
-
-    def __init__(self, text: Iterator[str]) -> None:
-        self.text, self.pushed = text, ""
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line, self.pushed = self.pushed, ""
-        return (line or next(self.text)).replace("\0", "")
-
-
 def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields) of each record that is not a blank line."""
+
     def lines() -> Iterator[str]:
         for line in text:
             yield line.replace("\0", "")  # the csv module of Python 3.10 stops at a NUL
@@ -115,7 +86,7 @@ def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[in
 
     reader, line = csv.reader(lines()), 1
     for fields in reader:
-        if fields:
+        if len(fields) > 1 or (fields and not fields[0].isspace()):
             yield line, fields
         line = reader.line_num + 1
 

@@ -29,7 +29,6 @@ class LabelCoder:
         self.first_blank: list[int] = []  # row numbers
         self._code_of: dict[str | None, int] = {}
         self._first_row: list[int] = []  # per code
-        self._counts = np.zeros(0, dtype=np.int64)
 
     def add(self, column: pa.Array) -> np.ndarray:
         """The int32 codes of the next rows."""
@@ -43,8 +42,6 @@ class LabelCoder:
             (self._code(w, f) for w, f in zip(words, first.tolist(), strict=True)), np.int32, len(words)
         )
         self._note_blanks(words, indices)
-        self._counts.resize(len(self._code_of), refcheck=False)
-        self._counts[codes] += np.bincount(indices, minlength=len(words))
         self.num_rows += len(indices)
         code_of_row: np.ndarray = codes[indices]
         return code_of_row
@@ -68,8 +65,8 @@ class LabelCoder:
             self.num_blank += len(rows)
             self.first_blank += (self.num_rows + rows[: 5 - len(self.first_blank)]).tolist()
 
-    def finish(self) -> tuple[list[str] | list[int], np.ndarray, np.ndarray, list[str]]:
-        """(vocabulary, rows per label, index in the vocabulary of each code as int32, notes for the user)."""
+    def finish(self) -> tuple[list[str] | list[int], np.ndarray, list[str]]:
+        """(vocabulary, index in the vocabulary of each code as int32, notes for the user)."""
         words = [word for word in self._code_of if word is not None]
         self._refuse_twins(words)
         integers = [bool(_INTEGER.fullmatch(word)) for word in words]
@@ -83,7 +80,7 @@ class LabelCoder:
             vocabulary = [words[i] for i in order]
         place = np.empty(len(words), dtype=np.int32)
         place[order] = np.arange(len(words), dtype=np.int32)
-        return vocabulary, self._counts[order], place, self._notes(words, integers)
+        return vocabulary, place, self._notes(words, integers)
 
     def _refuse_twins(self, words: list[str]) -> None:
         stripped: dict[str, str] = {}

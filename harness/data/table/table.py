@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from harness.data.table.convert import converted, require_columns
 from harness.data.table.source import Source, locate
 from harness.errors import DataError
 
-_FEW_ROWS = 512  # up to here, reading value by value is faster than grouping rows by record batch
-
 
 def open_table(
     source: str | os.PathLike[str],
@@ -35,19 +33,18 @@ def open_table(
     text: Sequence[str] = (),
     label: str | None = None,
     cache_dir: Path | None = None,
-    on_wait: Callable[[str], None] | None = None,
 ) -> Table:
     """Open an annotation file, converting it first if no process has.
 
     ``source`` is a CSV, a gzipped CSV or a Parquet file, local or an fsspec URL. ``text`` names columns that must
     exist, ``label`` the column of class labels; all columns are kept. ``cache_dir`` replaces the default of
-    ``runs.files.default_cache_dir``. ``on_wait`` is called once, with a sentence, if another process is converting.
-    Raises DataError with the place and the remedy if the file or the cache cannot be used.
+    ``runs.files.default_cache_dir``. Raises DataError with the place and the remedy if the file or the cache cannot be
+    used.
     """
     text = (text,) if isinstance(text, str) else text
     found = locate(source)
     entry = CacheEntry.of(found, label, cache_dir)
-    manifest = converted(found, entry, text, label, on_wait)
+    manifest = converted(found, entry, text, label)
     require_columns(manifest["columns"], text, label, found.name)
     return Table(found, entry, manifest)
 
@@ -67,7 +64,6 @@ class Table:
         self.label: str | None = manifest["label"]
         self.digest: str = manifest["digest"]
         self.vocabulary: tuple[str, ...] | tuple[int, ...] = tuple(manifest["vocabulary"])
-        self.counts: np.ndarray = np.array(manifest["counts"], dtype=np.int64)
         self.notes: tuple[str, ...] = tuple(manifest["notes"])
         self._batches: dict[int, pa.RecordBatch] = {}
 
@@ -100,8 +96,6 @@ class Table:
             return [str(self.vocabulary[code]) for code in self.labels(rows)]
         index = self._index_of(column)
         batches, slots = np.divmod(self._checked(rows), self._manifest["batch_rows"])
-        if len(rows) > _FEW_ROWS:
-            return self._take(index, batches, slots).to_pylist()  # type: ignore[no-any-return]
         return [self._batch(b).column(index)[s].as_py() for b, s in zip(batches.tolist(), slots.tolist(), strict=True)]
 
     def slice(self, column: str, start: int, stop: int) -> pa.ChunkedArray:
@@ -111,16 +105,6 @@ class Table:
             pieces.append(self._batch(start // length).column(index).slice(start % length, stop - start))
             start += len(pieces[-1])
         return pa.chunked_array(pieces, pa.string())
-
-    def _take(self, index: int, batches: np.ndarray, slots: np.ndarray) -> pa.Array:
-        # Batch by batch, because pa.Table.take would copy the whole column first.
-        order = np.argsort(batches, kind="stable")
-        starts = np.flatnonzero(np.diff(batches[order], prepend=-1))
-        groups = np.split(order, starts[1:])
-        pieces = [self._batch(int(batches[g[0]])).column(index).take(pa.array(slots[g])) for g in groups]
-        position = np.empty(len(order), dtype=np.int64)
-        position[order] = np.arange(len(order))
-        return pa.chunked_array(pieces, pa.string()).combine_chunks().take(pa.array(position))
 
     def where(self, row: int) -> str:
         """The place of a row, for error messages: ``train.csv:17``, or ``train.parquet, row 15``.

@@ -95,10 +95,10 @@ class CodeWriter:
         """Append the labels of the next rows."""
         self._file.write(self.coder.add(batch.column(self.coder.column)).astype("<i4", copy=False).data)
 
-    def finish(self) -> tuple[list[str] | list[int], np.ndarray, list[str], str]:
-        """(vocabulary, number of rows per label, notes, digest of the codes)."""
+    def finish(self) -> tuple[list[str] | list[int], list[str], str]:
+        """(vocabulary, notes, digest of the codes)."""
         self._file.close()
-        vocabulary, counts, index, notes = self.coder.finish()
+        vocabulary, index, notes = self.coder.finish()
         digest = hashlib.sha256()
         with open(self.path, "r+b", buffering=0) as file:
             while len(codes := np.fromfile(file, "<i4", _CHUNK_CODES)):
@@ -106,7 +106,7 @@ class CodeWriter:
                 file.seek(-final.nbytes, os.SEEK_CUR)
                 file.write(final)
                 digest.update(final)
-        return vocabulary, counts, notes, digest.hexdigest()
+        return vocabulary, notes, digest.hexdigest()
 
     def close(self) -> None:
         self._file.close()

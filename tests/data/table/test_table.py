@@ -47,7 +47,6 @@ def test_rows_columns_and_labels(opened):
     assert len(table) == table.num_rows == 3
     assert table.columns == ("path", "label", "caption")
     assert table.vocabulary == (7, 10)
-    assert table.counts.tolist() == [2, 1]
     codes = table.labels(np.array([2, 1, 1, 0]))
     assert (codes.tolist(), codes.dtype) == ([0, 1, 1, 0], np.int64)
     assert table.strings("caption", np.array([1, 0, 2, 1])) == ["NA", 'a cat, "big"\nand red', "", "NA"]
@@ -132,7 +131,6 @@ def test_vocabulary(opened, labels, vocabulary):
     assert [type(word) for word in table.vocabulary] == [type(word) for word in vocabulary]
     assert [str(table.vocabulary[code]) for code in table.labels(np.arange(len(rows)))] == rows
     assert table.strings("label", np.arange(len(rows))) == rows
-    assert table.counts.tolist() == [rows.count(str(word)) for word in vocabulary]
 
 
 @pytest.mark.parametrize(
