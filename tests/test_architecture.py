@@ -136,7 +136,6 @@ def test_class_names_have_one_meaning():
 
 # tests/apex follows the points of the Apex contract (tests/apex/contract.py).
 OTHER_TESTS = {
-    "test_extend.py": "a user adds each of the six kinds of part",
     "engines/test_nodes_elastic.py": "torchrun on several machines",
     "engines/test_page.py": "docs/engines.md",
     "benchmark/test_page.py": "docs/strategies.md",

@@ -11,7 +11,7 @@ A name without a dot is built in. To build in another part, add one file (or fol
     verb       harness/PACKAGE/command.py or VERB_command.py      VERB, HELP, add_arguments, run (harness.cli)
 
 A name with a dot is a part of the user's own, importable from the working folder: ``package.module``, which holds the
-same as a built-in file, or ``package.module.Class``. tests/test_extend.py adds one of each.
+same as a built-in file, or ``package.module.Class``. tests/end_to_end/test_extend.py adds one of each.
 """
 
 from __future__ import annotations

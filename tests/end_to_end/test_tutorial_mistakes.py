@@ -19,20 +19,18 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DistributedSampler, Subset
 
-from harness.config import loader as configfile
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.shards import RULES, shard
-from harness.training import build
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import NUM_EVAL, NUM_TRAIN, of_split, record, train, write_config
+from tests.end_to_end.experiment import NUM_TRAIN, of_split, train, write_config
 from tests.end_to_end.processes import started
-from tests.fixtures import CountingTable, make_config, write_rows
+from tests.fixtures import CountingTable
 from tests.ranks import run_ranks
 
 ELSEWHERE = {
     "rows lost or repeated between ranks": "tests/data/test_shards.py",
-    "padding counted in evaluation": "tests/data/test_loader.py",
+    "evaluation on rank 0 only, and padding counted": "tests/data/test_loader.py",
     "results that depend on the number of ranks": "tests/end_to_end/test_parity.py",
     "every rank downloads the data": "tests/data/test_download.py",
     "checkpoints that run code when loaded": "tests/runs/test_checkpoint.py",
@@ -98,18 +96,6 @@ def test_order_changes_per_epoch_without_set_epoch():
 # Evaluation
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_evaluation_is_spread_over_all_ranks(world_size):
-    """In tutorials rank 0 evaluates all rows while the others wait in a collective until it times out. Here each rank
-    evaluates its share, in an equal number of batches."""
-    loader = Loader(CountingTable(23), 0, torch.device("cpu"))
-    ranks = [EvalData(loader, rank, world_size, 4) for rank in range(world_size)]
-    shares = [[row for batch in data.batches() for row in batch.rows.tolist()] for data in ranks]
-    assert sorted(chain(*shares)) == list(range(23))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert len({data.num_batches() for data in ranks}) == 1
-
-
 def test_evaluation_pads_no_rows():
     """DistributedSampler pads the last round with repeated rows: 23 rows on 4 ranks count as 24."""
     padded = list(chain(*(DistributedSampler(range(23), 4, rank, shuffle=False) for rank in range(4))))
@@ -138,11 +124,6 @@ def test_logged_loss_is_the_mean_over_all_ranks_and_rows(tmp_path, data, finishe
     losses = [line["loss"] for line in lines if line["epoch"] == 0]
     assert rows.sum() == first["samples"] == NUM_TRAIN
     assert np.average(losses, weights=rows) == pytest.approx(first["loss"], abs=1e-4)
-
-
-def test_every_row_is_used_and_counted(finished):
-    lines = [line for line in record(finished) if "rows_used" in line]
-    assert {(line["split"], line["rows_used"]) for line in lines} == {("epoch", NUM_TRAIN), ("eval", NUM_EVAL)}
 
 
 def test_saved_files_contain_no_code(finished):
