@@ -19,13 +19,15 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DistributedSampler, Subset
 
+from harness.config import loader as configfile
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.shards import RULES, shard
+from harness.training import build
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import NUM_TRAIN, of_split, train, write_config
 from tests.end_to_end.processes import started
-from tests.fixtures import CountingTable
+from tests.fixtures import CountingTable, make_config, write_rows
 from tests.ranks import run_ranks
 
 ELSEWHERE = {
