@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import in_loader_worker
-from harness.data.shards import Segment, bounds, num_steps, plan, step_rows
+from harness.data.shards import Segment, bounds, num_steps, shard, step_rows
 from harness.errors import HarnessError
 
 
@@ -148,7 +148,7 @@ class TrainData:
         if done and self._ours(done[-1]):
             first = done.pop().steps  # the current ranks continue the last segment with the same assignment
         num_left = self.num_rows - sum(self._rows_of(done))
-        rows = plan(self.rule, self.num_rows, self.rank, self.world_size, epoch, self.seed, done)
+        rows = shard(self.rule, self.num_rows, self.rank, self.world_size, epoch, self.seed, done)
         steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
         filler = rows[:1] if len(rows) else np.zeros(1, np.int64)
         requests = (

@@ -30,11 +30,6 @@ def bounds(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
     return rank * num_rows // world_size, (rank + 1) * num_rows // world_size
 
 
-def shard(rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int) -> RowNumbers:
-    """The rows of ``rank`` in ``epoch``, in training order. Shards are disjoint and together have all rows."""
-    return _share(rule, _order(rule, num_rows, epoch, seed), rank, world_size, (seed, epoch, 0))
-
-
 @dataclass
 class Segment:
     """Consecutive steps of an epoch at one world size: ``steps`` steps with ``per_rank`` rows per rank."""
@@ -44,7 +39,18 @@ class Segment:
     steps: int
 
 
-def left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequence[Segment]) -> RowNumbers | range:
+def shard(
+    rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
+) -> RowNumbers:
+    """The rows of ``rank`` in ``epoch`` after the completed ``segments``, in training order.
+
+    Shards are disjoint, and together they have all rows that are left.
+    """
+    left = _left_over(rule, num_rows, epoch, seed, segments)
+    return _share(rule, left, rank, world_size, (seed, epoch, len(segments)))
+
+
+def _left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequence[Segment]) -> RowNumbers | range:
     """The rows of the epoch that ``segments`` have not used, in the order in which they are assigned next."""
     order = _order(rule, num_rows, epoch, seed)
     if not segments:
@@ -57,14 +63,6 @@ def left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequenc
             used[rows[: segment.steps * segment.per_rank]] = True
         left = left[~used[left]]
     return left
-
-
-def plan(
-    rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int, segments: Sequence[Segment]
-) -> RowNumbers:
-    """The rows of ``rank`` for the rest of ``epoch``, after the completed ``segments``."""
-    left = left_over(rule, num_rows, epoch, seed, segments)
-    return _share(rule, left, rank, world_size, (seed, epoch, len(segments)))
 
 
 def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") -> int:

@@ -93,15 +93,6 @@ def test_single_row_is_repeated_only_if_batch_norm_sees_no_other(shape):
                     assert len(part.batch) == (2 if alone and part.num_rows < 2 else max(part.num_rows, 1))
 
 
-def test_rank_without_rows_in_the_tail_runs_a_pass_of_weight_zero():
-    ranks = [data(9, rank, 2, per_rank=4) for rank in range(2)]
-    tails = [list(rank.groups(0, []))[-1] for rank in ranks]
-    assert [[m.weight for m in tail] for tail in tails] == [[0.0], [2.0]]
-    assert [[m.num_rows for m in tail] for tail in tails] == [[0], [1]]
-    filler = tails[0][0].batch.rows.tolist()
-    assert filler == [filler[0]] * 2  # batch norm rejects a single row
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_resume_at_any_position_continues_the_same_order(workers):
     train = data(23, rank=1, world=2, per_rank=4, accumulate=2, workers=workers)
@@ -144,20 +135,6 @@ def test_changes_of_world_size_within_an_epoch_cover_each_row_once(num_rows, rul
     assert len(set(used)) == len(used)
     if not drop:
         assert sorted(used) == list(range(num_rows))
-
-
-def test_augmentation_does_not_depend_on_rank_or_worker():
-
-    def marks(world, workers):
-        found = {}
-        for rank in range(world):
-            train = data(20, rank, world, per_rank=2, rule="global", workers=workers)
-            for rows, values, _ in (part for group in contents(train.groups(4, [])) for part in group):
-                found.update(zip(rows, values, strict=True))
-            train.loader.close()
-        return found
-
-    assert marks(1, 0) == marks(2, 1) == marks(4, 0)
 
 
 def test_abandoned_epoch_does_not_affect_the_next():

@@ -1,4 +1,4 @@
-"""Names: cleaning, the split, and rows as windows of one stream."""
+"""Names: cleaning, the split, and rows of both kinds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_clean(given_name, cleaned):
     assert clean(cleaned) == cleaned
 
 
-def test_forms_of_the_file():
+def test_csv_and_json_files():
     csv = b'\xef\xbb\xbfSpecies,Animal\'s Name\r\nDog,Rex\r\nCat,"Kit, Kat"\r\nCat,\r\nDog\r\nDog, REX \r\n'
     assert data_names.of_csv(csv, "Animal's Name") == ["rex", "rex"]
     assert data_names.of_json(b'["rex", "zo\\u00eb", " kit"]') == ["rex", "kit"]
@@ -48,18 +48,18 @@ def test_read(tmp_path):
         read(tmp_path / "n.txt", "how")
 
 
-def test_a_name_is_on_one_side_whatever_else_is_there():
+def test_split_depends_on_the_name_only():
     names = [f"{a}{b}{c}" for a in "abcdefgh" for b in "aeiou" for c in "lmnrst"] * 2
-    train, held_out = split(names)
-    assert not set(train) & set(held_out)
-    assert len(held_out) == len(set(held_out))
-    assert 10 <= len(held_out) <= 40  # one in ten of 240
+    train, validation = split(names)
+    assert not set(train) & set(validation)
+    assert len(validation) == len(set(validation))
+    assert 10 <= len(validation) <= 40  # one in ten of 240
     assert len(train) == 2 * len(set(train))
-    assert split([*names, "other"])[1] == [*held_out, *["other"] * is_validation("other")]
-    assert [name for name in ("lucy", "bella", "max", "luna") if is_validation(name)] == []  # as it is for ever
+    assert split([*names, "other"])[1] == [*validation, *["other"] * is_validation("other")]
+    assert [name for name in ("lucy", "bella", "max", "luna") if is_validation(name)] == []  # must never change
 
 
-def test_windows_of_a_name():
+def test_windows():
     rows = windows(["abc", "d"], 4)
     seen = [(text(codes[:-1]), text(codes[1:])) for codes in rows.codes(np.arange(len(rows)))]
     assert seen == [
@@ -77,8 +77,7 @@ def test_whole_names():
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(name_texts, st.integers(1, 9))
-def test_every_character_is_the_new_one_of_one_window(names, window):
-    """Also of names shorter and longer than the window; built slowly here, and all at once there."""
+def test_every_character_is_the_last_of_one_window(names, window):
     padded = [BLANK * window + name + STOP for name in names]
     expected = [line[k : k + window + 1] for line in padded for k in range(len(line) - window)]
     rows = windows(names, window)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.data.shards import RULES, Segment, bounds, left_over, num_steps, plan, shard, step_rows
+from harness.data.shards import RULES, Segment, bounds, num_steps, shard, step_rows
 
 rules = st.sampled_from(RULES)
 sizes = st.integers(1, 400)
@@ -55,28 +55,11 @@ def test_global_batches_do_not_depend_on_world_size(num_rows, epoch, quarter):
     assert global_batches(1) == global_batches(2) == global_batches(4)
 
 
-@settings(max_examples=200)
-@given(
-    rules, st.integers(1, 200), st.lists(st.tuples(worlds, st.integers(1, 8), st.integers(0, 4)), max_size=3), worlds
-)
-def test_changes_of_world_size_cover_every_row_once(rule, num_rows, history, world):
-    segments, used = [], []
-    for segment_world, per_rank, steps in history:
-        left = len(left_over(rule, num_rows, 2, 5, segments))
-        steps = min(steps, num_steps(left, segment_world, per_rank))
-        for rank in range(segment_world):
-            used += plan(rule, num_rows, rank, segment_world, 2, 5, segments)[: steps * per_rank].tolist()
-        segments.append(Segment(segment_world, per_rank, steps))
-    for rank in range(world):
-        used += plan(rule, num_rows, rank, world, 2, 5, segments).tolist()
-    assert sorted(used) == list(range(num_rows))
-
-
 def test_global_batches_continue_at_another_world_size():
     """Resuming on 2 ranks after 3 steps on 4 ranks changes no batch, with a global batch of 12."""
     uninterrupted = shard("global", 100, 0, 1, 0, 0)
     done = Segment(world_size=4, per_rank=3, steps=3)
-    rest = [plan("global", 100, rank, 2, 0, 0, [done]) for rank in range(2)]
+    rest = [shard("global", 100, rank, 2, 0, 0, [done]) for rank in range(2)]
     for step in range(num_steps(64, 2, 6)):
         rows = np.concatenate([r[step * 6 : (step + 1) * 6] for r in rest])
         start = 36 + step * 12

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import os
+import re
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from harness.data.table import csv_reader, labels
 from harness.data.table.table import open_table
 from harness.errors import DataError
+
+HEADER = b"path,label,caption\n"
+GOOD = b"".join(b"p%d,%d,text\n" % (i, i % 3) for i in range(500))
 
 
 @pytest.fixture
@@ -35,30 +39,21 @@ def refused(tmp_path):
     return refuse
 
 
-HEADER = b"path,label,caption\n"
-GOOD = b"".join(b"p%d,%d,text\n" % (i, i % 3) for i in range(500))
+def parquet(*columns: list, names: list[str]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays([pa.array(column) for column in columns], names=names), sink)
+    return sink.getvalue().to_pybytes()
 
 
-def test_missing_file_names_the_nearest(refused, tmp_path):
+def test_missing_file_and_folder(refused, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train_v2.csv").touch()
-    message, _, hint = refused(None, "tain.csv")
-    assert message == "no such annotation file"
-    assert hint == "did you mean 'train_v2.csv'?"
-    assert "files in" in refused(None, "xyz")[2]
-
-
-def test_missing_folder(tmp_path):
-    with pytest.raises(DataError, match="no such annotation file") as caught:
+    assert refused(None, "tain.csv") == ("no such annotation file", "", "did you mean 'train_v2.csv'?")
+    assert refused(None, "xyz")[2] == f"files in {tmp_path}/data: train_v2.csv"
+    with pytest.raises(DataError, match=f"the folder {tmp_path}/nowhere does not exist either"):
         open_table(tmp_path / "nowhere" / "a.csv", cache_dir=tmp_path)
-    assert caught.value.hint.startswith(f"the folder {tmp_path}/nowhere does not exist either")
-
-
-def test_folder(tmp_path):
-    (tmp_path / "a.csv").touch()
-    with pytest.raises(DataError, match="a folder, not an annotation file") as caught:
-        open_table(tmp_path, cache_dir=tmp_path / "cache")
-    assert "a.csv" in caught.value.hint
+    with pytest.raises(DataError, match="a folder, not an annotation file\n.*train_v2.csv"):
+        open_table(tmp_path / "data", cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -80,44 +75,60 @@ def test_folder(tmp_path):
         (b"PK\x03\x04....", "zip archive"),
         ("path,label\na,1\n".encode("utf-16"), "UTF-16"),
         (b"PAR1 cut off", "Parquet file cannot be read"),
+        (parquet([1], [2], names=["label", "label"]), "the file names a column twice: 'label'"),
     ],
 )
 def test_files_that_are_not_tables(refused, content, message):
-    assert pd.Series([refused(content)[0]]).str.contains(message).all()
+    assert re.search(message, refused(content)[0])
 
 
-def test_missing_column(refused):
+SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,2\n" * 9
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "line", "hint"),
+    [
+        (b"path,label,path\na,1,b\n", "the header names a column twice: 'path'", 1, "unique name"),
+        ((HEADER + GOOD).replace(b",", b";"), "no column 'label'", 0, "separated by semicolons"),
+        ((HEADER + GOOD).replace(b",", b"\t"), "no column 'label'", 0, "separated by tabs"),
+        (
+            b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n",
+            "labels 'dog' (row 1) and 'dog ' (row 2) differ only in white space", 0, "in column 'label'",
+        ),
+        (HEADER + b"a,1\n", "1 row without exactly 3 fields as in the header: line 2 has 2", 2, "double quotes"),
+        (
+            HEADER + GOOD + SHORT_AND_LONG,
+            "11 rows without exactly 3 fields as in the header: line 502 has 2, line 505 has 4, line 507 has 2, "
+            "line 508 has 2, line 509 has 2, …", 502, "double quotes",
+        ),
+        (
+            HEADER + GOOD + "q,1,caf\xe9 au lait\n".encode("latin-1"),
+            "the file is not UTF-8: byte 0xe9 (in Latin-1, part of 'q,1,café au lait')", 502, "iconv",
+        ),
+        ("path,label,größe\na,1,2\n".encode("latin-1"), "the file is not UTF-8: byte 0xf6", 1, "iconv"),
+    ],
+)  # fmt: skip
+def test_unusable_content(refused, content, message, line, hint):
+    found, place, remedy = refused(content)
+    assert found.startswith(message)
+    assert place == (str(line) if line else "")
+    assert hint in remedy
+
+
+def test_missing_columns(refused, tmp_path):
     message, _, hint = refused(b"path,Label,caption\na,1,x\n", text=["path", "captoin"])
     assert message == "no column 'captoin', 'label'; the columns are 'path', 'Label', 'caption'"
     assert hint == "did you mean 'caption'?; did you mean 'Label'?"
-
-
-def test_missing_column_is_found_before_and_after_conversion(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(HEADER + GOOD)
     open_table(path, cache_dir=tmp_path / "cache")
-    with pytest.raises(DataError, match="no column 'x'"):
+    with pytest.raises(DataError, match="no column 'x'"):  # after the conversion, too
         open_table(path, text=["x"], cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize(("separator", "name"), [(b";", "semicolons"), (b"\t", "tabs")])
-def test_other_separators(refused, separator, name):
-    assert name in refused((HEADER + GOOD).replace(b",", separator))[2]
-
-
-def test_duplicate_columns(refused):
-    message, place, _ = refused(b"path,label,path\na,1,b\n")
-    assert message == "the header names a column twice: 'path'"
-    assert place == "1"
-
-
-def test_duplicate_columns_of_parquet(refused):
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["label", "label"]), sink)
-    assert "the file names a column twice: 'label'" in refused(sink.getvalue().to_pybytes())[0]
-
-
-def test_blank_labels(refused):
+@pytest.mark.parametrize("block", [500, 4 << 20])
+def test_blank_labels(refused, monkeypatch, block):
+    monkeypatch.setattr(csv_reader, "BLOCK_BYTES", block)
     rows = GOOD.splitlines(keepends=True)
     for i in (3, 10, 11, 12, 13, 14, 400):
         rows[i] = b"p,%s,text\n" % (b"" if i % 2 else b"  ")
@@ -129,29 +140,8 @@ def test_blank_labels(refused):
     )
     assert place == "8"
     assert "rows are counted from 0" in hint
-
-
-def test_blank_labels_in_several_blocks(refused, monkeypatch):
-    monkeypatch.setattr(csv_reader, "BLOCK_BYTES", 500)
-    rows = GOOD.splitlines(keepends=True)
-    rows[20], rows[450] = b"p,,\n", b"p,,\n"
-    assert "2 of 500 rows have no label in column 'label': row 20 (line 22), row 450 (line 452)" in refused(
-        HEADER + b"".join(rows)
-    )
-
-
-def test_null_labels_of_parquet(refused):
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"label": ["a", None, "b", None]}), sink)
-    message, place, _ = refused(sink.getvalue().to_pybytes(), "a.parquet")
-    assert message == "2 of 4 rows have no label in column 'label': row 1, row 3"
-    assert place == ""
-
-
-def test_labels_that_differ_only_in_white_space(refused):
-    message, _, hint = refused(b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n")
-    assert message == "labels 'dog' (row 1) and 'dog ' (row 2) differ only in white space"
-    assert "'label'" in hint
+    nulls = parquet(["a", None, "b", None], names=["label"])
+    assert refused(nulls, "a.parquet")[:2] == ("2 of 4 rows have no label in column 'label': row 1, row 3", "")
 
 
 def test_too_many_labels(refused, monkeypatch):
@@ -179,39 +169,13 @@ def test_closed_quotes_at_the_end_are_valid(tmp_path, ending):
     assert len(open_table(path, label="label", cache_dir=tmp_path / "cache")) == 501
 
 
-def test_short_and_long_rows(refused):
-    bad = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,2\n" * 9
-    message, place, hint = refused(HEADER + GOOD + bad)
-    assert message == (
-        "11 rows without exactly 3 fields as in the header: line 502 has 2, line 505 has 4, line 507 has 2, "
-        "line 508 has 2, line 509 has 2, …"
-    )
-    assert place == "502"
-    assert "double quotes" in hint
-
-
-def test_one_short_row(refused):
-    assert refused(HEADER + b"a,1\n")[0] == "1 row without exactly 3 fields as in the header: line 2 has 2"
-
-
-def test_not_utf8(refused):
-    message, place, hint = refused(HEADER + GOOD + "q,1,caf\xe9 au lait\n".encode("latin-1"))
-    assert message == "the file is not UTF-8: byte 0xe9 (in Latin-1, part of 'q,1,café au lait')"
-    assert place == "502"
-    assert "iconv" in hint
-
-
-def test_not_utf8_in_the_header(refused):
-    assert refused("path,label,größe\na,1,2\n".encode("latin-1"))[1] == "1"
-
-
 def test_row_longer_than_any_block(refused, monkeypatch):
     monkeypatch.setattr(csv_reader, "BLOCK_BYTES", 64)
     monkeypatch.setattr(csv_reader, "MAX_BLOCK_BYTES", 1 << 20)
     assert "longer than 1 MiB" in refused(HEADER + GOOD + b"p,1," + b"x" * (3 << 20) + b"\n")[0]
 
 
-@pytest.mark.parametrize("how", ["append", "rewrite", "replace", "remove"])
+@pytest.mark.parametrize("how", ["append", "touch", "replace", "remove"])
 def test_file_that_changes_during_the_conversion(refused, monkeypatch, tmp_path, how):
     path = tmp_path / "data" / "train.csv"
     read = csv_reader.read_batches
@@ -221,7 +185,7 @@ def test_file_that_changes_during_the_conversion(refused, monkeypatch, tmp_path,
         if how == "append":
             with open(path, "ab") as stream:
                 stream.write(b"p,1,x\n")
-        elif how == "rewrite":
+        elif how == "touch":
             os.utime(path, ns=(0, 0))
         elif how == "replace":
             (tmp_path / "new").write_bytes(HEADER + GOOD[::-1])
@@ -236,8 +200,6 @@ def test_file_that_changes_during_the_conversion(refused, monkeypatch, tmp_path,
 
 
 def test_csv_field_size_limit_is_restored(refused):
-    import csv
-
     before = csv.field_size_limit()
     refused(HEADER + b'"' + b"x" * 200_000)
     assert csv.field_size_limit() == before
