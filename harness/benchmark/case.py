@@ -1,6 +1,6 @@
-"""One rank of one benchmark case, as a process of its own: the harness's own step on one batch, timed.
+"""The measurement of one benchmark case on one rank: the harness's own training step on one batch, timed.
 
-Started by ``harness.benchmark.strategies``; writes its figures as JSON and ends. Reading data is left out: a batch is read once.
+``harness.benchmark.strategies`` starts this module as a process for each rank. Reading data is not measured.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ from harness.training.loop import step
 from harness.training.run import Run
 
 Value = TypeVar("Value")
+Communication = Literal["none", "real", "fake"]
+"""none: processes that do not communicate, side by side · real: ranks of one process group · fake: each process runs as
+a rank of a process group whose communication is left out."""
 WARM_UP = 3  # steps
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process of a case is told. ``messages``: ``none``: it trains alone, whatever runs beside it; ``real``:
-    the ranks are one gang; ``mute``: each believes so, and messages end where they start."""
+    """The part of a case that one process measures. ``store_port``: of the store that the parent process holds."""
 
     config: str
     overrides: list[str]
-    messages: Literal["none", "real", "mute"]
+    communication: Communication
     rank: int
     num_processes: int
-    ports: tuple[int, int]  # of the gang, and of the meeting before the clock starts
+    store_port: int
     steps: int
     threads: int
     folder: str
 
 
 @dataclass
-class Mute(Runtime):
-    """A rank of a gang whose messages are left out: what peers would say is what it says itself."""
+class FakeRuntime(Runtime):
+    """A rank without communication: every peer would contribute what this rank does."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -75,58 +77,56 @@ class Mute(Runtime):
 @contextmanager
 def _runtime(part: Part, device: str) -> Iterator[Runtime]:
     count = part.num_processes
-    launch = Launch(part.rank, part.rank, count, count, "127.0.0.1", part.ports[0], "harness bench")
-    if part.messages == "real":
+    launch = Launch(
+        part.rank, part.rank, count, count, "127.0.0.1", part.store_port, "harness bench", store_is_held=True
+    )
+    if part.communication == "real":
         with open_runtime(launch, device, _TIMEOUT_S) as runtime:
             yield runtime
         return
     target = devices.choose(device, launch.local_rank, launch.local_world_size)
     if target.type == "cuda":
         torch.cuda.set_device(target)
-    if part.messages == "none":
+    if part.communication == "none":
         yield Runtime(Launch(), target)
         return
+    # torch has no public process group without communication. Its own init_process_group("fake") imports this module;
+    # older versions of torch need the import, which registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=part.rank, world_size=count)  # type: ignore[no-untyped-call]
     try:
-        yield Mute(launch, target)
+        yield FakeRuntime(launch, target)
     finally:
         dist.destroy_process_group()
 
 
-class Meeting:
-    """Where the processes of a case wait for each other, beside whatever they measure."""
+class Barriers:
+    """Points at which the processes of a case wait for each other, independent of the communication they measure."""
 
     def __init__(self, part: Part) -> None:
-        self.count, self.keeps_store = part.num_processes, part.rank == 0
+        self._count = part.num_processes
         timeout = timedelta(seconds=_TIMEOUT_S)
-        self.store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", part.ports[1], self.count, self.keeps_store, timeout
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", part.store_port, is_master=False, timeout=timeout
         )
 
-    def arrived(self, point: str) -> int:
-        return self.store.add(point, 1)
+    def arrive(self, point: str) -> None:
+        self._store.add(point, 1)
 
-    def all_at(self, point: str) -> bool:
-        return self.store.add(point, 0) >= self.count
-
-    def leave(self) -> None:
-        """The last word; the process that keeps the store hears everybody's before it ends."""
-        self.arrived("gone")
-        while self.keeps_store and not self.all_at("gone"):
-            time.sleep(0.002)
+    def complete(self, point: str) -> bool:
+        return bool(self._store.add(point, 0) >= self._count)
 
     def wait(self, point: str) -> None:
-        self.arrived(point)
-        while not self.all_at(point):
+        self.arrive(point)
+        while not self.complete(point):
             time.sleep(0.002)
 
 
-def _timed(name: str, work: Callable[[], None], part: Part, meeting: Meeting, device: torch.device) -> list[float]:
-    """Seconds of ``part.steps`` calls of ``work``, while every process of the case is at it.
+def _timed(name: str, work: Callable[[], None], part: Part, barriers: Barriers, device: torch.device) -> list[float]:
+    """Seconds of ``part.steps`` calls of ``work``, while every process of the case runs it.
 
-    A gang takes the same number of steps by itself; processes that do not talk go on until all have their figures.
+    Ranks that communicate take the same number of steps. Other processes continue until all have been measured.
     """
 
     def once() -> float:
@@ -138,20 +138,20 @@ def _timed(name: str, work: Callable[[], None], part: Part, meeting: Meeting, de
 
     for _ in range(WARM_UP):
         once()
-    meeting.wait(f"{name}: ready")
+    barriers.wait(f"{name}: ready")
     times = [once() for _ in range(part.steps)]
-    meeting.arrived(f"{name}: done")
-    while part.messages != "real" and not meeting.all_at(f"{name}: done"):
+    barriers.arrive(f"{name}: done")
+    while part.communication != "real" and not barriers.complete(f"{name}: done"):
         once()
-    meeting.wait(f"{name}: left")
+    barriers.wait(f"{name}: left")
     return times
 
 
 def measure(part: Part) -> dict[str, Any]:
-    """The figures of this process."""
+    """The results of this process."""
     torch.set_num_threads(part.threads)
-    torch.set_flush_denormal(True)  # muted messages leave odd numbers, which must not be slow ones
-    meeting = Meeting(part)
+    torch.set_flush_denormal(True)  # without communication, gradients may become denormal, which would be slow
+    barriers = Barriers(part)
     config = loader.load(part.config, part.overrides)
     with _runtime(part, config.runtime.device) as runtime:
         device = runtime.device
@@ -162,14 +162,13 @@ def measure(part: Part) -> dict[str, Any]:
         try:
             group = next(run.train_data.groups(0, []))
             run.parallel.model.train()
-            train = _timed("train", lambda: step(run, group), part, meeting, device)
+            train = _timed("train", lambda: step(run, group), part, barriers, device)
             peak = _peak_of_memory(device) - before
             held = _held_bytes(run)
             run.module.eval()
-            forward = _timed("forward", lambda: _forward(run, group), part, meeting, device)
+            forward = _timed("forward", lambda: _forward(run, group), part, barriers, device)
         finally:
             run.close()
-        meeting.leave()
         return {
             "train_s": _undisturbed(train),
             "forward_s": _undisturbed(forward),
@@ -183,7 +182,7 @@ def measure(part: Part) -> dict[str, Any]:
 
 
 def _undisturbed(times: list[float]) -> float:
-    """The time that a tenth of the steps stay under: of a step that nothing else on the machine got in the way of."""
+    """The time of the fastest tenth of the steps, which other work on the machine disturbed the least."""
     return statistics.quantiles(times, n=10, method="inclusive")[0] if len(times) > 1 else times[0]
 
 
@@ -194,7 +193,7 @@ def _forward(run: Run, group: list[MicroBatch]) -> None:
 
 
 def _held_bytes(run: Run) -> int:
-    """Weights, gradients and optimizer state of this rank."""
+    """Bytes of weights, gradients and optimizer state on this rank."""
     weights = {id(param): local(param.detach()) for param in run.module.parameters()}
     stepped = {id(p): local(p.detach()) for group in run.optimizer.param_groups for p in group["params"]}
     state = [local(v) for entry in run.optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
@@ -202,14 +201,14 @@ def _held_bytes(run: Run) -> int:
 
 
 def _start_of_memory(device: torch.device) -> int:
-    """Start counting peak memory anew; return what is in use."""
+    """Reset the peak memory counter and return the memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return 0  # the peak is then that of the whole process
+        return 0  # the peak is then of the whole process
     return _status("VmRSS")
 
 
@@ -218,7 +217,7 @@ def _peak_of_memory(device: torch.device) -> int:
 
 
 def _status(name: str) -> int:
-    """Bytes of a line of /proc/self/status; 0 on systems without."""
+    """Bytes in a line of /proc/self/status; 0 on other systems."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -227,7 +226,7 @@ def _status(name: str) -> int:
 
 
 def command(part: Part) -> list[str]:
-    """What starts a process that measures ``part``."""
+    """The command that measures ``part``."""
     return [sys.executable, "-m", "harness.benchmark.case", json.dumps(asdict(part))]
 
 

@@ -1,4 +1,4 @@
-"""docs/strategies.md: its commands are typed, and its table of what cannot work is the one in the code."""
+"""docs/strategies.md: its commands work, and it covers every conflict of a strategy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for l
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder like the project's, with the digits in it."""
+    """A folder like the repository, with the digits data."""
     folder = tmp_path_factory.mktemp("page")
     shutil.copytree(ROOT / "configs", folder / "configs")
     digits.write(folder / "data" / "digits")
@@ -36,30 +36,30 @@ def words(start: str) -> list[list[str]]:
     return found
 
 
-def test_every_kind_of_command_is_tested():
+def test_every_documented_command_is_tested():
     kinds = ("harness check ", "harness bench strategies ", "python -m torch.distributed.launch ")
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
 
-def test_what_is_checked_can_run(place, monkeypatch, capsys):
+def test_documented_checks_pass(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for command in words("harness check"):
         assert main(command[1:]) == 0, capsys.readouterr().err
 
 
-def test_the_benchmark_is_understood(place, monkeypatch):
+def test_documented_benchmark_is_planned(place, monkeypatch):
     monkeypatch.chdir(place)
-    told = []
+    cases = []
     monkeypatch.setattr(strategies.report, "write", lambda found, out: [out / "strategies.md"])
     monkeypatch.setattr(strategies.log, "info", lambda *_: None)
-    monkeypatch.setattr(strategies, "run", lambda case, *_: told.append(case) or {"train_s": 1.0, "forward_s": 1.0})
+    monkeypatch.setattr(strategies, "run", lambda case, *_: cases.append(case) or {"train_s": 1.0, "forward_s": 1.0})
     for command in words("harness bench"):
         assert main(command[1:]) == 0
-    assert {case.name for case in told} == {"none", "dp", "ddp delayed", "ddp overlapped", "fsdp"}
+    assert {case.name for case in cases} == {"none", "dp", "ddp delayed", "ddp overlapped", "fsdp"}
 
 
 @pytest.mark.slow
-def test_training_in_shards(place):
+def test_documented_fsdp_training(place):
     for command in words("python"):
         command[0] = sys.executable
         command.insert(command.index("--nproc_per_node=2"), f"--master_port={free_port()}")
@@ -71,7 +71,7 @@ def test_training_in_shards(place):
         assert "parallel: fsdp" in done.stderr
 
 
-def test_every_conflict_of_a_strategy_is_on_the_page():
+def test_every_conflict_of_a_strategy_is_documented():
     source = (ROOT / "harness" / "config" / "constraints.py").read_text()
     keys = re.findall(r'"(\w+\.\w+)"', source[source.index("def _parallel(") :])
     table = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
