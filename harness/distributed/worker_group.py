@@ -28,8 +28,8 @@ class Worker:
     """A process to start."""
 
     command: Sequence[str]
-    environ: Mapping[str, str]
-    """Its whole environment."""
+    environ: Mapping[str, str] | None = None
+    """Its whole environment; None: that of this process."""
     cwd: str | None = None
     output: Path | None = None
     """File to append its stdout and stderr to; None: the terminal of this process."""
@@ -64,7 +64,7 @@ class WorkerGroup:
             for rank, worker in workers.items():
                 with open(worker.output, "ab") if worker.output else nullcontext() as output:
                     self.processes[rank] = subprocess.Popen(
-                        worker.command, env=dict(worker.environ), cwd=worker.cwd, stdin=stdin, stdout=output,
+                        worker.command, env=worker.environ, cwd=worker.cwd, stdin=stdin, stdout=output,
                         stderr=output, pass_fds=pass_fds, start_new_session=True,
                         preexec_fn=processes.terminated_with_parent() if ends_with_parent else None,
                     )  # fmt: skip
