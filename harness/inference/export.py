@@ -1,7 +1,7 @@
-"""``harness export``: a run's best weights as a file that other programs load, with what they must know beside it.
+"""Export a run's best weights as a file that other programs load, with a JSON file that describes it.
 
-The file is loaded again and asked about real rows before it appears under its name. Models are exported in float32,
-whatever amp did in training, and take any number of rows.
+Before the file gets its name, it is loaded and its outputs on real rows are compared with the model's. Models are
+exported in float32, whatever the opt level was, and accept any number of rows.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from harness.training.task import OpenedTask, SupportsLearned, SupportsSignature
 
 log = logging.getLogger("harness")
 
-CHECK_ROWS = (8, 3, 1)  # of the evaluation rows: batches of different size
-TOLERANCE = {"safetensors": 0.0, "torch_export": 1e-5, "onnx": 1e-4}  # of the largest output, which is 1 at least
+CHECK_ROWS = (8, 3, 1)  # sizes of the batches of evaluation rows to compare
+TOLERANCE = {"safetensors": 0.0, "torch_export": 1e-5, "onnx": 1e-4}  # relative to the largest output, or to 1
 SUFFIX = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
 
 
-class Subject(NamedTuple):
-    """What is exported, with the names of its input and output and some real inputs."""
+class Exported(NamedTuple):
+    """The model to export, the names of its input and output, and batches of real inputs."""
 
     model: nn.Module
     input: str
@@ -43,26 +43,28 @@ class Subject(NamedTuple):
 
 
 def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()) -> Path:
-    """Write the best weights of ``run`` as ``kind`` to ``out``, and what is said of it to ``out`` + ``.json``.
+    """Write the best weights of ``run`` as ``kind`` to ``out``, and their description to ``out`` + ``.json``.
 
-    Raises HarnessError, with neither file there, where what was loaded again does not compute the same.
+    Raises HarnessError, and writes neither file, if the loaded file does not compute the same outputs.
     """
     if kind == "onnx" and (missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if not find_spec(name)]):
         raise ConfigError(
             f"{', '.join(missing)} not installed",
             where="--format onnx",
-            hint="type pip install 'apex-harness[onnx]', or use --format torch_export",
+            hint="run pip install 'apex-harness[onnx]', or use --format torch_export",
         )
     config = trained_run.configuration(run, overrides)
     out = out or run / f"model{SUFFIX[kind]}"
     if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError("it is no file in a folder that exists", where=str(out), hint="--out model.onnx")
+        raise ConfigError(
+            "cannot write there", where=str(out), hint="choose a file in an existing folder: --out model.onnx"
+        )
     task = build.open_task(config, Runtime())
     if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
         raise ConfigError(
-            "the training data have other classes, or images of another size, than when the run was trained",
+            "the classes or the image size of the training data have changed since the run was trained",
             where=str(run),
-            hint="put the files back as they were",
+            hint="restore the old files",
         )
     subject = _subject(run, config, task)
     with replacing(out) as temporary:
@@ -72,11 +74,11 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         difference = _compare(subject, load, kind)
     facts = _facts(config, task, subject, kind, difference)
     write_atomically(out.with_name(out.name + ".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    log.info("%s: outputs differ by %.2g at most (allowed: %g)", out, difference, TOLERANCE[kind])
+    log.info("%s: outputs differ by at most %.2g (allowed: %g)", out, difference, TOLERANCE[kind])
     return out
 
 
-def _subject(run: Path, config: Config, task: OpenedTask) -> Subject:
+def _subject(run: Path, config: Config, task: OpenedTask) -> Exported:
     model = build.build_model(config, task)
     trained_run.load(model, trained_run.best(run), run)
     signature = _signature(task)
@@ -85,33 +87,33 @@ def _subject(run: Path, config: Config, task: OpenedTask) -> Subject:
         rows = np.arange(start, start + size) % len(task.eval)
         batches.append(task.prepare(task.eval.batch(rows, None).inputs))
         start += size
-    return Subject(model.float().eval(), signature.get("input", "inputs"), signature.get("output", "outputs"), batches)
+    return Exported(model.float().eval(), signature.get("input", "inputs"), signature.get("output", "outputs"), batches)
 
 
 def _signature(task: OpenedTask) -> dict[str, Any]:
     return task.signature if isinstance(task, SupportsSignature) else {}
 
 
-def _safetensors(subject: Subject, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
+def _safetensors(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
     """The weights alone; loading them needs the model's code."""
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
     save_file(tensors, path, {"model": config.model.name, "args": json.dumps(config.model.args)})
-    again = build.build_model(config, task).eval()
-    again.load_state_dict(load_file(path))
-    return again
+    loaded = build.build_model(config, task).eval()
+    loaded.load_state_dict(load_file(path))
+    return loaded
 
 
-def _torch_export(subject: Subject, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
+def _torch_export(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
     program = _traced(subject)
-    # Through a file object: torch.export wants the name to end in .pt2.
+    # Through a file object, since torch.export rejects names that do not end in .pt2.
     with open(path, "wb") as file:
         torch.export.save(program, file)
     with open(path, "rb") as file:
-        again: Callable[[Tensor], Tensor] = torch.export.load(file).module()
-    return again
+        loaded: Callable[[Tensor], Tensor] = torch.export.load(file).module()
+    return loaded
 
 
-def _onnx(subject: Subject, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
+def _onnx(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
     import onnxruntime
 
     program = torch.onnx.export(
@@ -121,44 +123,44 @@ def _onnx(subject: Subject, path: Path, config: Config, task: OpenedTask) -> Cal
     program.save(str(path), external_data=False)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
-    def again(inputs: Tensor) -> Tensor:
+    def loaded(inputs: Tensor) -> Tensor:
         return torch.from_numpy(session.run([subject.output], {subject.input: inputs.numpy()})[0])
 
-    return again
+    return loaded
 
 
-def _traced(subject: Subject) -> torch.export.ExportedProgram:
+def _traced(subject: Exported) -> torch.export.ExportedProgram:
     try:
         return torch.export.export(
             subject.model, (subject.batches[0],), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
         )
-    except Exception as error:  # of many kinds, for anything in a model that cannot be traced
+    except Exception as error:  # of many types
         reason = first_line(error)
         raise HarnessError(
-            f"torch.export cannot trace this model for any number of rows: {reason}",
-            hint="a forward without branches on its values can be traced; --format safetensors needs no tracing",
+            f"torch.export cannot trace this model: {reason}",
+            hint="remove branches on tensor values from forward, or use --format safetensors, which needs no tracing",
         ) from error
 
 
-def _compare(subject: Subject, load: Callable[[Tensor], Tensor], kind: str) -> float:
-    """The largest difference over real rows, as a share of the largest output (of 1, where all are smaller)."""
+def _compare(subject: Exported, load: Callable[[Tensor], Tensor], kind: str) -> float:
+    """The largest difference on real rows, relative to the largest output, or to 1 if that is larger."""
     worst = 0.0
     for inputs in subject.batches:
         with torch.no_grad():
             expected, found = subject.model(inputs), load(inputs)
         if found.shape != expected.shape:
-            raise HarnessError(f"loaded again, the model yields {tuple(found.shape)}, not {tuple(expected.shape)}")
+            raise HarnessError(f"the exported file returns {tuple(found.shape)}, not {tuple(expected.shape)}")
         scale = max(1.0, expected.abs().max().item())
         worst = max(worst, (found - expected).abs().max().item() / scale)
-    if not worst <= TOLERANCE[kind]:  # also where it is not a number
+    if not worst <= TOLERANCE[kind]:  # also if it is NaN
         raise HarnessError(
-            f"loaded again, its outputs differ by {worst:.2g} on real rows (allowed: {TOLERANCE[kind]:g})",
-            hint="nothing was written; --format safetensors holds the weights as they are",
+            f"the outputs of the exported file differ by {worst:.2g} on real rows (allowed: {TOLERANCE[kind]:g})",
+            hint="nothing was written; --format safetensors stores the exact weights",
         )
     return worst
 
 
-def _facts(config: Config, task: OpenedTask, subject: Subject, kind: str, difference: float) -> dict[str, Any]:
+def _facts(config: Config, task: OpenedTask, subject: Exported, kind: str, difference: float) -> dict[str, Any]:
     example = subject.batches[0]
     with torch.no_grad():
         outputs = subject.model(example)

@@ -1,4 +1,4 @@
-"""``harness generate``: names that a trained model makes up, character by character, the known ones left out."""
+"""Sample new names from a trained model, character by character, without those in its data."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from harness.runs import trained_run
 from harness.tasks.pet_names import task as pet_names
 from harness.tasks.pet_names.config import Task
 
-MAX_LENGTH = 40  # characters, after which a name that has not ended is given up; the longest of Seattle's pets has 45
-BATCH = 128  # names drawn at once, whatever is asked for: so the first ten of fifty are the ten of ten
-MAX_TRIES = 100  # names drawn for each that is asked for, before it is said that there are no more
+MAX_LENGTH = 40  # characters of a name; longer ones are discarded
+BATCH = 128  # names sampled at once, for any request, so that the first ten of fifty names are the ten of ten
+MAX_TRIES = 100  # samples per requested name, before giving up
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is asked for: ``num`` names that begin with ``start``; the same for the same ``seed``.
+class NameRequest:
+    """``num`` names that begin with ``start``; the same names for the same ``seed``.
 
-    At a ``temperature`` below 1 the likely characters are drawn more often than the model says, above it less often.
+    ``temperature`` divides the logits: below 1, likely characters are sampled more often, above 1 less often.
     """
 
     num: int
@@ -34,74 +34,74 @@ class Wish:
     keep_existing: bool = False
 
 
-def names(run: Path, wish: Wish) -> Iterator[str]:
-    """Names from the best weights of ``run``, title-cased, all different, as they are found.
+def names(run: Path, request: NameRequest) -> Iterator[str]:
+    """Yield different names, in title case, from the model with the best weights of ``run``.
 
-    Names of the run's own file, trained or held out, are passed over unless ``wish.keep_existing``. Raises ConfigError
-    where ``run`` or ``wish`` cannot be used, and HarnessError where fewer names are found than are asked for.
+    Names in the run's data (training or validation) are left out unless ``request.keep_existing``. Raises ConfigError
+    if ``run`` or ``request`` is invalid, and HarnessError if fewer names are found than requested.
     """
-    start = _checked(wish)
+    start = _checked(request)
     task, model = _trained(run)
-    told = set() if wish.keep_existing else _existing(task)
-    generator = torch.Generator().manual_seed(wish.seed % 2**63)
-    num_left, num_tries = wish.num, 0
-    while num_left and num_tries < max(wish.num, 10) * MAX_TRIES:
+    excluded = set() if request.keep_existing else _existing(task)
+    generator = torch.Generator().manual_seed(request.seed % 2**63)
+    num_left, num_tries = request.num, 0
+    while num_left and num_tries < max(request.num, 10) * MAX_TRIES:
         num_tries += BATCH
-        for name in map(clean, sample(task, model, start, wish.temperature, generator)):
-            if name and name not in told and num_left:
-                told.add(name)
+        for name in map(clean, sample(task, model, start, request.temperature, generator)):
+            if name and name not in excluded and num_left:
+                excluded.add(name)
                 num_left -= 1
                 yield name.title()
     if num_left:
         raise HarnessError(
-            f"only {wish.num - num_left} of {wish.num} names were found in {num_tries} tries",
-            hint="ask for fewer, raise --temperature, shorten --start, or add --keep-existing",
+            f"only {request.num - num_left} of {request.num} names were found in {num_tries} tries",
+            hint="request fewer, raise --temperature, shorten --start, or add --keep-existing",
         )
 
 
 def sample(task: Task, model: nn.Module, start: str, temperature: float, rng: torch.Generator) -> list[str]:
-    """Up to BATCH texts that begin with ``start``, as likely as the model says; those without an end are left out.
+    """Sample up to BATCH texts that begin with ``start``; texts that do not end are left out.
 
-    Nothing is kept between characters: what the model reads is the text so far, as in training.
+    The model reads the whole text so far for each character, as in training, and keeps no state.
     """
     growing, ended = torch.from_numpy(encode(start)).long().expand(BATCH, -1), {}
     which = torch.arange(BATCH)
     with torch.inference_mode():
         while len(growing) and growing.shape[1] <= MAX_LENGTH:
             logits = model(pet_names.context(task, growing))[:, -1].float() / temperature
-            logits[:, BLANK_CODE] = -torch.inf  # stands before names, never in one
+            logits[:, BLANK_CODE] = -torch.inf  # pads the text before a name, and is never part of one
             drawn = torch.multinomial(logits.softmax(1), 1, generator=rng)
             stops = drawn[:, 0] == STOP_CODE
             for index, codes in zip(which[stops].tolist(), growing[stops].tolist(), strict=True):
                 ended[index] = "".join(ALPHABET[code] for code in codes)
             growing, which = torch.cat([growing, drawn], dim=1)[~stops], which[~stops]
-    return [ended[index] for index in sorted(ended)]  # in the order of their end the short ones would come first
+    return [ended[index] for index in sorted(ended)]  # not in the order in which they ended: short ones first
 
 
-def _checked(wish: Wish) -> str:
-    """``wish.start`` as the model reads it, where the wish can be granted at all."""
-    start = wish.start.lower().lstrip()
+def _checked(request: NameRequest) -> str:
+    """``request.start`` in lower case. Raises ConfigError if no name can begin with it."""
+    start = request.start.lower().lstrip()
     strange = sorted(set(start) - set(ALPHABET) | set(start) & {BLANK, STOP})
     if strange:
         raise ConfigError(
-            f"{wish.start!r} has characters that no trained name has: {' '.join(strange)}",
+            f"{request.start!r} has characters that are not in any name: {' '.join(strange)}",
             where="--start",
-            hint="use letters a-z, blank, hyphen and full stop",
+            hint="use letters a-z, space, hyphen and period",
         )
     if len(start) >= MAX_LENGTH:
-        raise ConfigError(f"{len(start)} characters, of at most {MAX_LENGTH} in a name", where="--start")
+        raise ConfigError(f"{len(start)} characters, but a name has at most {MAX_LENGTH}", where="--start")
     return start
 
 
 def _trained(run: Path) -> tuple[Task, nn.Module]:
-    """The task of the run folder ``run``, and its model with the best weights, on the CPU, in float32."""
+    """The task of the run folder ``run``, and its model with the best weights on the CPU in float32."""
     config = trained_run.configuration(run, ())
     task = config.task
     if not isinstance(task, Task):
         raise ConfigError(
-            f"a run of the task {task.name} has no names to generate",
+            f"the task {task.name} cannot generate names",
             where=str(run),
-            hint="name the folder of a run of the task pet_names, such as runs/pet_names",
+            hint="use a run of the task pet_names, such as runs/pet_names",
         )
     model = pet_names.build_model(task, config.model)
     trained_run.load(model, trained_run.best(run), run)

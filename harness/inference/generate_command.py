@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.inference import generate
     from harness.runs import fetched
 
-    wanted = generate.Wish(
+    wanted = generate.NameRequest(
         arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing
     )
     for name in generate.names(fetched.local_copy(arguments.folder), wanted):

@@ -1,4 +1,4 @@
-"""``harness predict``: what a trained model guesses for the rows of a new file, on one process or several."""
+"""Write the predictions of a trained model for the rows of a new file, on one or several processes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
 log = logging.getLogger("harness")
 
 FORMATS = (".csv", ".parquet")
-_END_S = 20.0  # for ranks to end by themselves when they are asked to
+_END_S = 20.0  # for ranks to exit when they are asked to stop
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked for: the rows of ``source`` by the best weights of ``run``, in the file ``out``."""
+class PredictRequest:
+    """Predict the rows of the file ``source`` with the best weights of ``run`` into the file ``out``."""
 
     run: Path
     source: str
@@ -52,22 +52,22 @@ class Request:
     overrides: Sequence[str] = ()
 
 
-def main(request: Request, world_size: int | None, environ: Mapping[str, str], again: Sequence[str]) -> int:
-    """Predict; return the exit code. Under a launcher this process is one of its ranks; else ``world_size`` processes
-    are started, by typing ``again``, the words of this command."""
+def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, str], words: Sequence[str]) -> int:
+    """Predict; return the exit code. Under a launcher, this process is one of its ranks. Otherwise it starts
+    ``world_size`` processes with ``words``, the arguments of this command."""
     console.to_terminal(0)
     launch = detect(environ)
     console.to_terminal(launch.rank)
     if launch.world_size > 1 and world_size not in (None, launch.world_size):
         raise LaunchError(
             f"--world {world_size}, but a launcher has started {launch.world_size} processes",
-            hint="leave --world away, or start harness predict without a launcher",
+            hint="remove --world, or start harness predict without a launcher",
         )
     config = trained_run.configuration(request.run, request.overrides)
     _check_out(request.out)
     if launch.world_size == 1 and (world_size or 1) > 1:
-        open_task(request, config)  # what is wrong is told once, and the file is converted once
-        return _start_ranks(world_size or 1, environ, again)
+        open_task(request, config)  # so that errors are reported once, and the file is converted once
+        return _start_ranks(world_size or 1, environ, words)
     return _rank(request, config, launch)
 
 
@@ -77,26 +77,26 @@ def _check_out(out: Path) -> None:
             f"the name of the output must end in {' or '.join(FORMATS)}", where=str(out), hint="--out predictions.csv"
         )
     if out.is_dir() or not out.parent.is_dir():
-        what = "it is a folder" if out.is_dir() else "there is no such folder"
+        what = "it is a folder" if out.is_dir() else "its folder does not exist"
         raise ConfigError(
-            f"the output cannot be written: {what}", where=str(out), hint="name a file in a folder that exists"
+            f"cannot write the output: {what}", where=str(out), hint="choose a file in an existing folder"
         )
 
 
-def open_task(request: Request, config: Config) -> PredictingTask:
-    """The task of the run with the rows of ``request.source`` as its ``eval``."""
+def open_task(request: PredictRequest, config: Config) -> PredictingTask:
+    """Open the task of the run with the rows of ``request.source`` as ``eval``."""
     section = config.task
     if not isinstance(section, SupportsNewData):
         raise ConfigError(
-            f"the task {section.name} does not predict the rows of a file",
+            f"the task {section.name} cannot predict the rows of a file",
             where=str(request.run),
-            hint="image_csv does; for pet_names there is harness generate",
+            hint="image_csv can; for pet_names use harness generate",
         )
     cache = Path(config.data.cache_dir) if config.data.cache_dir else None
     return section.open_new(trained_run.learned(request.run), request.source, cache)
 
 
-def _rank(request: Request, config: Config, launch: Launch) -> int:
+def _rank(request: PredictRequest, config: Config, launch: Launch) -> int:
     with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
         stop = Stop(runtime)
         try:
@@ -106,14 +106,12 @@ def _rank(request: Request, config: Config, launch: Launch) -> int:
             if error.origin_rank in (None, runtime.rank):
                 log.error("error: %s", error)
             return error.exit_code
-        except RuntimeError as error:  # of a collective whose peer is gone
-            log.error(
-                "error: %s\n  -> if another rank failed or was killed, its own message tells more", first_line(error)
-            )
+        except RuntimeError as error:  # from a collective, if another rank has died
+            log.error("error: %s\n  -> if another rank failed or was killed, look at its message", first_line(error))
             return EXIT_FAILURE
 
 
-def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> int:
+def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
     start = time.perf_counter()
     with runtime.together("opening the data"):
         task = open_task(request, config)
@@ -126,16 +124,16 @@ def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> 
         written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
     except OSError as error:
         raise CheckpointError(
-            f"it cannot be written: {error.strerror}", where=str(request.out), hint="free some space, or name another"
+            f"cannot write it: {error.strerror}", where=str(request.out), hint="free some space, or choose another file"
         ) from None
     finally:
         loader.close()
     if written is None:
-        log.info("stopped (%s); nothing was written", stop.reason or "a peer was")
+        log.info("stopped (%s); nothing was written", stop.reason or "on another rank")
         return EXIT_STOPPED
     seconds = time.perf_counter() - start
     if written.bad:
-        log.warning("%d images could not be read: their rows are there, without a guess", written.bad)
+        log.warning("%d images could not be read: their rows have no prediction", written.bad)
     log.info(
         "%s: %d rows in %.1f s (%.0f rows/s, %d ranks)",
         request.out, written.rows, seconds, written.rows / seconds, runtime.world_size,
@@ -144,11 +142,11 @@ def _predict(request: Request, config: Config, runtime: Runtime, stop: Stop) -> 
 
 
 def _model(
-    request: Request, config: Config, task: OpenedTask, best: dict[str, Tensor], device: torch.device
+    request: PredictRequest, config: Config, task: OpenedTask, best: dict[str, Tensor], device: torch.device
 ) -> nn.Module:
-    """The model as it is in training: on the device, cast by amp at the run's level."""
+    """Build the model as in training: on the device, cast by amp at the opt level of the run."""
     model = build.build_model(config, task)
-    trained_run.load(model, best, request.run)  # before amp, which casts them
+    trained_run.load(model, best, request.run)  # before amp, which casts the weights
     model = model.to(device)
     if config.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -162,8 +160,8 @@ def _model(
 
 @contextmanager
 def _one_thread(device: torch.device) -> Any:
-    """On a CPU each rank computes on one thread: how many there are may change the last digits, and more ranks use
-    more cores at least as well."""
+    """Context in which a CPU rank computes on one thread. The number of threads may change the last digits of a result,
+    and more ranks use the cores at least as well."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -173,8 +171,8 @@ def _one_thread(device: torch.device) -> Any:
         torch.set_num_threads(before)
 
 
-def _start_ranks(world_size: int, environ: Mapping[str, str], again: Sequence[str]) -> int:
+def _start_ranks(world_size: int, environ: Mapping[str, str], words: Sequence[str]) -> int:
     """Predict with ``world_size`` processes of this machine; return their exit code."""
-    run = LocalRun([sys.executable, "-m", "harness", *again], world_size, environ, _END_S, "harness predict")
+    run = LocalRun([sys.executable, "-m", "harness", *words], world_size, environ, _END_S, "harness predict")
     codes = [exit.exit_code for exit in follow_until_done(run, "stopping").exits if exit.exit_code]
     return next((code for code in codes if code > 0 and code != EXIT_FAILURE), EXIT_FAILURE if codes else EXIT_DONE)

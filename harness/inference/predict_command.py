@@ -27,5 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.inference import predict
     from harness.runs import fetched
 
-    request = predict.Request(fetched.local_copy(arguments.folder), arguments.csv, arguments.out, arguments.overrides)
+    folder = fetched.local_copy(arguments.folder)
+    request = predict.PredictRequest(folder, arguments.csv, arguments.out, arguments.overrides)
     return predict.main(request, arguments.world, os.environ, arguments.words)

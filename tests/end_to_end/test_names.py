@@ -1,4 +1,4 @@
-"""Names, from the file to what is made up: the same losses on one rank and two, whatever a row is."""
+"""pet_names from the file to generated names, with the same losses on one rank and two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = {
 
 @pytest.mark.parametrize("rows", MODELS)
 def test_one_and_two_ranks_agree(tmp_path, rows, capsys):
-    """Names of a batch differ in length, so ranks have batches of other shapes: the numbers must not show it."""
+    """Names differ in length, so batches have other shapes on two ranks; the losses must not depend on it."""
     names = write_names(tmp_path / "names.txt")
     records = []
     for world_size in (1, 2):
@@ -42,6 +42,6 @@ def test_one_and_two_ranks_agree(tmp_path, rows, capsys):
         for key, value in one.items():
             assert two[key] == (pytest.approx(value, abs=1e-5) if isinstance(value, float) else value), key
     assert cli.main(["generate", str(config.parent / "runs" / "run"), "-n", "5", "--start", "Be"]) == 0
-    made_up = capsys.readouterr().out.splitlines()
-    assert len(made_up) == 5
-    assert all(name.startswith("Be") and name.lower() not in NAMES for name in made_up)
+    generated = capsys.readouterr().out.splitlines()
+    assert len(generated) == 5
+    assert all(name.startswith("Be") and name.lower() not in NAMES for name in generated)

@@ -1,4 +1,4 @@
-"""From a run to its guesses and its exported model, as a person types it."""
+"""From a run to its predictions and its exported model, through the command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from harness import cli
-from harness.config import loader
 from harness.errors import HarnessError
 from harness.inference import export
+from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, run, write_config, write_images
@@ -28,7 +28,7 @@ from tests.ranks import free_port, launch_environment, start, wait_for
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on two ranks that has learned something, with TensorBoard; (its folder, its data)."""
+    """(run folder, data) of a run on two ranks that has learned something, with TensorBoard."""
     folder = tmp_path_factory.mktemp("predict")
     data = write_images(folder / "data")
     config = write_config(
@@ -40,7 +40,7 @@ def trained(tmp_path_factory):
 
 
 def predict(folder, out, *words, world=1):
-    """``harness predict`` on ``world`` ranks that a launcher started; their exit codes and what they said."""
+    """(exit codes, output) of ``harness predict`` on ``world`` ranks that a launcher started."""
     terminal = out.with_suffix(".txt")
     argv = ["predict", str(folder), "--out", str(out), *map(str, words)]
     port = free_port()
@@ -58,12 +58,12 @@ def _rank(argv, terminal):
     raise SystemExit(cli.main(argv))
 
 
-def test_training_leaves_the_table_of_the_best_weights(trained):
+def test_training_writes_predictions_of_the_best_weights(trained):
     folder, data = trained
-    table, truth = pd.read_csv(folder / "predictions.csv"), pd.read_csv(data / "eval.csv")
+    table, labels = pd.read_csv(folder / "predictions.csv"), pd.read_csv(data / "eval.csv")
     assert list(table) == ["id", "prediction", "label", "score_column", "score_row", "score_slope"]
-    assert table["id"].tolist() == truth["path"].tolist()
-    assert table["label"].tolist() == truth["label"].tolist()
+    assert table["id"].tolist() == labels["path"].tolist()
+    assert table["label"].tolist() == labels["label"].tolist()
     summary = json.loads((folder / "summary.json").read_text())
     assert (table["prediction"] == table["label"]).mean() == pytest.approx(summary["best"]["top1"])
     assert summary["best"]["top1"] > 0.5
@@ -73,7 +73,7 @@ def test_training_leaves_the_table_of_the_best_weights(trained):
     assert {"step", "epoch", "top1", "loss"} <= set(summary["history"][0])
 
 
-def test_trackers_show_what_the_table_has(trained):
+def test_tensorboard_shows_metrics_and_images(trained):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -92,8 +92,7 @@ def test_trackers_show_what_the_table_has(trained):
 
 
 @pytest.mark.parametrize("where", ["step", "evaluation"])
-def test_a_kill_shows_nothing_twice(tmp_path, where):
-    """SIGKILL, then the same command: TensorBoard and MLflow have each step of the record once."""
+def test_tensorboard_has_every_step_once_after_a_kill(tmp_path, where):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -114,14 +113,13 @@ def test_a_kill_shows_nothing_twice(tmp_path, where):
         assert [event.value for event in reader.Scalars(f"{split}/{name}")] == expected
 
 
-def test_predict_says_what_training_said(trained, tmp_path):
-    """On the evaluation rows, on 1, 2 and 3 ranks of a launcher: the bytes that training on two ranks left."""
+def test_predictions_are_those_of_training_at_any_world_size(trained, tmp_path):
     folder, data = trained
     for world in (1, 2, 3):
-        codes, said = predict(folder, tmp_path / f"{world}.csv", "--csv", data / "eval.csv", world=world)
-        assert codes == [0] * world, said
-        assert "23 rows in" in said
-        assert f"{world} ranks" in said
+        codes, output = predict(folder, tmp_path / f"{world}.csv", "--csv", data / "eval.csv", world=world)
+        assert codes == [0] * world, output
+        assert "23 rows in" in output
+        assert f"{world} ranks" in output
         assert (tmp_path / f"{world}.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
 
 
@@ -133,18 +131,18 @@ def test_predict_says_what_training_said(trained, tmp_path):
     ],
     ids=["O2 averaged", "fsdp"],
 )
-def test_any_recipe_is_predicted_as_it_was_trained(tmp_path, settings):
-    """Trained on two ranks; plain replicas on three predict the same bytes."""
+def test_predictions_are_those_of_training_with_other_recipes(tmp_path, settings):
+    """Trained on two ranks, predicted on three."""
     data = write_images(tmp_path / "data")
     config = write_config(tmp_path, data, **settings)
     assert run(config, 2) == [0, 0]
     folder = tmp_path / "runs" / "run"
-    codes, said = predict(folder, tmp_path / "again.csv", "--csv", data / "eval.csv", world=3)
-    assert codes == [0, 0, 0], said
+    codes, output = predict(folder, tmp_path / "again.csv", "--csv", data / "eval.csv", world=3)
+    assert codes == [0, 0, 0], output
     assert (tmp_path / "again.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
 
 
-def test_a_tracker_that_cannot_start_is_a_warning(tmp_path):
+def test_tracker_that_cannot_start_is_a_warning(tmp_path):
     pytest.importorskip("mlflow")
     data = write_images(tmp_path / "data")
     config = write_config(tmp_path, data, trackers=["mlflow"], train={"epochs": 1})
@@ -156,7 +154,7 @@ def test_a_tracker_that_cannot_start_is_a_warning(tmp_path):
 
 @pytest.mark.slow
 def test_predict_starts_its_own_ranks(trained, tmp_path):
-    """``--world 2``, without the training data, of a file without labels, images that cannot be read passed over."""
+    """``--world 2`` needs no training data and no labels, and skips unreadable images."""
     folder, data = trained
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -177,15 +175,15 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     assert table["id"].tolist() == names
     assert table["prediction"].isna().tolist() == [False] * 23 + [True]
     trained_on = pd.read_csv(folder / "predictions.csv").set_index("id")
-    guess = {f"images/{image.name}": guess for image, guess in zip(images, table["prediction"], strict=False)}
-    assert guess == trained_on["prediction"].to_dict()
+    names = [f"images/{image.name}" for image in images]
+    assert dict(zip(names, table["prediction"], strict=False)) == trained_on["prediction"].to_dict()
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         (["RUN", "--csv", "CSV", "--out", "x.txt"], 2, "must end in .csv or .parquet"),
-        (["RUN", "--csv", "CSV", "--out", "gone/x.csv"], 2, "no such folder"),
+        (["RUN", "--csv", "CSV", "--out", "gone/x.csv"], 2, "its folder does not exist"),
         (["DATA", "--csv", "CSV", "--out", "x.csv"], 2, "not a run folder"),
         (["FRESH", "--csv", "CSV", "--out", "x.csv"], 2, "no weights yet"),
         (["FORGOT", "--csv", "CSV", "--out", "x.csv"], 2, "task.json"),
@@ -201,7 +199,7 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
         (["RUN", "--csv", "CSV", "--out", "x.csv", "--world", "2", "task.path_column=file"], 65, "no column 'file'"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_written(trained, tmp_path, monkeypatch, capfd, words, code, says):
+def test_errors_come_before_anything_is_written(trained, tmp_path, monkeypatch, capfd, words, code, message):
     folder, data = trained
     monkeypatch.chdir(tmp_path)
     fresh = shutil.copytree(folder, tmp_path / "fresh")
@@ -210,18 +208,18 @@ def test_what_is_wrong_is_said_before_anything_is_written(trained, tmp_path, mon
     (forgot / "task.json").unlink()
     places = {"RUN": folder, "CSV": data / "eval.csv", "DATA": data, "FRESH": fresh, "FORGOT": forgot}
     assert cli.main(["predict", *(str(places.get(word, word)) for word in words)]) == code
-    assert says in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert not list(tmp_path.glob("*x.*"))
 
 
-def test_a_launcher_and_world_must_agree(trained, tmp_path):
+def test_world_must_match_the_launcher(trained, tmp_path):
     folder, data = trained
-    codes, said = predict(folder, tmp_path / "x.csv", "--csv", data / "eval.csv", "--world", 3, world=2)
+    codes, output = predict(folder, tmp_path / "x.csv", "--csv", data / "eval.csv", "--world", 3, world=2)
     assert codes == [2, 2]
-    assert "--world 3, but a launcher has started 2 processes" in said
+    assert "--world 3, but a launcher has started 2 processes" in output
 
 
-def test_a_task_without_files_says_so(trained, tmp_path, capsys):
+def test_task_that_cannot_predict_files(trained, tmp_path, capsys):
     folder, data = trained
     other = shutil.copytree(folder, tmp_path / "names")
     (other / "config.yaml").write_text(
@@ -235,7 +233,7 @@ def test_a_task_without_files_says_so(trained, tmp_path, capsys):
 
 
 def reference(folder, data):
-    """(inputs as the metadata say to make them, outputs of the model by hand)."""
+    """(inputs as the metadata describe them, outputs of the model)."""
     from torchvision.io import ImageReadMode, decode_image
 
     paths = pd.read_csv(data / "eval.csv")["path"]
@@ -248,7 +246,7 @@ def reference(folder, data):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch_export", "onnx"])
-def test_exports_compute_the_same(trained, tmp_path, kind, capsys):
+def test_exported_models_compute_the_same(trained, tmp_path, kind, capsys):
     folder, data = trained
     out = tmp_path / f"model{export.SUFFIX[kind]}"
     if kind == "onnx":
@@ -280,40 +278,52 @@ def test_exports_compute_the_same(trained, tmp_path, kind, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([out.name, out.name + ".json"])
 
 
-def test_an_export_that_computes_something_else_is_not_written(trained, tmp_path, monkeypatch):
+def test_export_with_wrong_outputs_is_not_written(trained, tmp_path, monkeypatch):
     folder, _ = trained
-    honest = export._torch_export
+    load = torch.export.load
 
-    def broken(*arguments):
-        again = honest(*arguments)
-        return lambda inputs: again(inputs) + 1e-3
+    class Wrong:
+        def __init__(self, file):
+            self.right = load(file).module()
 
-    monkeypatch.setattr(export, "_torch_export", broken)
-    with pytest.raises(HarnessError, match="differ by"):
+        def module(self):
+            return lambda inputs: self.right(inputs) + 1e-3
+
+    monkeypatch.setattr(torch.export, "load", Wrong)
+    with pytest.raises(HarnessError, match="outputs of the exported file differ by"):
         export.export(folder, "torch_export", tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_cannot_be_traced_says_so(trained, tmp_path):
-    class Branching(torch.nn.Module):
-        def forward(self, inputs):
-            return inputs * 2 if inputs.sum() > 0 else inputs
+def test_model_that_cannot_be_traced(trained, tmp_path, monkeypatch):
+    class Branching(SmallCNN):
+        def forward(self, images):
+            outputs = super().forward(images)
+            return outputs * 2 if outputs.sum() > 0 else outputs
 
-    subject = export.Subject(Branching(), "a", "b", [torch.ones(8, 2)])
-    with pytest.raises(HarnessError, match="cannot trace"):
-        export._traced(subject)
+    folder, _ = trained
+    monkeypatch.setattr(small_cnn, "Model", Branching)
+    with pytest.raises(HarnessError, match="torch.export cannot trace this model"):
+        export.export(folder, "torch_export", tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
 
 
-def test_export_wants_the_data_it_was_trained_on(trained, tmp_path, capsys):
+def test_export_needs_the_data_of_the_training(trained, tmp_path, capsys):
     folder, data = trained
     (data / "other.csv").write_text((data / "train.csv").read_text() + "images/train0.png,zebra\n")
     words = ["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "x")]
     assert cli.main([*words, f"task.train_csv={data / 'other.csv'}"]) == 2
-    assert "other classes" in capsys.readouterr().err
-    assert loader.load(folder / "config.yaml").task.name == "image_csv"
+    assert "the classes or the image size of the training data have changed" in capsys.readouterr().err
 
 
-def test_onnx_without_its_packages_says_what_to_type(trained, tmp_path, monkeypatch):
+def test_export_of_damaged_weights(trained, tmp_path, capsys):
+    damaged = shutil.copytree(trained[0], tmp_path / "run")
+    (damaged / "weights.safetensors").write_bytes(b"half")
+    assert cli.main(["export", str(damaged), "--format", "safetensors"]) == 70
+    assert "weights.safetensors: the best weights cannot be read" in capsys.readouterr().err
+
+
+def test_onnx_without_its_packages(trained, tmp_path, monkeypatch):
     folder, _ = trained
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxruntime" else object())
     with pytest.raises(HarnessError) as error:

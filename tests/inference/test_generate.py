@@ -1,4 +1,4 @@
-"""Generated names: new ones, that end, the same for a seed, as likely as the model says; and every refusal."""
+"""Generated names: new, reproducible, distributed as in the model; and the errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from harness import cli
+from harness.config import loader
 from harness.data.names import ALPHABET, STOP_CODE, encode
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.inference import generate
-from harness.inference.generate import MAX_LENGTH, Wish
+from harness.inference.generate import MAX_LENGTH, NameRequest
 from tests.datasets import NAMES, write_names
 from tests.fixtures import settings, write_rows
 
@@ -21,7 +22,7 @@ SIZE = len(ALPHABET)
 
 
 class Table(torch.nn.Module):
-    """What comes next depends on the last character alone: a model whose names can be foretold."""
+    """The next character depends only on the last one, so that the names are predictable."""
 
     def __init__(self, num_characters: int) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class Table(torch.nn.Module):
 
 
 def chain(**follows: dict[str, float]) -> torch.Tensor:
-    """Logits of {character: {next: probability}}; "blank" stands for the beginning."""
+    """Logits of {character: {next: probability}}; "blank" is the start of a name."""
     logits = torch.full((SIZE, SIZE), -1e4)
     for before, after in follows.items():
         row = encode("*" if before == "blank" else before)[0]
@@ -66,34 +67,37 @@ LETTERS = chain(
 
 @pytest.mark.parametrize("rows", ["windows", "names"])
 def test_new_names_all_different(run, rows):
-    found = list(generate.names(run(LETTERS, rows), Wish(12)))
+    found = list(generate.names(run(LETTERS, rows), NameRequest(12)))
     assert len(set(found)) == 12
     assert all(name.istitle() for name in found)
     assert not {name.lower() for name in found} & set(NAMES)
     assert {"A", "B", "Ab", "Ba"} < set(found)
 
 
-def test_existing_ones_on_demand(run):
+def test_keep_existing(run):
     folder = run(chain(blank={"l": 1.0}, l={"u": 1.0}, u={"c": 1.0}, c={"y": 1.0}, y={"+": 0.5, "y": 0.5}))
-    assert "Lucy" not in list(generate.names(folder, Wish(4)))
-    assert "Lucy" in list(generate.names(folder, Wish(4, keep_existing=True)))
+    assert "Lucy" not in list(generate.names(folder, NameRequest(4)))
+    assert "Lucy" in list(generate.names(folder, NameRequest(4, keep_existing=True)))
     (folder.parent.parent / "names.txt").unlink()
-    assert len(list(generate.names(folder, Wish(4, keep_existing=True)))) == 4  # needs no list then
+    assert len(list(generate.names(folder, NameRequest(4, keep_existing=True)))) == 4  # needs no list then
     with pytest.raises(DataError, match="or add --keep-existing"):
-        list(generate.names(folder, Wish(4)))
+        list(generate.names(folder, NameRequest(4)))
 
 
-def test_the_same_for_a_seed_and_more_of_the_same(run):
+def test_a_seed_gives_the_same_names(run):
     folder = run(LETTERS)
-    ten, fifteen = (list(generate.names(folder, Wish(num, seed=3))) for num in (10, 15))
+    ten, fifteen = (list(generate.names(folder, NameRequest(num, seed=3))) for num in (10, 15))
     assert fifteen[:10] == ten
-    assert list(generate.names(folder, Wish(10, seed=4))) != ten
-    assert len(list(generate.names(folder, Wish(1, seed=-(10**30))))) == 1  # any number will do
+    assert list(generate.names(folder, NameRequest(10, seed=4))) != ten
+    assert len(list(generate.names(folder, NameRequest(1, seed=-(10**30))))) == 1  # any integer
 
 
-def test_as_likely_as_the_model_says(run):
-    """Not the soonest ended first; and a temperature sharpens."""
-    task, model = generate._trained(run(LETTERS))
+def test_names_follow_the_distribution_of_the_model(run):
+    """Short names do not come first, and a low temperature sharpens the distribution."""
+    folder = run(LETTERS)
+    task = loader.load(folder / "config.yaml").task
+    model = Table(SIZE)
+    model.load_state_dict(load_file(folder / "weights.safetensors"))
 
     def shares(temperature: float) -> list[float]:
         rng = torch.Generator().manual_seed(0)
@@ -108,43 +112,43 @@ def test_as_likely_as_the_model_says(run):
     assert lengths != sorted(lengths)
 
 
-def test_never_an_endless_one_nor_a_blank_in_it(run):
-    """A model that would go on for ever, and one that would put blanks into names."""
+def test_endless_names_and_padding_are_left_out(run):
+    """From a model that never ends a name, and from one that puts padding into names."""
     folder = run(chain(blank={"z": 1.0}, z={"z": 0.999, "+": 0.001}))
     found = []
     with pytest.raises(HarnessError, match=r"only \d+ of 60 names were found in \d+ tries") as caught:
-        found.extend(generate.names(folder, Wish(60)))
+        found.extend(generate.names(folder, NameRequest(60)))
     assert "--temperature" in caught.value.hint
     assert caught.value.exit_code == 70
     assert all(len(name) <= MAX_LENGTH for name in found)
     endless = chain(blank={"z": 1.0}, z={"z": 1.0})
     with pytest.raises(HarnessError, match="only 0 of 1"):
-        list(generate.names(run(endless), Wish(1)))
+        list(generate.names(run(endless), NameRequest(1)))
     blanks = torch.zeros(SIZE, SIZE)
     blanks[:, 0] = 50.0
     blanks[:, STOP_CODE] = 2.0
-    assert not any("*" in name for name in generate.names(run(blanks), Wish(5)))
+    assert not any("*" in name for name in generate.names(run(blanks), NameRequest(5)))
 
 
 @pytest.mark.parametrize("start", ["Be", "be", "  B", "Mr. B-", ""])
 def test_start(run, start):
     even = torch.zeros(SIZE, SIZE)
     even[:, STOP_CODE] = 2.0
-    found = list(generate.names(run(even), Wish(8, start=start)))
+    found = list(generate.names(run(even), NameRequest(8, start=start)))
     assert all(name.lower().startswith(start.strip().lower()) for name in found)
 
 
-def test_refusals(run, tmp_path):
+def test_errors(run, tmp_path):
     folder = run(LETTERS)
 
-    def refused(error, wish=None, path=folder) -> str:
+    def refused(error, request=None, path=folder) -> str:
         with pytest.raises(error) as caught:
-            list(generate.names(path, wish or Wish(1)))
+            list(generate.names(path, request or NameRequest(1)))
         return str(caught.value)
 
-    assert "characters that no trained name has: 7 é" in refused(ConfigError, Wish(1, start="é7a"))
-    assert "no trained name has: * +" in refused(ConfigError, Wish(1, start="a+*"))
-    assert f"40 characters, of at most {MAX_LENGTH}" in refused(ConfigError, Wish(1, start="a" * 40))
+    assert "characters that are not in any name: 7 é" in refused(ConfigError, NameRequest(1, start="é7a"))
+    assert "not in any name: * +" in refused(ConfigError, NameRequest(1, start="a+*"))
+    assert f"40 characters, but a name has at most {MAX_LENGTH}" in refused(ConfigError, NameRequest(1, start="a" * 40))
     assert "not a run folder" in refused(ConfigError, path=tmp_path / "none")
     (folder / "weights.safetensors").write_bytes(b"half")
     assert "the best weights cannot be read" in refused(CheckpointError)
@@ -152,7 +156,7 @@ def test_refusals(run, tmp_path):
     assert "the weights do not fit this model" in refused(CheckpointError)
     write_rows(tmp_path, "train", 3)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
-    assert "the task image_csv has no names to generate" in refused(ConfigError)
+    assert "the task image_csv cannot generate names" in refused(ConfigError)
     (folder / "weights.safetensors").unlink()
     assert "this run has no weights yet" in refused(ConfigError)
 
@@ -161,7 +165,7 @@ def test_command(run, capsys):
     folder = str(run(LETTERS))
     assert cli.main(["generate", folder, "-n", "3", "--temperature", "1.5", "--seed", "7", "--start", "A"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out == list(generate.names(run(LETTERS), Wish(3, 1.5, 7, "A")))
+    assert out == list(generate.names(run(LETTERS), NameRequest(3, 1.5, 7, "A")))
     assert cli.main(["generate", folder, "--keep-existing", "-n", "1"]) == 0
     assert cli.main(["generate", folder, "--start", "é"]) == 2
     assert cli.main(["generate", folder, "-n", "3", "--start", "lucyy"]) == 70
