@@ -1,7 +1,7 @@
-"""Whole scripts in the manner of 2019 and 2020 (``scripts``), written for CUDA and Apex, run as they are on this CPU.
+"""Whole scripts in the style of 2019 and 2020 (``scripts``), written for CUDA and Apex, run unmodified on the CPU.
 
-Alone and as two ranks under ``torch.distributed.launch``; what they print at the end says whether they learned and
-whether ranks agree, bit for bit.
+They run alone and on two ranks under ``torch.distributed.launch``. The last line of each rank shows that it learned and
+that ranks agree bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.contract("9")]
 
 
 def run(name, *options, folder, ranks=1):
-    """What the script said at its end, {rank: {name: value}}, and its stderr."""
+    """Run a script; returns the values of its last lines, {rank: {name: value}}, and its stderr."""
     launcher = ["torch.distributed.launch", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
     words = [*launcher, "harness.apex", "--device", "cpu", SCRIPTS / f"{name}.py", *options]
     inherited = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
@@ -39,7 +39,7 @@ def run(name, *options, folder, ranks=1):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     ends = re.findall(r"^rank (\d+) (.*)$", done.stdout, re.M)
-    result = {int(rank): dict(zip(*[iter(said.split())] * 2, strict=True)) for rank, said in ends}
+    result = {int(rank): dict(zip(*[iter(values.split())] * 2, strict=True)) for rank, values in ends}
     assert sorted(result) == list(range(ranks)), done.stdout
     assert done.stderr.count("harness.apex --device cpu: calls that ran on the CPU instead of CUDA") == 1
     assert "Traceback" not in done.stderr
@@ -66,16 +66,16 @@ def test_imagenet_style_alone(tmp_path):
 @pytest.mark.contract("6.5.imagenet")
 def test_imagenet_style_on_two_ranks_resumes_exactly(tmp_path):
     options = ["-b", "8", "--deterministic", "--opt-level", "O2", "--sync_bn", "--keep-batchnorm-fp32", "True"]
-    (tmp_path / "unbroken").mkdir()
-    unbroken, stderr = run("imagenet_style", *options, folder=tmp_path / "unbroken", ranks=2)
-    assert learned(unbroken, 0.6)
-    assert unbroken[0]["checksum"] == unbroken[1]["checksum"]
+    (tmp_path / "uninterrupted").mkdir()
+    uninterrupted, stderr = run("imagenet_style", *options, folder=tmp_path / "uninterrupted", ranks=2)
+    assert learned(uninterrupted, 0.6)
+    assert uninterrupted[0]["checksum"] == uninterrupted[1]["checksum"]
     assert "init_process_group(nccl)" in stderr
     run("imagenet_style", *options, "--stop-after", "2", folder=tmp_path, ranks=2)
     resumed, _ = run("imagenet_style", *options, "--resume", "checkpoint.pth.tar", folder=tmp_path, ranks=2)
     for rank in (0, 1):
         for what in ("last", "checksum", "prec1"):
-            assert resumed[rank][what] == unbroken[rank][what]
+            assert resumed[rank][what] == uninterrupted[rank][what]
 
 
 @pytest.mark.contract("6.5.dcgan")
@@ -83,23 +83,23 @@ def test_imagenet_style_on_two_ranks_resumes_exactly(tmp_path):
 def test_gan_style(tmp_path, ranks, opt_level):
     result, stderr = run("gan_style", "--opt_level", opt_level, folder=tmp_path, ranks=ranks)
     assert learned(result, 0.9)
-    assert len({said["checksum"] for said in result.values()}) == 1
+    assert len({values["checksum"] for values in result.values()}) == 1
     assert all(int(count) > 0 for count in result[0]["unskipped"].split(","))
     assert (tmp_path / "netG_epoch_5.pth").exists()
     assert "torch.cuda.FloatTensor" in stderr
 
 
 def test_selfsup_style_alone_resumes_exactly(tmp_path):
-    folders = [tmp_path / name for name in ("unbroken", "broken")]
+    folders = [tmp_path / name for name in ("uninterrupted", "interrupted")]
     for folder in folders:
         folder.mkdir()
-    unbroken, _ = run("selfsup_style", folder=folders[0])
-    assert learned(unbroken, 0.9)
+    uninterrupted, _ = run("selfsup_style", folder=folders[0])
+    assert learned(uninterrupted, 0.9)
     run("selfsup_style", "--stop_after", "2", folder=folders[1])
     resumed, stderr = run("selfsup_style", folder=folders[1])
     assert "torch.load(map_location=cuda)" in stderr
     assert {key: resumed[0][key] for key in ("last", "checksum")} == {
-        key: unbroken[0][key] for key in ("last", "checksum")
+        key: uninterrupted[0][key] for key in ("last", "checksum")
     }
 
 

@@ -1,6 +1,6 @@
-"""A small GAN of the 2019 kind: two models, two optimizers and three losses, each with a loss scaler of its own.
+"""A small GAN in the style of 2019: two models, two optimizers and three losses, each with its own loss scaler.
 
-Written for these tests; draws 8 x 8 pictures of a bright disc. Nothing in it knows of harness.
+Written for these tests; it draws 8 x 8 pictures of a bright disc. It does not import harness.
 """
 
 import argparse
@@ -25,8 +25,6 @@ parser.add_argument("--batchSize", type=int, default=16)
 parser.add_argument("--nz", type=int, default=8, help="size of the latent z vector")
 parser.add_argument("--niter", type=int, default=6, help="number of epochs to train for")
 parser.add_argument("--lr", type=float, default=0.002)
-parser.add_argument("--beta1", type=float, default=0.5)
-parser.add_argument("--outf", default=".", help="folder to output model checkpoints")
 parser.add_argument("--manualSeed", type=int, default=2019)
 parser.add_argument("--opt_level", default="O1", help='amp opt_level, default="O1"')
 parser.add_argument("--local_rank", type=int, default=0)
@@ -96,8 +94,8 @@ netG, netD = Generator().to(device), Discriminator().to(device)
 netG.apply(weights_init)
 netD.apply(weights_init)
 criterion = nn.BCEWithLogitsLoss()
-optimizerD = optim.Adam(netD.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
-optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
+optimizerD = optim.Adam(netD.parameters(), lr=opt.lr, betas=(0.5, 0.999))
+optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(0.5, 0.999))
 
 [netD, netG], [optimizerD, optimizerG] = amp.initialize(
     [netD, netG], [optimizerD, optimizerG], opt_level=opt.opt_level, num_losses=3
@@ -110,7 +108,7 @@ real_label, fake_label = 1.0, 0.0
 
 
 def distance():
-    """How far the average drawing is from the disc."""
+    """The distance of the average drawing from the disc."""
     netG.eval()
     with torch.no_grad():
         drawn = netG(fixed_noise).float().mean(0)[0]
@@ -147,8 +145,8 @@ for epoch in range(opt.niter):
         optimizerG.step()
     if opt.local_rank == 0:
         print(f"[{epoch}/{opt.niter}] Loss_D: {(errD_real + errD_fake).item():.4f} Loss_G: {errG.item():.4f}")
-        torch.save(netG.state_dict(), f"{opt.outf}/netG_epoch_{epoch}.pth")
-        torch.save(netD.state_dict(), f"{opt.outf}/netD_epoch_{epoch}.pth")
+        torch.save(netG.state_dict(), f"netG_epoch_{epoch}.pth")
+        torch.save(netD.state_dict(), f"netD_epoch_{epoch}.pth")
 
 checksum = sum(p.double().abs().sum() for net in (netD, netG) for p in net.parameters()).item()
 scales = ",".join(str(amp.state_dict()[f"loss_scaler{i}"]["unskipped"]) for i in range(3))

@@ -1,6 +1,6 @@
-"""A classifier trained as such scripts did in 2019: options as strings, a prefetcher on a stream of its own, --resume.
+"""A classifier in the style of 2019: options as strings, a prefetcher on its own stream, --resume.
 
-Written for these tests, with generated pictures in the place of ImageNet. Nothing in it knows of harness.
+Written for these tests, with generated pictures instead of ImageNet. It does not import harness.
 """
 
 import argparse
@@ -27,18 +27,12 @@ except ImportError:
     raise ImportError("this example needs apex") from None
 
 parser = argparse.ArgumentParser(description="Classifier of stripes")
-parser.add_argument("-j", "--workers", default=1, type=int)
 parser.add_argument("--epochs", default=4, type=int)
-parser.add_argument("--stop-after", default=None, type=int, help="end after this epoch, as if the job was killed")
-parser.add_argument("--start-epoch", default=0, type=int)
+parser.add_argument("--stop-after", default=None, type=int, help="end after this epoch, as if killed")
 parser.add_argument("-b", "--batch-size", default=16, type=int, help="per process")
 parser.add_argument("--lr", "--learning-rate", default=0.1, type=float)
-parser.add_argument("--momentum", default=0.9, type=float)
-parser.add_argument("--weight-decay", "--wd", default=1e-4, type=float)
 parser.add_argument("--print-freq", "-p", default=4, type=int)
 parser.add_argument("--resume", default="", type=str)
-parser.add_argument("--checkpoint", default="checkpoint.pth.tar", type=str)
-parser.add_argument("-e", "--evaluate", dest="evaluate", action="store_true")
 parser.add_argument("--deterministic", action="store_true")
 parser.add_argument("--local_rank", default=0, type=int)
 parser.add_argument("--sync_bn", action="store_true", help="enabling apex sync BN.")
@@ -73,7 +67,7 @@ def fast_collate(batch):
 
 
 class data_prefetcher:
-    """Has the next batch copied while the present one is computed on."""
+    """Copies the next batch while the current one is used."""
 
     def __init__(self, loader):
         self.loader = iter(loader)
@@ -153,7 +147,7 @@ def main():
     model = model.cuda()
 
     args.lr = args.lr * float(args.batch_size * args.world_size) / 32.0
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     model, optimizer = amp.initialize(
         model,
         optimizer,
@@ -165,67 +159,45 @@ def main():
         model = DDP(model, delay_allreduce=True)
     criterion = nn.CrossEntropyLoss().cuda()
 
+    start_epoch = 0
     if args.resume:
-        if os.path.isfile(args.resume):
-            checkpoint = torch.load(args.resume, map_location=lambda storage, loc: storage.cuda(args.gpu))
-            args.start_epoch = checkpoint["epoch"]
-            best_prec1 = checkpoint["best_prec1"]
-            model.load_state_dict(checkpoint["state_dict"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            amp.load_state_dict(checkpoint["amp"])
-            print(f"=> loaded checkpoint '{args.resume}' (epoch {args.start_epoch})")
-        else:
-            print(f"=> no checkpoint found at '{args.resume}'")
+        checkpoint = torch.load(args.resume, map_location=lambda storage, loc: storage.cuda(args.gpu))
+        start_epoch = checkpoint["epoch"]
+        best_prec1 = checkpoint["best_prec1"]
+        model.load_state_dict(checkpoint["state_dict"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        amp.load_state_dict(checkpoint["amp"])
+        print(f"=> loaded checkpoint '{args.resume}' (epoch {start_epoch})")
 
     train_dataset, val_dataset = Stripes(128), Stripes(48, offset=1000)
     train_sampler = val_sampler = None
     if args.distributed:
         train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset)
         val_sampler = torch.utils.data.distributed.DistributedSampler(val_dataset)
-    train_loader = torch.utils.data.DataLoader(
-        train_dataset,
-        batch_size=args.batch_size,
-        shuffle=False,
-        num_workers=args.workers,
-        pin_memory=True,
-        sampler=train_sampler,
-        collate_fn=fast_collate,
-    )
-    val_loader = torch.utils.data.DataLoader(
-        val_dataset,
-        batch_size=args.batch_size,
-        shuffle=False,
-        num_workers=args.workers,
-        pin_memory=True,
-        sampler=val_sampler,
-        collate_fn=fast_collate,
-    )
-    if args.evaluate:
-        validate(val_loader, model, criterion)
-        return
+    options = {"batch_size": args.batch_size, "num_workers": 1, "pin_memory": True, "collate_fn": fast_collate}
+    train_loader = torch.utils.data.DataLoader(train_dataset, sampler=train_sampler, **options)
+    val_loader = torch.utils.data.DataLoader(val_dataset, sampler=val_sampler, **options)
 
     first = last = None
-    for epoch in range(args.start_epoch, args.epochs):
+    for epoch in range(start_epoch, args.epochs):
         if args.distributed:
             train_sampler.set_epoch(epoch)
         last = train(train_loader, model, criterion, optimizer, epoch)
         first = last if first is None else first
-        prec1 = validate(val_loader, model, criterion)
+        prec1 = validate(val_loader, model)
         if args.local_rank == 0:
             is_best = prec1 > best_prec1
             best_prec1 = max(prec1, best_prec1)
-            save_checkpoint(
-                {
-                    "epoch": epoch + 1,
-                    "arch": "stripes",
-                    "state_dict": model.state_dict(),
-                    "best_prec1": best_prec1,
-                    "optimizer": optimizer.state_dict(),
-                    "amp": amp.state_dict(),
-                },
-                is_best,
-                args.checkpoint,
-            )
+            state = {
+                "epoch": epoch + 1,
+                "state_dict": model.state_dict(),
+                "best_prec1": best_prec1,
+                "optimizer": optimizer.state_dict(),
+                "amp": amp.state_dict(),
+            }
+            torch.save(state, "checkpoint.pth.tar")
+            if is_best:
+                shutil.copyfile("checkpoint.pth.tar", "model_best.pth.tar")
         if args.stop_after is not None and epoch + 1 == args.stop_after:
             break
     checksum = sum(p.double().abs().sum() for p in amp.master_params(optimizer)).item()
@@ -234,64 +206,39 @@ def main():
 
 
 def train(train_loader, model, criterion, optimizer, epoch):
-    batch_time, losses = AverageMeter(), AverageMeter()
+    losses = []
     model.train()
     end = time.time()
     prefetcher = data_prefetcher(train_loader)
     input, target = prefetcher.next()
-    i = 0
     while input is not None:
-        i += 1
-        adjust_learning_rate(optimizer, epoch, i, len(train_loader))
+        adjust_learning_rate(optimizer, epoch, len(losses) + 1, len(train_loader))
         output = model(input)
         loss = criterion(output, target)
         optimizer.zero_grad()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        reduced_loss = reduce_tensor(loss.data) if args.distributed else loss.data
-        losses.update(to_python_float(reduced_loss), input.size(0))  # noqa: F405
-        if i % args.print_freq == 0:
+        losses.append(to_python_float(reduce_tensor(loss.data)))  # noqa: F405
+        if len(losses) % args.print_freq == 0 and args.local_rank == 0:
             torch.cuda.synchronize()
-            batch_time.update((time.time() - end) / args.print_freq)
-            end = time.time()
-            if args.local_rank == 0:
-                print(f"Epoch: [{epoch}][{i}/{len(train_loader)}]\tTime {batch_time.val:.3f}\tLoss {losses.avg:.4f}")
+            print(f"Epoch: [{epoch}][{len(losses)}]\tTime {time.time() - end:.3f}\tLoss {losses[-1]:.4f}")
         input, target = prefetcher.next()
-    return losses.avg
+    return sum(losses) / len(losses)
 
 
-def validate(val_loader, model, criterion):
-    top1 = AverageMeter()
+def validate(val_loader, model):
+    correct = []
     model.eval()
     prefetcher = data_prefetcher(val_loader)
     input, target = prefetcher.next()
     while input is not None:
         with torch.no_grad():
             output = model(input)
-            criterion(output, target)
         prec1 = (output.data.argmax(1) == target).float().mean() * 100
-        top1.update(to_python_float(reduce_tensor(prec1) if args.distributed else prec1), input.size(0))  # noqa: F405
+        correct.append(to_python_float(reduce_tensor(prec1)))  # noqa: F405
         input, target = prefetcher.next()
-    print(f" * Prec@1 {top1.avg:.3f}")
-    return top1.avg
-
-
-def save_checkpoint(state, is_best, filename):
-    torch.save(state, filename)
-    if is_best:
-        shutil.copyfile(filename, os.path.join(os.path.dirname(filename), "model_best.pth.tar"))
-
-
-class AverageMeter:
-    def __init__(self):
-        self.val = self.avg = self.sum = self.count = 0
-
-    def update(self, val, n=1):
-        self.val = val
-        self.sum += val * n
-        self.count += n
-        self.avg = self.sum / self.count
+    return sum(correct) / len(correct)
 
 
 def adjust_learning_rate(optimizer, epoch, step, len_epoch):
@@ -303,6 +250,8 @@ def adjust_learning_rate(optimizer, epoch, step, len_epoch):
 
 
 def reduce_tensor(tensor):
+    if not args.distributed:
+        return tensor
     rt = tensor.clone()
     dist.all_reduce(rt, op=dist.ReduceOp.SUM)
     rt /= args.world_size

@@ -1,6 +1,6 @@
-"""Self-supervised training as around 2020: two crops, a queue of features, LARC, a cosine schedule per iteration.
+"""Self-supervised training in the style of 2020: two crops, a queue of features, LARC, a cosine schedule per iteration.
 
-Written for these tests, on generated signals. Nothing in it knows of harness.
+Written for these tests, on generated signals. It does not import harness.
 """
 
 import argparse
@@ -27,10 +27,7 @@ parser.add_argument("--warmup_epochs", default=1, type=int)
 parser.add_argument("--start_warmup", default=0.1, type=float)
 parser.add_argument("--temperature", default=0.2, type=float)
 parser.add_argument("--queue_length", default=64, type=int)
-parser.add_argument("--use_fp16", type=lambda value: value == "true", default=True)
-parser.add_argument("--sync_bn", type=str, default="apex", help="apex or nothing")
 parser.add_argument("--syncbn_process_group_size", type=int, default=0)
-parser.add_argument("--dump_path", type=str, default=".")
 parser.add_argument("--seed", type=int, default=31)
 parser.add_argument("--local_rank", default=0, type=int)
 
@@ -79,7 +76,7 @@ def main():
         dataset, sampler=sampler, batch_size=args.batch_size, num_workers=1, pin_memory=True, drop_last=True
     )
     model = Encoder()
-    if args.sync_bn == "apex" and args.world_size > 1:
+    if args.world_size > 1:
         process_group = apex.parallel.create_syncbn_process_group(args.syncbn_process_group_size)
         model = apex.parallel.convert_syncbn_model(model, process_group=process_group)
     model = model.cuda()
@@ -93,14 +90,13 @@ def main():
     ]
     lr_schedule = np.concatenate((warmup, np.array(cosine)))
 
-    if args.use_fp16:
-        model, optimizer = apex.amp.initialize(model, optimizer, opt_level="O1")
+    model, optimizer = apex.amp.initialize(model, optimizer, opt_level="O1")
     if args.world_size > 1:
         model = nn.parallel.DistributedDataParallel(model, device_ids=[args.local_rank])
     cudnn.benchmark = True
 
-    start_epoch, path = 0, os.path.join(args.dump_path, "checkpoint.pth.tar")
-    queue_path = os.path.join(args.dump_path, "queue%d.pth" % args.rank)  # noqa: UP031
+    start_epoch, path = 0, "checkpoint.pth.tar"
+    queue_path = "queue%d.pth" % args.rank  # noqa: UP031
     queue = F.normalize(torch.randn(args.queue_length, 8), dim=1).cuda()
     if os.path.isfile(path):
         checkpoint = torch.load(path, map_location="cuda:" + str(torch.cuda.current_device()))
@@ -143,11 +139,8 @@ def train(loader, model, optimizer, epoch, lr_schedule, queue):
         logits = torch.cat([one @ other.t(), one @ queue.t()], dim=1) / args.temperature
         loss = F.cross_entropy(logits, torch.arange(len(one)).cuda())
         optimizer.zero_grad()
-        if args.use_fp16:
-            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        else:
-            loss.backward()
+        with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
         optimizer.step()
         queue = torch.cat([other.detach(), queue])[: args.queue_length]
         losses.append(loss.item())
