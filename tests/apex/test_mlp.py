@@ -164,16 +164,3 @@ def test_o1_casts_them_like_linear_layers(make, level, reduced):
     for parameter in model.parameters():
         assert parameter.grad.dtype == torch.float32
         assert parameter.grad.abs().max() > 0
-
-
-def test_o2_keeps_masters():
-    model = nn.Sequential(MLP([5, 7], activation="none"), FusedDense(7, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
-    assert {p.dtype for p in model.parameters()} == {torch.float16}
-    with amp.scale_loss(model(torch.randn(6, 5)).square().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    for parameter, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
-        assert master.dtype == torch.float32
-        assert torch.equal(master.half(), parameter)

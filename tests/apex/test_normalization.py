@@ -123,21 +123,6 @@ def test_under_o1_the_dtype_stays_the_layers(level):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("level", "reduced"), [("O2", torch.float16), ("O3", torch.float16), ("O5", torch.bfloat16)])
-def test_in_a_model_cast_as_a_whole(level, reduced):
-    model = nn.Sequential(nn.Linear(8, 8), FusedLayerNorm(8), MixedFusedRMSNorm(8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    assert model[1].weight.dtype == model[2].weight.dtype == reduced
-    before = model[2].weight.clone()
-    y = model(torch.randn(4, 8))
-    assert y.dtype == torch.float32  # the model's output is cast back
-    with amp.scale_loss(y.square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert not torch.equal(model[2].weight, before)
-
-
 @pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
 def test_under_autocast(kind):
     layer = randomized(kind(8))

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from harness.apex.tensor_groups import by_device_and_dtype
+
 MASTER = "master_param"  # key in the state of a parameter
 REDUCED = (torch.float16, torch.bfloat16)
 _NOT_NEGATIVE = ("lr", "step", "eps", "momentum", "weight_decay", "max_grad_norm")
@@ -179,11 +181,8 @@ class FusedOptimizer(Optimizer):
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The parameters of ``group`` that have a gradient, sorted by device and dtype."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is not None and param.numel() > 0:
-                kinds.setdefault((param.device, param.dtype), []).append(param)
-        return [self._batch(params) for params in kinds.values()]
+        params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
+        return [self._batch(alike) for alike in by_device_and_dtype(params)]
 
     def _batch(self, params: list[Tensor]) -> Batch:
         name = type(self).__name__
