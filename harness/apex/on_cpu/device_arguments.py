@@ -36,24 +36,25 @@ def takes_device(
     original: Any,
     name: str | None,
     *,
-    position: int | None = None,
+    position: int = -1,
     keyword: str = "device",
     default: str | None = None,
     count: Callable[[str], None] = count_call,
 ) -> Any:
-    """``original``, with a CUDA device in the argument ``keyword`` or at ``position`` replaced by the CPU.
+    """``original``, with a CUDA device in the argument ``keyword``, or at ``position`` if not -1, replaced by the CPU.
 
     ``default`` is the device if the argument is missing. Redirections are counted under ``name``, if given.
     """
 
     @functools.wraps(original)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        index = position if position is not None and position < len(args) and keyword not in kwargs else None
-        if names_cuda(args[index] if index is not None else kwargs.get(keyword, default)):
+        positional = -1 < position < len(args) and keyword not in kwargs
+        device = args[position] if positional else kwargs.get(keyword, default)
+        if device is not None and names_cuda(device):
             if name is not None:
                 count(name)
-            if index is not None:
-                args = (*args[:index], "cpu", *args[index + 1 :])
+            if positional:
+                args = (*args[:position], "cpu", *args[position + 1 :])
             else:
                 kwargs[keyword] = "cpu"
         return original(*args, **kwargs)
