@@ -314,16 +314,6 @@ def test_a_borrowed_checkpoint_is_sent_to_all(apart, tmp_path):
         assert names(tmp_path / disk / "apex-harness-job" / "borrowed") == {"state.pt", "manifest.json"}
 
 
-def test_the_failure_that_is_no_consequence_is_kept(apart):
-    client, first, second = apart.folders
-    write(first, "failure.json", json.dumps({"rank": 0, "cause": "peer_lost"}))
-    apart.sync.fetch(["one", "two"])
-    assert json.loads((client / "failure.json").read_text())["rank"] == 0
-    write(second, "failure.json", json.dumps({"rank": 1, "cause": "error"}))
-    apart.sync.fetch(["one", "two"])
-    assert json.loads((client / "failure.json").read_text())["rank"] == 1
-
-
 def test_each_new_line_is_read_once(tmp_path):
     path = tmp_path / "log"
     path.write_text("before\n")
@@ -406,7 +396,8 @@ def test_killed_rank_and_an_exact_restart_without_a_shared_disk(
 @pytest.mark.slow
 def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark, capfd):
     model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
-    config = loader.load(write_config(tmp_path, stripes, model=model, **TWO), ())
+    apart = {"launch": {"nproc": 2, "dask": {"shared": False}}}
+    config = loader.load(write_config(tmp_path, stripes, model=model, **apart), ())
     run_ = Running(dask_cluster.client, config, marking(mark))
     text = run_.end(START_S).text
     assert run_.conclusion.exit_code == 70

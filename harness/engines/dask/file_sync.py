@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.distributed.rank_exit import Cause
 from harness.engines.dask.store import WorkerStore
 from harness.runs import layout
 from harness.runs.checkpoint import Checkpoints, damage
-from harness.runs.files import write_atomically
 from harness.runs.storage import LocalStore, copy_run
 
 BORROWED = "borrowed"  # in a job's scratch folder: the checkpoint of another run that this one starts from
-_OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # the client writes its own
+_OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # the client writes its own: a failure is judged from the exit records
 
 
 class FileSync:
@@ -34,7 +30,6 @@ class FileSync:
         self._stores = {worker: WorkerStore(client, job, worker, folder) for worker in ranks}
         self._borrowed = {worker: WorkerStore(client, job, worker, BORROWED) for worker in ranks}
         self._copied: dict[str, dict[str, str]] = {worker: {} for worker in ranks}
-        self._failures: dict[str, dict[str, Any]] = {}
 
     def send(self, borrowed: Path | None) -> None:
         """Copy what a resume needs: the newest checkpoint to all workers, each rank's log to its worker, the rest to
@@ -62,8 +57,6 @@ class FileSync:
             copy_run(store, self._local, self._chosen(worker, files, pointers), pointers, copied, problem=self._damage)
             if pointers:
                 self._checkpoints.sweep()
-            if layout.FAILURE in files:
-                self._fetch_failure(worker, store)
 
     def _chosen(self, worker: str, files: Mapping[str, str], pointers: Mapping[str, str]) -> dict[str, str]:
         """The files to copy to or from ``worker``: its ranks' logs, the checkpoints that ``pointers`` name, and for
@@ -85,11 +78,3 @@ class FileSync:
 
     def _damage(self, step: str) -> str:
         return damage(self._checkpoints.folder / step)
-
-    def _fetch_failure(self, worker: str, store: WorkerStore) -> None:
-        """Each worker may have a failure.json: keep one that reports more than a lost peer."""
-        with suppress(ValueError):  # incomplete: it is being written
-            self._failures[worker] = json.loads(store.read(layout.FAILURE))
-        reports = sorted(self._failures.values(), key=lambda report: report.get("cause") != Cause.ERROR)
-        if reports:
-            write_atomically(self._local.folder / layout.FAILURE, json.dumps(reports[0], indent=1) + "\n")
