@@ -68,7 +68,7 @@ class RunFolder:
 
     def lock(self) -> None:
         """Keep other starts out until ``unlock`` or the end of this process. Waits for a start that is about to end.
-        Raises ConfigError if it goes on."""
+        Raises ConfigError if it does not."""
         lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"), thread_local=False)
         with contextlib.suppress(OSError, NotImplementedError):  # ``claim`` reports the first; some disks have no locks
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ class RunFolder:
         """Add this start to ``provenance.json``."""
         path = self.path / layout.PROVENANCE
         starts = []
-        with contextlib.suppress(FileNotFoundError, ValueError):  # nobody's training ends for a damaged note
+        with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file is no reason to fail
             starts = list(json.loads(path.read_text(encoding="utf-8")))
         starts.append(
             {

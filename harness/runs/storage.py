@@ -28,7 +28,7 @@ from harness.runs.files import default_cache_dir, replacing, write_atomically
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "dbfs"}
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
-Progress = Callable[[], None]  # called while a transfer advances, to tell a slow store from a dead one
+Progress = Callable[[], None]  # called while a transfer advances: a slow store differs from a dead one
 
 
 def _ignore() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 log = logging.getLogger("harness")
 
 MAX_PAUSE_S = 30.0  # between two attempts; the first pause is a second, and each is twice the one before
-STALLED_S = 120.0  # without progress, after which nobody waits any longer
+STALLED_S = 120.0  # without progress: then ``wait`` gives up
 
 
 class TakenOver(Exception):
@@ -18,7 +18,7 @@ class TakenOver(Exception):
 
 
 class Uploader:
-    """Calls ``upload`` once per request, or once for several requests that came meanwhile. It copies what is current
+    """Calls ``upload`` once per request, or once for several requests during an upload. It copies what is current
     when it is called, so a failed attempt is superseded by the next. ``where``: the target, for messages."""
 
     def __init__(self, where: str, upload: Callable[[], None]) -> None:

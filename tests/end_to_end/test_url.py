@@ -138,7 +138,7 @@ class Upload(Kill):
 def train(
     config: Path, caches: list[Path], environ: dict[str, str], *overrides: str, kill: Kill | None = None
 ) -> list[int]:
-    """The exit codes of a rank for each of ``caches``: machines that have no disk in common."""
+    """Train on one rank per cache, as on machines without a shared disk; return the exit codes."""
     port, world = free_port(), len(caches)
     processes = []
     for rank, cache in enumerate(caches):
@@ -241,7 +241,7 @@ def test_missing_bucket_is_reported_before_training(tmp_path, data, s3):
 
 
 class Term(Kill):
-    """Is asked to stop, by a scheduler, at the end of a step."""
+    """Receives SIGTERM at the end of a step."""
 
     def arm(self) -> None:
         from harness.training import loop
@@ -303,7 +303,7 @@ def test_results_that_cannot_be_uploaded_fail_the_run(tmp_path, data, unbroken, 
 
 
 def launch(config: Path, environ: dict[str, str], *words: str) -> tuple[int, str]:
-    """``harness launch`` on two ranks of this machine: its exit code, and what is on the terminal."""
+    """Run ``harness launch`` on two ranks; return its exit code and output."""
     command = [sys.executable, "-m", "harness", "launch", "-c", config, "--nproc", "2", *words]
     with started(command, config.parent / "terminal.txt", **environ) as process:
         code = process.wait(90)
@@ -338,7 +338,7 @@ def test_harness_launch_reports_on_a_run_at_a_url(tmp_path, data, unbroken, buck
     assert not list((tmp_path / "cache").rglob("*.pt"))
 
     command = [sys.executable, "-m", "harness", "predict", f"{bucket.url}/run", "--csv", data / "eval.csv"]
-    with started([*command, "--out", tmp_path / "guesses.csv"], tmp_path / "said.txt", **environ) as process:
+    with started([*command, "--out", tmp_path / "new.csv"], tmp_path / "predict.txt", **environ) as process:
         assert process.wait(60) == 0, process.text()
-    guesses = [line.split(",")[1] for line in (tmp_path / "guesses.csv").read_text().splitlines()]
-    assert guesses == [line.split(",")[1] for line in (there / "predictions.csv").read_text().splitlines()]
+    predictions = [line.split(",")[1] for line in (tmp_path / "new.csv").read_text().splitlines()]
+    assert predictions == [line.split(",")[1] for line in (there / "predictions.csv").read_text().splitlines()]

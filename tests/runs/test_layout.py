@@ -38,10 +38,23 @@ def run_folder_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if " " in text.strip() and "\n" not in text.strip():
             continue
         parts = set(re.split(r"[\s/\"'$]+", text))
-        found = {part for part in parts if re.fullmatch(r"(step|rank)-(\*.*)?|.*\.end\.json", part)}
+        found = {part for part in parts if re.fullmatch(r"(step|rank)-(\*.*)?|.*\.exit\.json", part)}
         found |= parts & FILE_NAMES
         found |= parts & FOLDER_NAMES if id(node) in joined or "/" in text else set()
         yield from ((node.lineno, name) for name in found)
+
+
+def test_the_search_finds_names_and_leaves_prose_alone():
+    code = """'config.yaml of a run'
+a = folder / "latest"
+b = f"{folder}/checkpoints/step-{n}"
+c = ["failure.json", "latest", "see metrics.jsonl there"]
+d = '''cd x
+cat "$run/summary.json"'''
+"""
+    assert sorted(run_folder_names(ast.parse(code))) == [
+        (2, "latest"), (3, "checkpoints"), (3, "step-"), (4, "failure.json"), (5, "summary.json"),
+    ]  # fmt: skip
 
 
 def test_run_folder_names_are_spelled_in_one_module():
@@ -55,7 +68,7 @@ def test_run_folder_names_are_spelled_in_one_module():
 
 
 def test_files_are_replaced_in_one_module():
-    """Everything that must be whole or absent goes through ``harness.runs.files``."""
+    """Files that must be complete or absent are written by ``harness.runs.files``."""
     allowed = {
         "runs.files",
         "runs.run_dir",  # moves an earlier run aside

@@ -124,14 +124,14 @@ def test_missing_and_broken_files(tmp_path):
     (bare / "failure.json").write_text("{")
     record = reader.read(bare)
     assert (record.state, record.name, record.config, record.summary) == ("failed", "bare", {}, {})
-    told = "; ".join(record.problems)
+    problems = "; ".join(record.problems)
     for part in (
         "config.yaml cannot be read",
         "summary.json holds list",
         "failure.json cannot",
         "metrics.jsonl is mis",
     ):
-        assert part in told
+        assert part in problems
     assert record.metrics().num_rows == 0
     assert "loss" in record.metrics().column_names
 

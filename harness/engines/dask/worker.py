@@ -52,8 +52,8 @@ class JobSpec:
 
 
 @dataclass
-class _HeldJob:
-    """A job on this worker."""
+class _LocalJob:
+    """The part of a job that is on this worker."""
 
     spec: JobSpec
     scratch: Path
@@ -67,7 +67,7 @@ class _HeldJob:
         return text.replace("{scratch}", str(self.scratch))
 
 
-_jobs: dict[str, _HeldJob] = {}
+_jobs: dict[str, _LocalJob] = {}
 
 
 # Called by the client
@@ -89,17 +89,17 @@ def prepare(spec: JobSpec, dask_worker: Any) -> None:
     scratch.mkdir(parents=True)
     (scratch / layout.CONFIG).write_text(spec.config, encoding="utf-8")
     driver(spec.working_folder)
-    _jobs[spec.job] = _HeldJob(spec, scratch)
+    _jobs[spec.job] = _LocalJob(spec, scratch)
 
 
 def hold_port(job: str, dask_worker: Any) -> int:
     """A free port of this machine for the ranks' rendezvous. It stays bound, without listening, so that nobody else
     gets it before rank 0 listens there."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, which lets both bind
-    held.bind(("", 0))
-    _jobs[job].port = held
-    return int(held.getsockname()[1])
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, which lets both bind
+    port.bind(("", 0))
+    _jobs[job].port = port
+    return int(port.getsockname()[1])
 
 
 def begin(job: str) -> None:
@@ -109,19 +109,19 @@ def begin(job: str) -> None:
 
 def stop(job: str) -> None:
     """Ask the ranks here to write a checkpoint and exit; a second call kills them."""
-    if held := _jobs.get(job):
-        held.stops += 1
-        if held.stops > 1:
-            for group in held.groups.values():
+    if local := _jobs.get(job):
+        local.stops += 1
+        if local.stops > 1:
+            for group in local.groups.values():
                 group.stop()
 
 
 def forget(job: str) -> None:
     """Remove what the job left on this worker."""
-    if held := _jobs.pop(job, None):
-        if held.port is not None:
-            held.port.close()
-        shutil.rmtree(held.scratch, ignore_errors=True)
+    if local := _jobs.pop(job, None):
+        if local.port is not None:
+            local.port.close()
+        shutil.rmtree(local.scratch, ignore_errors=True)
 
 
 def scratch_of(job: str, dask_worker: Any) -> Path:
@@ -150,11 +150,11 @@ def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]
 
     worker = get_worker()
     key = worker.get_current_task()
-    held = _jobs.get(job)
-    if held is None or rank in held.seen:
+    local = _jobs.get(job)
+    if local is None or rank in local.seen:
         # Dask repeats a task whose worker died. One rank alone, without its peers, is useless.
         raise LaunchError(f"rank {rank} was placed on {worker.address}, which has restarted since")
-    held.seen.add(rank)
+    local.seen.add(rank)
 
     def send(**facts: Any) -> None:
         worker.log_event(f"{KEYS}{job}", {"rank": rank, **facts})
@@ -165,10 +165,10 @@ def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]
 
     send(here=socket.gethostname(), worker=worker.address)
     try:
-        while not held.begin.wait(0.05):
-            if not wanted() or held.stops:
+        while not local.begin.wait(0.05):
+            if not wanted() or local.stops:
                 raise LaunchError(f"rank {rank} was cancelled before it started")
-        code = _run(held, rank, environ, files, send, wanted)
+        code = _run(local, rank, environ, files, send, wanted)
     except OSError as error:
         raise LaunchError(f"rank {rank} cannot be started on {worker.address}: {error}") from None
     finally:
@@ -181,19 +181,19 @@ def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]
 
 
 def _run(
-    held: _HeldJob, rank: int, environ: dict[str, str], files: Sequence[str],
+    local: _LocalJob, rank: int, environ: dict[str, str], files: Sequence[str],
     send: Callable[..., None], wanted: Callable[[], bool],
 ) -> int:  # fmt: skip
-    spec = held.spec
+    spec = local.spec
     folder = spec.working_folder or os.getcwd()
-    terminal = held.scratch / f"terminal-{rank}.txt"
-    run_folder = working_folder(spec.url, spec.cache_dir) if spec.url else Path(held.filled(spec.run_folder))
+    terminal = local.scratch / f"terminal-{rank}.txt"
+    run_folder = working_folder(spec.url, spec.cache_dir) if spec.url else Path(local.filled(spec.run_folder))
     streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in files}
-    command = [spec.python or sys.executable, str(driver(folder)), "-c", str(held.scratch / layout.CONFIG)]
-    command += map(held.filled, spec.overrides)
+    command = [spec.python or sys.executable, str(driver(folder)), "-c", str(local.scratch / layout.CONFIG)]
+    command += map(local.filled, spec.overrides)
     worker = Worker(command, {**os.environ, **environ}, folder, terminal)
     group = WorkerGroup({rank: worker}, spec.grace_s)
-    held.groups[rank] = group
+    local.groups[rank] = group
     sent_at, stopped = 0.0, False
 
     def send_lines() -> bool:
@@ -204,7 +204,7 @@ def _run(
 
     def meanwhile() -> None:
         nonlocal sent_at, stopped
-        if not stopped and (held.stops or not wanted()):
+        if not stopped and (local.stops or not wanted()):
             stopped = True
             group.stop()
         if (now := time.monotonic()) > sent_at + _EVENT_S:
