@@ -1,4 +1,4 @@
-"""DistributedDataParallel on two gloo ranks, against what one process with all the data computes (contract 5.1)."""
+"""DistributedDataParallel on two gloo ranks, compared with one process that has all the data (contract 5.1)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
+from tests.apex.shared import LEVELS, Numbers, distinct, gradients
 from tests.ranks import run_ranks
-
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 def _net() -> nn.Module:
@@ -25,7 +24,7 @@ def _net() -> nn.Module:
 
 
 def _train(level: str, rank: int | None, delay: bool, accumulate: str, loss_scale=None) -> tuple[list, dict]:
-    """Three steps of two micro-batches; ``rank`` None trains on both ranks' data, without a group."""
+    """Train three steps of two micro-batches; with ``rank`` None on the data of both ranks, without a wrapper."""
     amp.reset()
     model = _net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -64,26 +63,8 @@ def _compare_with_one_process(delay: bool) -> None:
 
 @pytest.mark.contract("5.1.2", "5.1.3", "5.1.6", "5.1.7", "10.3", "8")
 @pytest.mark.parametrize("delay", [True, False])
-def test_two_ranks_train_like_one_process_with_all_the_data(delay):
+def test_two_ranks_train_like_one_process_with_all_data(delay):
     run_ranks(2, _compare_with_one_process, delay)
-
-
-# Gradients by hand. A parameter's gradient here is the number it is multiplied by.
-
-
-class Numbers(nn.Module):
-    """``forward([a, b, ...])``: the sum of ``parameter * number``; None leaves a parameter out of the graph."""
-
-    def __init__(self, sizes=(3, 2, 4), dtypes=(torch.float32,) * 3):
-        super().__init__()
-        self.list = nn.ParameterList([nn.Parameter(torch.ones(n, dtype=d)) for n, d in zip(sizes, dtypes, strict=True)])
-
-    def forward(self, numbers):
-        return sum((p * x).sum().double() for p, x in zip(self.list, numbers, strict=True) if x is not None)
-
-
-def _gradients(net):
-    return [None if p.grad is None else p.grad.float().unique().tolist() for p in net.parameters()]
 
 
 def _wrap(model=None, **options):
@@ -106,22 +87,22 @@ def _averages() -> None:
             ({"retain_allreduce_buffers": True}, 1.5),
         ):
             net = _wrap(**options, **extra)
-            for _ in range(3):
+
+            def backward(net=net):
                 net([1.0 + rank] * 3).backward()
-                assert _gradients(net) == [[expected]] * 3, (options, extra)
+                return gradients(net)
+
+            for _ in range(3):
+                assert backward() == [[expected]] * 3, (options, extra)
                 net.zero_grad()
-            net([1.0 + rank] * 3).backward()
-            net([1.0 + rank] * 3).backward()
-            assert _gradients(net) == [[2 * expected]] * 3, ("accumulated, reduced each time", options, extra)
+            backward()
+            assert backward() == [[2 * expected]] * 3, ("accumulated, reduced each time", options, extra)
             net.zero_grad()
             for _ in range(2):
                 with net.no_sync():
-                    net([1.0 + rank] * 3).backward()
-                    assert _gradients(net)[0] != [expected]
-            net([1.0 + rank] * 3).backward()
-            assert _gradients(net) == [[3 * expected]] * 3, ("accumulated, reduced at the end", options, extra)
-            net([1.0 + rank] * 3).backward()
-            assert _gradients(net) == [[4 * expected]] * 3, ("reduced twice", options, extra)
+                    assert backward()[0] != [expected]
+            assert backward() == [[3 * expected]] * 3, ("accumulated, reduced at the end", options, extra)
+            assert backward() == [[4 * expected]] * 3, ("reduced twice", options, extra)
             if extra.get("retain_allreduce_buffers"):
                 assert sum(flat.numel() for flat in net.allreduce_buffers) == 9
 
@@ -133,7 +114,7 @@ def _dtypes() -> None:
         for fp32 in (False, True):
             net = _wrap(Numbers(dtypes=kinds), allreduce_always_fp32=fp32, **options)
             net([1.0 + rank] * 3).backward()
-            assert _gradients(net) == [[1.5]] * 3
+            assert gradients(net) == [[1.5]] * 3
             assert [p.grad.dtype for p in net.parameters()] == list(kinds)
 
 
@@ -145,22 +126,19 @@ def _unused() -> None:
             half = 0.5 if average else 1.0
             patterns = [
                 ([1.0, None, 2.0], [3.0, None, 2.0], [[4 * half], None, [4 * half]]),
-                (
-                    [1.0, None, None],
-                    [None, 5.0, None],
-                    [[1 * half], [5 * half], None],
-                ),  # equal totals in Apex: averaged
+                # Apex, which compared element counts, averaged these two with each other
+                ([1.0, None, None], [None, 5.0, None], [[1 * half], [5 * half], None]),
                 ([None, None, 2.0], [1.0, 1.0, 1.0], [[1 * half], [1 * half], [3 * half]]),
                 ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [[2 * half]] * 3),
             ]
             for mine_0, mine_1, expected in patterns + patterns[::-1]:
                 net.zero_grad()
                 net(mine_1 if rank else mine_0).backward()
-                assert _gradients(net) == expected, (options, average)
+                assert gradients(net) == expected, (options, average)
             net.zero_grad()
             net([1.0, None, 1.0] if rank == 0 else [None, None, 1.0]).backward()
             net([None, 4.0, 1.0] if rank == 0 else [1.0, 4.0, None]).backward()
-            assert _gradients(net) == [[2 * half], [8 * half], [3 * half]], ("accumulated", options, average)
+            assert gradients(net) == [[2 * half], [8 * half], [3 * half]], ("accumulated", options, average)
 
 
 def _several_backwards() -> None:
@@ -170,10 +148,10 @@ def _several_backwards() -> None:
         out = net([1.0 + rank] * 3)
         out.backward(retain_graph=True)
         out.backward()
-        assert _gradients(net) == [[3.0]] * 3
+        assert gradients(net) == [[3.0]] * 3
         net.zero_grad()
         (net([1.0 + rank] * 3) + net([1.0 + rank] * 3)).backward()
-        assert _gradients(net) == [[3.0]] * 3
+        assert gradients(net) == [[3.0]] * 3
         net.zero_grad()
 
         class Fails(torch.autograd.Function):
@@ -188,14 +166,14 @@ def _several_backwards() -> None:
         with contextlib.suppress(ZeroDivisionError):
             early = Fails.apply(torch.ones((), requires_grad=True))  # recorded first, so its backward runs last
             net([early, 1.0, 1.0]).backward()
-        assert all(p.grad is not None for p in net.parameters()), "the pass ended before it reached anything"
+        assert all(p.grad is not None for p in net.parameters()), "the pass raised before it reached anything"
         net.zero_grad()
         net([1.0 + rank] * 3).backward()
-        assert _gradients(net) == [[1.5]] * 3, "after a backward pass that raised"
+        assert gradients(net) == [[1.5]] * 3, "after a backward pass that raised"
 
 
 def _local_overflow() -> None:
-    """An inf on one rank only, in a micro-batch that is not reduced: both ranks skip and halve once, at the end."""
+    """An inf on one rank, in a micro-batch that is not reduced: both ranks skip and halve once, at the end."""
     rank = dist.get_rank()
     for level in ("O0", "O1", "O2", "O3"):
         for delay_unscale in (False, True):
@@ -206,11 +184,7 @@ def _local_overflow() -> None:
             net = _wrap(model, delay_allreduce=True)
             with net.no_sync():
                 bad = float("inf") if rank == 0 else 1.0
-                numbers = [
-                    torch.tensor(bad),
-                    torch.tensor(1.0),
-                    torch.tensor(bad),
-                ]  # the last pass reaches the middle one
+                numbers = [torch.tensor(x) for x in (bad, 1.0, bad)]  # the last pass reaches the middle one
                 with amp.scale_loss(net(numbers), optimizer, delay_unscale=delay_unscale) as loss:
                     loss.backward()
             assert not optimizer._amp_stash.already_patched
@@ -227,7 +201,7 @@ def _local_overflow() -> None:
                 loss.backward()
             assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 2}, "both contexts count"
             optimizer.step()
-            found = [p.detach().float().unique().tolist() for p in net.parameters()]
+            found = distinct(net.parameters())
             assert found == [[1 - 0.5 * 3.0], [1 - 0.5 * 1.5], [1 - 0.5 * 1.5]], (level, found)
     amp.reset()
 
@@ -250,7 +224,7 @@ def _never_reduced() -> None:
 
 
 def _outside_the_wrapper() -> None:
-    """An inf in a parameter no reducer knows, in a deferred context: found when the verdict falls."""
+    """An inf in a parameter outside the wrapper, in a deferred context, is found by the deferred check."""
     amp.reset()
     model, loose = Numbers(), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.5)
@@ -368,23 +342,24 @@ def _reentrant_checkpoint() -> None:
         torch.testing.assert_close(found, first.weight.grad)
 
 
-def _buckets(net):
-    """The places, in ``parameters()``, that each bucket holds."""
-    return [bucket.indices for bucket in net._reducer.buckets]
+def _bucket_sizes(sizes=(3, 2, 4, 1), dtypes=(torch.float32,) * 4, triggers=(), **options):
+    """Elements in each bucket of a model with parameters of ``sizes``."""
+    model = Numbers(sizes, dtypes)
+    if triggers:
+        options["allreduce_trigger_params"] = [model.list[i] for i in triggers]
+    net = _wrap(model, **options)
+    net([1.0] * len(sizes)).backward()
+    return [flat.numel() for flat in net.allreduce_buffers]
 
 
 def _layout() -> None:
-    """Which gradients travel together, and when."""
-    sizes = (3, 2, 4, 1)
-    kinds = (torch.float32,) * 4
-    assert _buckets(_wrap(Numbers(sizes, kinds))) == [[3, 2, 1, 0]]
-    assert _buckets(_wrap(Numbers(sizes, kinds), message_size=5)) == [[3, 2], [1, 0]], "at least 5 elements each"
-    assert _buckets(_wrap(Numbers(sizes, kinds), message_size=1)) == [[3], [2], [1], [0]]
-    model = Numbers(sizes, kinds)
-    triggered = _wrap(model, message_size=1, allreduce_trigger_params=[model.list[1]])
-    assert _buckets(triggered) == [[3, 2, 1], [0]], "what is left over forms the last"
+    """Which gradients are sent together, and when."""
+    assert _bucket_sizes() == [10]
+    assert _bucket_sizes(message_size=4) == [1 + 4, 2 + 3], "in reverse order, at least 4 elements each"
+    assert _bucket_sizes(message_size=1) == [1, 4, 2, 3]
+    assert _bucket_sizes(message_size=1, triggers=[1]) == [1 + 4 + 2, 3], "the remainder forms the last"
     mixed = (torch.float32, torch.float16, torch.float32, torch.float16)
-    assert sorted(_buckets(_wrap(Numbers(sizes, mixed)))) == [[2, 0], [3, 1]], "one dtype a bucket"
+    assert sorted(_bucket_sizes(dtypes=mixed)) == [2 + 1, 3 + 4], "one dtype per bucket"
     rank = dist.get_rank()
     for options, under_way in (({"message_size": 1}, True), ({}, False), ({"delay_allreduce": True}, False)):
         net = _wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **options)
@@ -392,11 +367,11 @@ def _layout() -> None:
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             net.module[0].weight.register_hook(lambda _, sent=sent, spy=all_reduce: sent.append(spy.call_count))
             net(torch.full((1, 2), 1.0 + rank)).sum().backward()
-        assert (sent[0] > 0) == under_way, "overlapped: the last layer is on its way when the first is reached"
+        assert (sent[0] > 0) == under_way, "overlapped: the last layer is being sent when the first is reached"
 
 
 def _race_condition() -> None:
-    """Two large parameters, a bucket each, ten passes without a pause: every sum is the one of its own pass."""
+    """Two large parameters, one bucket each, ten passes without a pause: every sum belongs to its own pass."""
     rank = dist.get_rank()
     size = 1 << 18
 
@@ -411,22 +386,22 @@ def _race_condition() -> None:
     model = Net()
     triggers = [model.a, model.b]
     net = _wrap(model, message_size=1, allreduce_trigger_params=triggers, num_allreduce_streams=3)
-    assert len(net._reducer.buckets) == 2
     for i in range(10):
         model.zero_grad()
         net(torch.full((size,), float(i + rank))).backward()
         mean = i + 0.5
         assert model.a.grad.unique().tolist() == [mean * 2]
         assert model.b.grad.unique().tolist() == [mean]
+    assert len(net.allreduce_buffers) == 2
 
 
 def _amp_master_params() -> None:
-    """Different data on each rank: weights and masters stay equal across ranks, and weights are masters rounded."""
+    """With different data on each rank, masters stay equal across ranks, and weights are masters rounded."""
     rank = dist.get_rank()
     for level, dtype in (("O2", torch.float16), ("O5", torch.bfloat16)):
         for options in BOTH:
             amp.reset()
-            torch.manual_seed(rank)  # the wrapper must make them start alike
+            torch.manual_seed(rank)  # the wrapper must make them start equal
             model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
             model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -465,7 +440,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
-def test_on_two_ranks(body):
+def test_two_ranks(body):
     run_ranks(2, body, timeout_s=60)
 
 
@@ -479,17 +454,16 @@ def _three_ranks() -> None:
     for options in BOTH:
         net = _wrap(**options)
         net([3.0 if rank == i else None for i in range(3)]).backward()
-        assert _gradients(net) == [[1.0]] * 3
+        assert gradients(net) == [[1.0]] * 3
 
 
 def _alone() -> None:
     net = _wrap()
     net([1.0, None, 2.0]).backward()
-    assert _gradients(net) == [[1.0], None, [2.0]]
-    assert net._reducer is None, "one process pays for nothing"
+    assert gradients(net) == [[1.0], None, [2.0]]
+    assert net.allreduce_buffers == [], "one process copies nothing"
     with net.no_sync():
         net([1.0, None, 2.0]).backward()
-    assert net.allreduce_buffers == []
 
 
 @pytest.mark.contract("5.1.1")
