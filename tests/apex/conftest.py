@@ -1,6 +1,6 @@
-"""Every test of this folder starts and ends with amp never initialized and torch's autocast off.
+"""Every test in this folder starts and ends with amp not initialized and torch's autocast off.
 
-``--device cuda`` runs them with tensors created on that device; what starts ranks of its own stays on the CPU.
+``--device cuda`` creates their tensors on that device; tests that start ranks stay on the CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The points of the Apex contract, under the numbers of the specification that ``harness.apex`` is written from.
 
-A test says which points it covers with ``@pytest.mark.contract("1.3.4", ...)`` (or ``pytestmark`` for a whole file);
-``test_contract.py`` demands that every point has a test and that no test names a point that does not exist.
+A test lists the points it covers in ``@pytest.mark.contract("1.3.4", ...)`` (or ``pytestmark`` for a whole file).
+``test_contract.py`` requires that every point has a test and that every point a test names exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POINTS = {
     "1.3.1": "scale_loss: before initialize, and when disabled",
     "1.3.2": "scale_loss: one optimizer or an iterable",
     "1.3.3": "scale_loss: loss_id picks the scaler",
-    "1.3.4": "scale_loss: the short way at a static scale of 1",
+    "1.3.4": "scale_loss: the shortcut at a static scale of 1",
     "1.3.5": "scale_loss: gradients are prepared on entry",
     "1.3.6": "scale_loss: yields loss.float() * scale",
     "1.3.7": "scale_loss: delay_unscale",
@@ -43,7 +43,7 @@ POINTS = {
     "3.5": "checkpoints under O0, O2, O3",
     "3.6": "O1 never computes with stale weights",
     "4.1": "the lists of O1",
-    "4.2": "ops Apex never knew, and where autocast differs",
+    "4.2": "operations newer than Apex, and where autocast differs",
     "5.1.1": "DistributedDataParallel: constructor",
     "5.1.2": "DistributedDataParallel: delayed reduction",
     "5.1.3": "DistributedDataParallel: overlapped reduction",
@@ -97,7 +97,7 @@ POINTS = {
     "6.5.dcgan": "a GAN with two models, two optimizers and three losses runs unmodified",
     "7.2": "what newer torch broke in Apex works",
     "8": "O4 and O5",
-    "9": "what the stranded ask for: CPU, --local_rank in both spellings, PyPI's apex recognised",
+    "9": "what users of removed Apex ask for: CPU, --local_rank in both spellings, PyPI's apex recognized",
     "10.1": "trap: optimizer state rounded to float16 on an O2 resume",
     "10.2": "trap: masters overwrite weights loaded late",
     "10.3": "trap: accumulation without reduction under amp",

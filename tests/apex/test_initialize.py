@@ -84,7 +84,7 @@ def test_unknown_level_is_refused(level):
 def test_overrides_a_level_does_not_allow_are_refused(level, overrides, error):
     with pytest.raises(error) as caught:
         start(level, **overrides)
-    assert str(caught.value), "says nothing"
+    assert str(caught.value), "an error without a message"
 
 
 @pytest.mark.contract("1.2.overrides")

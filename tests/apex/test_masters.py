@@ -91,7 +91,7 @@ def test_resumed_run_equals_the_uninterrupted_one(level, kind, moment):
 
 @pytest.mark.contract("3.2")
 def test_masters_hold_more_than_the_model():
-    """Otherwise the test above could not tell masters from rounded weights."""
+    """Otherwise the test above could not distinguish masters from rounded weights."""
     model, optimizer = build("O2", "adam")
     train(model, optimizer, 5)
     master = next(amp.master_params(optimizer))

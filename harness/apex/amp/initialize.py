@@ -49,7 +49,7 @@ def initialize(
 
     ``min_loss_scale``: floor of the dynamic scale, 1.0 unless given, 0 for none. ``num_losses``: number of independent
     scalers, chosen by ``scale_loss(..., loss_id=)``. Raises TypeError, ValueError or RuntimeError for what is not
-    allowed, before anything is changed.
+    allowed, before models and optimizers are changed.
     """
     if isinstance(enabled, str):
         raise TypeError(
@@ -85,11 +85,7 @@ def initialize(
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _amp_state.loss_scalers, _amp_state.opt_properties = scalers, properties
     if properties.patch_torch_functions:
-        dtype = properties.patch_torch_functions_type or torch.float16
-        device_types = {p.device.type for model in model_list for p in model.parameters()} or {"cpu"}
-        cast_engine.engine.start(dtype, device_types, verbose=verbosity > 1 and is_rank_zero())
-        function_casts.apply_registrations()
-        _amp_state.handle = AmpHandle(properties.loss_scale, verbose=verbosity > 1)
+        _start_casts(properties, model_list)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -197,6 +193,15 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
         handles.append(model.register_forward_pre_hook(cast_engine.FollowDevice()))
     _handles[model] = handles
     _amp_state.models.add(model)
+
+
+def _start_casts(properties: Properties, models: list[nn.Module]) -> None:
+    verbose = _amp_state.verbosity > 1
+    device_types = {p.device.type for model in models for p in model.parameters()} or {"cpu"}
+    dtype = properties.patch_torch_functions_type or torch.float16
+    cast_engine.engine.start(dtype, device_types, verbose=verbose and is_rank_zero())
+    function_casts.apply_registrations()
+    _amp_state.handle = AmpHandle(properties.loss_scale, verbose)
 
 
 def _detach(model: nn.Module) -> None:
