@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.apex import amp
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
@@ -34,6 +36,19 @@ def distinct(values: Iterable[Tensor | None]) -> list[list[float] | None]:
 def gradients(module: nn.Module) -> list[list[float] | None]:
     """The distinct elements of each parameter's gradient; None where there is none."""
     return distinct(p.grad for p in module.parameters())
+
+
+def backward(loss: Tensor, optimizers: Any, **options: Any) -> None:
+    """The backward pass of ``loss`` in a ``scale_loss`` context."""
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def train_step(loss: Tensor, optimizer: Any) -> None:
+    """Backward pass, step, and gradients cleared."""
+    backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def through_a_file(value: Any) -> Any:

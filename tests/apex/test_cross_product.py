@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
-from tests.apex.shared import LEVELS
+from tests.apex.shared import LEVELS, backward
 from tests.ranks import run_ranks
 
 SCALES = (None, 1.0, "128.0", "dynamic")
@@ -43,8 +43,7 @@ def losses(level, scale, norm, wrap=None, steps=8):
     for _ in range(steps):
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
         found.append(loss.item())
     return found

@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
-from tests.apex.shared import LEVELS, Numbers, distinct, gradients
+from tests.apex.shared import LEVELS, Numbers, backward, distinct, gradients, train_step
 from tests.ranks import run_ranks
 
 
@@ -38,8 +38,7 @@ def _train(level: str, rank: int | None, delay: bool, accumulate: str, loss_scal
             first = micro == 0
             with net.no_sync() if first and accumulate != "every" and rank is not None else contextlib.nullcontext():
                 loss = net(x).float().pow(2).mean()
-                with amp.scale_loss(loss, optimizer, delay_unscale=first and accumulate == "delayed") as scaled:
-                    scaled.backward()
+                backward(loss, optimizer, delay_unscale=first and accumulate == "delayed")
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().float().tolist() for p in amp.master_params(optimizer)], amp.state_dict()
@@ -88,21 +87,21 @@ def _averages() -> None:
         ):
             net = _wrap(**options, **extra)
 
-            def backward(net=net):
+            def run(net=net):
                 net([1.0 + rank] * 3).backward()
                 return gradients(net)
 
             for _ in range(3):
-                assert backward() == [[expected]] * 3, (options, extra)
+                assert run() == [[expected]] * 3, (options, extra)
                 net.zero_grad()
-            backward()
-            assert backward() == [[2 * expected]] * 3, ("accumulated, reduced each time", options, extra)
+            run()
+            assert run() == [[2 * expected]] * 3, ("accumulated, reduced each time", options, extra)
             net.zero_grad()
             for _ in range(2):
                 with net.no_sync():
-                    assert backward()[0] != [expected]
-            assert backward() == [[3 * expected]] * 3, ("accumulated, reduced at the end", options, extra)
-            assert backward() == [[4 * expected]] * 3, ("reduced twice", options, extra)
+                    assert run()[0] != [expected]
+            assert run() == [[3 * expected]] * 3, ("accumulated, reduced at the end", options, extra)
+            assert run() == [[4 * expected]] * 3, ("reduced twice", options, extra)
             if extra.get("retain_allreduce_buffers"):
                 assert sum(flat.numel() for flat in net.allreduce_buffers) == 9
 
@@ -185,20 +184,17 @@ def _local_overflow() -> None:
             with net.no_sync():
                 bad = float("inf") if rank == 0 else 1.0
                 numbers = [torch.tensor(x) for x in (bad, 1.0, bad)]  # the last pass reaches the middle one
-                with amp.scale_loss(net(numbers), optimizer, delay_unscale=delay_unscale) as loss:
-                    loss.backward()
+                backward(net(numbers), optimizer, delay_unscale=delay_unscale)
             assert not optimizer._amp_stash.already_patched
             assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 0}
-            with amp.scale_loss(net([None, torch.tensor(1.0), None]), optimizer) as loss:
-                loss.backward()
+            backward(net([None, torch.tensor(1.0), None]), optimizer)
             assert optimizer._amp_stash.already_patched, level
             assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 0}
             optimizer.step()
             optimizer.zero_grad()
             with net.no_sync(), amp.scale_loss(net([torch.tensor(1.0 + rank)] * 3), optimizer) as loss:
                 loss.backward()
-            with amp.scale_loss(net([torch.tensor(1.0 + rank), None, None]), optimizer) as loss:
-                loss.backward()
+            backward(net([torch.tensor(1.0 + rank), None, None]), optimizer)
             assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 2}, "both contexts count"
             optimizer.step()
             found = distinct(net.parameters())
@@ -214,8 +210,7 @@ def _never_reduced() -> None:
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     net = _wrap(model, delay_allreduce=True)
     net.disable_allreduce()
-    with amp.scale_loss(net([torch.tensor(float("inf"))] * 3), optimizer) as loss:
-        loss.backward()
+    backward(net([torch.tensor(float("inf"))] * 3), optimizer)
     optimizer.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
@@ -233,8 +228,7 @@ def _outside_the_wrapper() -> None:
     ones = [torch.tensor(1.0)] * 3
     with net.no_sync(), amp.scale_loss(net(ones) + (loose * float("inf")).sum(), optimizer) as loss:
         loss.backward()
-    with amp.scale_loss(net(ones), optimizer) as loss:
-        loss.backward()
+    backward(net(ones), optimizer)
     assert optimizer._amp_stash.already_patched
     amp.reset()
 
@@ -310,8 +304,7 @@ def _sparse() -> None:
             for synchronized in (False, True):
                 with contextlib.nullcontext() if synchronized else net.no_sync():
                     loss = net(torch.tensor([1, 3 if rank else 1])).float().sum()
-                    with amp.scale_loss(loss, optimizer) as scaled:
-                        scaled.backward()
+                    backward(loss, optimizer)
             gradient = next(amp.master_params(optimizer)).grad.to_dense()
             assert gradient[:, 0].tolist() == [0.0, 3.0, 0.0, 1.0, 0.0], level
         amp.reset()
@@ -407,10 +400,7 @@ def _amp_master_params() -> None:
             model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
             net = _wrap(model, **options)
             for _ in range(20):
-                with amp.scale_loss(net(torch.randn(6, 8)).pow(2).mean(), optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_step(net(torch.randn(6, 8)).pow(2).mean(), optimizer)
             assert {p.dtype for p in model.parameters()} == {dtype, torch.float32}
             masters = list(amp.master_params(optimizer))
             assert {p.dtype for p in masters} == {torch.float32}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.apex import amp
+from tests.apex.shared import backward
 
 
 def half_linear() -> bool:
@@ -141,8 +142,7 @@ def test_verbosity_2_prints_each_cast(capsys):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=2)
     capsys.readouterr()
-    with amp.scale_loss(model(X).sum(), optimizer) as loss:
-        loss.backward()
+    backward(model(X).sum(), optimizer)
     X.half()
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == [

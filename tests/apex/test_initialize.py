@@ -11,6 +11,7 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.parallel.LARC import LARC
+from tests.apex.shared import backward
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -110,8 +111,7 @@ def test_accepted_overrides_train_a_step(level, overrides, name, value):
     assert getattr(amp._amp_state.opt_properties, name) == value
     before = [p.detach().float().clone() for p in model.parameters()]
     dtype = next(model.parameters()).dtype if not amp._amp_state.opt_properties.cast_model_type else FLOAT
-    with amp.scale_loss(model(torch.randn(8, 4, dtype=dtype)).float().sum() * 1e-3, optimizer) as loss:
-        loss.backward()
+    backward(model(torch.randn(8, 4, dtype=dtype)).float().sum() * 1e-3, optimizer)
     optimizer.step()
     assert any((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
 
@@ -254,16 +254,14 @@ def test_schedulers_work_created_before_or_after(make_before, level, recwarn):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     if not make_before:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with amp.scale_loss(model(torch.randn(4, 4)).sum() * float("inf"), optimizer) as loss:
-        loss.backward()
+    backward(model(torch.randn(4, 4)).sum() * float("inf"), optimizer)
     assert optimizer._amp_stash.already_patched
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     optimizer.zero_grad()
     weight = model[0].weight.detach().clone()
-    with amp.scale_loss(model(torch.randn(4, 4)).float().pow(2).mean() / 8, optimizer) as loss:
-        loss.backward()
+    backward(model(torch.randn(4, 4)).float().pow(2).mean() / 8, optimizer)
     optimizer.step()
     assert (model[0].weight != weight).any()
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from harness.apex import amp
 from harness.apex.parallel import LARC as LARC_MODULE
 from harness.apex.parallel.LARC import LARC
-from tests.apex.shared import LEVELS, copies, same
+from tests.apex.shared import LEVELS, backward, copies, same, train_step
 
 pytestmark = pytest.mark.contract("5.4")
 
@@ -306,8 +306,7 @@ def _train(level, wrap, steps=3, overflow_at=None, scale=8.0, given="larc"):
         if step == overflow_at:
             loss = loss * float("inf")
         target = [larc] if wrap == "list" else larc.optim if given == "inner" else larc
-        with amp.scale_loss(loss, target) as scaled:
-            scaled.backward()
+        backward(loss, target)
         larc.step()
         assert larc.param_groups[0]["weight_decay"] == 0.1
         larc.zero_grad()
@@ -374,10 +373,7 @@ def test_larc_around_an_initialized_optimizer_resumes():
     def run(model, larc, first, last):
         for step in range(first, last):
             torch.manual_seed(step)
-            with amp.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), larc) as scaled:
-                scaled.backward()
-            larc.step()
-            larc.zero_grad()
+            train_step(model(torch.randn(8, 4)).pow(2).mean(), larc)
 
     model, larc = make()
     run(model, larc, 0, 3)

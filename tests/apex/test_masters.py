@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.apex import amp
-from tests.apex.shared import LEVELS, copies, same, tensors_in, through_a_file
+from tests.apex.shared import LEVELS, backward, copies, same, tensors_in, through_a_file
 
 OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-3, eps=1e-4),
@@ -202,8 +202,7 @@ def test_private_names_of_apex_for_a_resume_by_hand():
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_clears_model_and_masters(set_to_none):
     model, optimizer = build("O2", "adam")
-    with amp.scale_loss(model(torch.randn(4, 6)).sum() * 1e-4, optimizer) as loss:
-        loss.backward()
+    backward(model(torch.randn(4, 6)).sum() * 1e-4, optimizer)
     optimizer.zero_grad(set_to_none=set_to_none)
     assert all(p.grad is None for p in optimizer._amp_stash.all_fp32_from_fp16_params)
     if set_to_none:

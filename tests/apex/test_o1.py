@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.apex import amp
-from tests.apex.shared import copies, same
+from tests.apex.shared import backward, copies, same
 
 LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -391,8 +391,7 @@ def test_optimizer_steps_without_casts():
     model = nn.Linear(4, 4)
     optimizer = Sgd(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with amp.scale_loss(model(rand(2, 4)).float().mean(), optimizer) as loss:
-        loss.backward()
+    backward(model(rand(2, 4)).float().mean(), optimizer)
     optimizer.step()
     assert seen == [torch.float32]
 
@@ -499,8 +498,7 @@ def test_recomputed_activations_are_cast_again(reentrant):
     x = rand(3, 4).requires_grad_()
     gradients = []
     for forward in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
-        with amp.scale_loss(forward(x).float().pow(2).sum(), optimizer) as loss:
-            loss.backward()
+        backward(forward(x).float().pow(2).sum(), optimizer)
         gradients.append(copies(p.grad for p in model.parameters()))
         optimizer.zero_grad()
     assert seen == [torch.float16] * 3, "forward, forward, recomputation"

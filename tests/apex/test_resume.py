@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.parallel.LARC import LARC
-from tests.apex.shared import LEVELS, tensors_in
+from tests.apex.shared import LEVELS, backward, tensors_in
 from tests.ranks import run_ranks
 
 SHAPES = ("adam", "momentum", "larc", "two optimizers", "three losses")
@@ -58,8 +58,7 @@ class Training:
                 loss = loss + second.mean() * 1e-4 if len(chosen) == 1 else loss
                 loss = loss * float("inf") if step in (3, 7) and self._scales(loss_id) else loss
             # several losses reach both models: every optimizer is given
-            with amp.scale_loss(loss, chosen, loss_id=loss_id) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, chosen, loss_id=loss_id)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

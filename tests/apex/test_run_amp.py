@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.apex import amp
-from tests.apex.shared import floating_dtypes
+from tests.apex.shared import backward, floating_dtypes
 
 
 class Weighted(nn.Module):
@@ -46,8 +46,7 @@ def test_training_evaluating_and_training_again_gives_the_same_gradient(kind, dt
 
     def gradient():
         optimizer.zero_grad()
-        with amp.scale_loss(model(x), optimizer) as loss:
-            loss.backward()
+        backward(model(x), optimizer)
         return model.weight.grad.clone()
 
     first = gradient()
@@ -93,8 +92,7 @@ def test_adam_learns_and_no_state_dict_holds_reduced_precision(level):
     for _ in range(12):
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         skipped = optimizer._amp_stash.already_patched
         optimizer.step()
         if not skipped:
@@ -113,8 +111,7 @@ def test_differences_from_a_torch_grad_scaler():
     scaler = amp._amp_state.loss_scalers[0]
     scaler._loss_scale = 2.0**10
     for _ in range(2):
-        with amp.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as loss:
-            loss.backward()
+        backward(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer)
     assert model.weight.grad.dtype is torch.float16
     norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e9)  # without unscaling first
     torch.testing.assert_close(norm.float(), torch.tensor(20.0).sqrt(), rtol=1e-3, atol=0)

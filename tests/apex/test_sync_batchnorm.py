@@ -19,7 +19,7 @@ from harness.apex.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
-from tests.apex.shared import same
+from tests.apex.shared import same, train_step
 from tests.ranks import run_ranks
 
 C = 3
@@ -332,10 +332,7 @@ def _with_amp_and_ddp() -> None:
         rows = slice(rank * 4, rank * 4 + 4) if distributed else slice(None)
         for batch in batches:
             loss = functional.cross_entropy(net(batch[rows]).float(), targets[rows])
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(loss, optimizer)
         values = [p.detach().float() for p in amp.master_params(optimizer)]
         return [*values, model.bn.running_var.float()], model.bn.weight.dtype
 

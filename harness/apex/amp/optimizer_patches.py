@@ -1,4 +1,4 @@
-"""Changes of ``initialize`` to an optimizer (contract 1.8): methods replaced on the instance, state-dict hooks.
+"""Changes of ``initialize`` to an optimizer (contract 1.8): methods replaced on the instance.
 
 Scripts call the names set on the instance; they are Apex's. Every change is recorded in ``_amp_stash.undo`` for
 ``release``. Learning-rate schedulers may be created before or after: the marks they put on ``step`` are carried over,
@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 
 from harness.apex.amp import cast_engine, gradients
 from harness.apex.amp.master_weights import all_params, recast_state
-from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.stash import SAVED, AmpStash, lazy_init, saved_masters, stash_of, take_saved
+from harness.apex.amp.stash import AmpStash, drop_saved_masters, lazy_init, save_and_load_masters, stash_of
 
 NAMES = (
     "_amp_stash",
@@ -59,7 +58,7 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
         own["add_param_group"] = _add_param_group_with_masters(optimizer.add_param_group)
     else:
         own["step"] = _step(optimizer.step, casts_functions)
-        _drop_saved_masters(optimizer)
+        drop_saved_masters(optimizer)
         # harness.apex's optimizers keep float32 state for float16 parameters; torch's have it in the parameter's dtype
         if not getattr(optimizer, "keeps_wide_state", False):
             for parameter in all_params(optimizer):
@@ -67,11 +66,7 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
                     optimizer.state[parameter] = recast_state(optimizer.state[parameter], parameter)
     for name, function in own.items():
         _set(optimizer, stash, name, MethodType(function, optimizer))
-    stash.undo += [
-        optimizer.register_state_dict_post_hook(_save_masters).remove,
-        optimizer.register_load_state_dict_pre_hook(_before_load).remove,
-        optimizer.register_load_state_dict_post_hook(_after_load).remove,
-    ]
+    stash.undo += save_and_load_masters(optimizer)
 
 
 def release(optimizer: Optimizer) -> None:
@@ -190,43 +185,3 @@ def _post_backward(self: Optimizer, scaler: LossScaler) -> None:
 
 def _copy_to_model(self: Optimizer) -> None:
     stash_of(self).copy_to_model()
-
-
-def _save_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """State-dict hook: save masters inside their param group.
-
-    A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
-    """
-    stash = stash_of(optimizer)
-    if not stash.master_weights:
-        return state_dict
-    lazy_init(optimizer)
-    stash.refresh()
-    groups = zip(state_dict["param_groups"], saved_masters(optimizer), strict=True)
-    return {**state_dict, "param_groups": [{**group, SAVED: saved} for group, saved in groups]}
-
-
-def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load hook: create the masters first, or the state would be rounded to the model's dtype (contract 3.5 B)."""
-    lazy_init(optimizer)
-
-
-def _after_load(optimizer: Optimizer) -> None:
-    stash = stash_of(optimizer)
-    if not stash.master_weights:
-        _drop_saved_masters(optimizer)
-        return
-    take_saved(optimizer)
-    if stash.all_fp16_params and not stash.saved and optimizer.state:
-        messages.warn(
-            "The loaded optimizer state holds no master weights: Apex did not save them, nor do levels without them. "
-            "The masters are recreated from the model's weights, which a checkpoint of Apex rounded to "
-            f"{stash.all_fp16_params[0].dtype}; their extra precision is lost. Everything else is restored.",
-            always=True,
-        )
-
-
-def _drop_saved_masters(optimizer: Optimizer) -> None:
-    """Remove masters that came with the checkpoint of another level; this level steps on the weights."""
-    for group in optimizer.param_groups:
-        group.pop(SAVED, None)

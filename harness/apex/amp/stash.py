@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 
 from harness.apex.accumulated_gradients import take_aside
 from harness.apex.amp.master_weights import MasterWeights
+from harness.apex.amp.messages import messages
 
 SAVED = "master_params"  # key in each param group of a saved optimizer: one tensor or None per parameter
 
@@ -49,10 +51,62 @@ def lazy_init(optimizer: Optimizer) -> None:
     if not stash.lazy_init_called:
         stash.adopt_all(optimizer)
         stash.lazy_init_called = True
-        take_saved(optimizer)
+        _take_saved(optimizer)
 
 
-def take_saved(optimizer: Optimizer) -> None:
+def save_and_load_masters(optimizer: Optimizer) -> list[Callable[[], None]]:
+    """Make state dicts of ``optimizer`` hold its masters; return functions that undo it."""
+    return [
+        optimizer.register_state_dict_post_hook(_save).remove,
+        optimizer.register_load_state_dict_pre_hook(_before_load).remove,
+        optimizer.register_load_state_dict_post_hook(_after_load).remove,
+    ]
+
+
+def drop_saved_masters(optimizer: Optimizer) -> None:
+    """Remove masters that came with the checkpoint of another level; this level steps on the weights."""
+    for group in optimizer.param_groups:
+        group.pop(SAVED, None)
+
+
+def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Put the masters (aliases, like all of a state dict) into their param group, None where there is none.
+
+    A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
+    """
+    stash = stash_of(optimizer)
+    if not stash.master_weights:
+        return state_dict
+    lazy_init(optimizer)
+    stash.refresh()
+    masters = {id(master) for master in stash.all_fp32_from_fp16_params}
+    groups = [
+        {**saved, SAVED: [p.detach() if id(p) in masters else None for p in group["params"]]}
+        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    lazy_init(optimizer)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
+
+
+def _after_load(optimizer: Optimizer) -> None:
+    stash = stash_of(optimizer)
+    if not stash.master_weights:
+        drop_saved_masters(optimizer)
+        return
+    _take_saved(optimizer)
+    if stash.all_fp16_params and not stash.saved and optimizer.state:
+        messages.warn(
+            "The loaded optimizer state holds no master weights: Apex did not save them, nor do levels without them. "
+            "The masters are recreated from the model's weights, which a checkpoint of Apex rounded to "
+            f"{stash.all_fp16_params[0].dtype}; their extra precision is lost. Everything else is restored.",
+            always=True,
+        )
+
+
+def _take_saved(optimizer: Optimizer) -> None:
     """Move the saved masters out of the groups of ``optimizer`` (see ``SAVED``) into its masters.
 
     Without saved masters (a checkpoint of Apex or of another level) the masters follow the model's weights.
@@ -65,9 +119,3 @@ def take_saved(optimizer: Optimizer) -> None:
             if value is not None and id(master) in masters and value.shape == master.shape:
                 saved[master] = value.to(master.device, master.dtype)
     stash.load(saved)
-
-
-def saved_masters(optimizer: Optimizer) -> list[list[Tensor | None]]:
-    """Return per group and parameter the master (an alias, like all of a state dict), or None where there is none."""
-    masters = {id(master) for master in stash_of(optimizer).all_fp32_from_fp16_params}
-    return [[p.detach() if id(p) in masters else None for p in group["params"]] for group in optimizer.param_groups]
