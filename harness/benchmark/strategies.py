@@ -126,7 +126,7 @@ def _refused(path: str, overrides: Sequence[str], settings: Sequence[str]) -> st
 
 
 def run(case: Case, path: str, overrides: Sequence[str], steps: int, threads: int) -> Figures:
-    """The figures of the slowest and largest process of ``case``. Raises HarnessError with the output of a failed one."""
+    """The largest figures of the processes of ``case``. Raises HarnessError with the output of a failed process."""
     fixed = [
         *case.settings, "batch.global=null", f"batch.per_rank={case.rows}", "trackers=[]", "data.num_workers=0",
         "checkpoint.resume=never", "train.max_steps=null", "train.patience=null",
