@@ -1,7 +1,7 @@
 """Writes a page about trained runs of the tutorials' systems: accuracies, losses, generated names and curves.
 
 for name in mnist fashion_mnist pet_names pet_names_gru; do launch/single_node.sh 2 configs/$name.yaml; done
-python -m benchmarks.tutorials --runs runs        (needs matplotlib: pip install -e '.[plot]')
+python -m benchmarks.tutorials --runs runs        (needs matplotlib: pip install -e '.[dev]')
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws docs/run.png from real runs: the digits on two processes, once unbroken, once killed four times with SIGKILL.
 
-python -m docs.picture        (needs matplotlib: pip install -e '.[plot]')
+python -m docs.picture        (needs matplotlib: pip install -e '.[dev]')
 """
 
 from __future__ import annotations

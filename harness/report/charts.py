@@ -1,4 +1,4 @@
-"""A figure as a plotly figure in plain data, which page.py gives to plotly and png.py draws with matplotlib.
+"""Figures as plotly figures in plain data, and those of single runs: shares of time, confusion matrix.
 
 Colors are names such as "@c0", which stand for a color of the page's light or dark palette. Text from files is escaped,
 because plotly reads some of it as markup.
