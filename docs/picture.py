@@ -48,16 +48,22 @@ def run(folder: Path, data: Path, kill: tuple[int, int] | None = None) -> int:
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+            command,
+            cwd=ROOT,
+            env={**os.environ, **common, "RANK": number, "LOCAL_RANK": number, "OMP_NUM_THREADS": "1"},
         )
-        for rank in ("0", "1")
+        for number in ("0", "1")
     ]
-    if kill:
-        while not any(line["split"] == "train" and line["step"] >= kill[1] for line in read(folder)):
-            assert ranks[0].poll() is None, "the run ended before it was killed"
-            time.sleep(0.01)
-        ranks[kill[0]].kill()
-    codes = [rank.wait(120) for rank in ranks]
+    try:
+        if kill:
+            while not any(line["split"] == "train" and line["step"] >= kill[1] for line in read(folder)):
+                assert ranks[0].poll() is None, "the run ended before it was killed"
+                time.sleep(0.01)
+            ranks[kill[0]].kill()
+        codes = [rank.wait(900) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert kill or codes == [0, 0], codes
     return max(line["step"] for line in read(folder) if line["split"] == "train")
 

@@ -123,8 +123,7 @@ def _commands(plan: Plan) -> Iterator[str]:
     if spec.is_search:
         yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); for example the ends of the space:"
     for number, trial in enumerate(plan.trials):
-        folder = results.run_folder(spec.folder, number)
-        command = process.command(plan.file.base, plan.words(trial.settings), folder.name, folder.parent)
+        command = process.command(plan.file.base, plan.words(trial.settings), results.run_folder(spec.folder, number))
         yield shlex.join(["harness", *command[3:]])
 
 

@@ -1,7 +1,7 @@
-"""A trial that runs: a process of its own, told apart from all others by its run folder and its log.
+"""The process of a running trial, a ``harness launch`` with its own run folder and log.
 
-It never outlives the sweep: when the sweep is gone, by whatever way, the kernel asks it to stop, and it ends with a
-checkpoint. And nothing of it outlives it: what a trial that was killed leaves behind comes to the sweep, which ends it.
+It never outlives the sweep: if the sweep dies, the kernel sends the trial SIGTERM, and it exits with a checkpoint.
+Orphans of a killed trial are adopted and ended by the sweep (harness.distributed.processes).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from harness.sweep.space import typed
 How = Literal["done", "interrupted", "failed"]
 
 
-def command(base: str, words: Sequence[str], name: str, output: Path) -> list[str]:
-    """What trains the experiment ``base`` with the settings ``words`` into the run folder OUTPUT/NAME."""
-    own = typed({"output": str(output), "name": name})
+def command(base: str, words: Sequence[str], folder: Path) -> list[str]:
+    """The command that trains the experiment ``base`` with the settings ``words`` into the run folder ``folder``."""
+    own = typed({"output": str(folder.parent), "name": folder.name})
     return [sys.executable, "-m", "harness", "launch", "-c", base, *words, *own]
 
 
-class Process:
-    """A trial's process. ``ended`` is to be asked until it has an answer."""
+class TrialProcess:
+    """A started trial. Poll ``ended`` until it returns a result."""
 
-    def __init__(self, command: Sequence[str], run: Path, environ: Mapping[str, str], keep: Sequence[int]) -> None:
-        """``keep``: file descriptors that stay open as long as it lives."""
-        self._run, self._log = run, run.with_name(f"{run.name}.log")
-        run.parent.mkdir(parents=True, exist_ok=True)
-        self._failure = identity(run / layout.FAILURE)
-        self.asked = self.killed = False
-        with open(self._log, "ab") as log:
-            self._said_before = log.tell()
+    def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], keep: Sequence[int]) -> None:
+        """``keep``: file descriptors that stay open as long as the trial lives."""
+        self._folder, self._log = folder, folder.with_name(f"{folder.name}.log")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._earlier_failure = identity(folder / layout.FAILURE)
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        self._stopped = False
+        self.killed = False
         # Without a grace period of its own: the runner kills trials that do not stop.
         self._group = WorkerGroup(
             {0: Worker(command, environ, output=self._log)}, math.inf, stdin=subprocess.DEVNULL, pass_fds=keep,
@@ -55,18 +55,18 @@ class Process:
         return self._group.processes[0].pid
 
     def stop(self) -> None:
-        """Ask it to end with a checkpoint."""
-        if not self.asked:
-            self.asked = True
+        """Ask the trial to exit with a checkpoint."""
+        if not self._stopped:
+            self._stopped = True
             self._group.stop()
 
     def kill(self) -> None:
-        """End it at once, and with it all it started (``ended`` sees to that)."""
-        self.asked = self.killed = True
+        """Kill the trial. The runner ends the orphans that it leaves."""
+        self._stopped = self.killed = True
         self._group.kill()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended; it is killed if that takes longer."""
+        """Wait until the trial has exited; kill it after ``timeout_s``."""
         try:
             self._group.processes[0].wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -74,27 +74,27 @@ class Process:
             self._group.wait()
 
     def ended(self) -> tuple[How, str] | None:
-        """None while it runs; then how it ended, and what is to be said of that. Nothing of it is left then."""
+        """None while the trial runs, then how it ended and the reason."""
         if not self._group.poll():
             return None
-        code = self._group.exits[0]
+        code, failure = self._group.exits[0], self._failure()
+        message = next(iter(str(failure.get("message", "")).strip().splitlines()), "")
         if code == EXIT_DONE:
             return "done", ""
         if code < 0:
             return "interrupted", f"killed by {signal_name(-code)}"
-        failure = self._reported()
         if code == EXIT_STOPPED:
             return "interrupted", "stopped with a checkpoint"
-        if self.asked and not failure:
+        if self._stopped and not failure:
             return "interrupted", "stopped before its first checkpoint"
         if failure.get("cause") in (Cause.SIGNAL, Cause.NODE_LOST):
-            return "interrupted", _first_line(str(failure.get("message"))) or "a rank was killed"
-        return "failed", _first_line(str(failure.get("message", ""))) or self._last_error() or f"exit code {code}"
+            return "interrupted", message or "a rank was killed"
+        return "failed", message or self._last_error() or f"exit code {code}"
 
-    def _reported(self) -> dict[str, Any]:
-        """The failure that this start left, if any."""
-        path = self._run / layout.FAILURE
-        if identity(path) == self._failure:
+    def _failure(self) -> dict[str, Any]:
+        """The content of failure.json if this start of the trial wrote it."""
+        path = self._folder / layout.FAILURE
+        if identity(path) == self._earlier_failure:
             return {}
         with contextlib.suppress(OSError, ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -102,18 +102,13 @@ class Process:
         return {}
 
     def _last_error(self) -> str:
-        """What this start said last of an error, or said last at all."""
+        """The last error message in the log of this start, or its last line."""
         with contextlib.suppress(OSError), open(self._log, "rb") as log:
-            log.seek(self._said_before)
-            lines = log.read().decode(errors="replace").strip().splitlines()
+            log.seek(self._log_start)
+            lines = [line.strip() for line in log.read().decode(errors="replace").strip().splitlines()]
             errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
-            if errors:
-                return " ".join(line.strip() for line in lines[errors[-1] : errors[-1] + 2]).removeprefix("error: ")
-            return next((line.strip() for line in reversed(lines) if re.search(r"Error\b", line)), "") or "".join(
-                lines[-1:]
-            )
+            if errors:  # with the hint on the next line
+                return " ".join(lines[errors[-1] : errors[-1] + 2]).removeprefix("error: ")
+            exceptions = [line for line in lines if re.search(r"Error\b", line)]
+            return (exceptions or lines or [""])[-1]
         return ""
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")

@@ -18,7 +18,7 @@ from harness.runs import layout
 from harness.sweep import process, results
 from harness.sweep.display import Display
 from harness.sweep.plan import Plan
-from harness.sweep.process import How, Process
+from harness.sweep.process import How, TrialProcess
 from harness.sweep.progress import TrialLogReader, TrialProgress, final_value
 from harness.sweep.slots import Grant, Slots, need
 from harness.sweep.space import typed
@@ -36,7 +36,7 @@ class RunningTrial:
 
     trial: SweepTrial
     config: Config
-    process: Process
+    process: TrialProcess
     reader: TrialLogReader
     grant: Grant
     reported: set[int]  # epochs whose evaluations the study has
@@ -127,12 +127,12 @@ class Runner:
 
     def _start(self, trial: SweepTrial, config: Config, grant: Grant) -> None:
         folder = results.run_folder(self._folder, trial.number)
-        command = process.command(self._plan.file.base, self._plan.words(trial.settings), folder.name, folder.parent)
+        command = process.command(self._plan.file.base, self._plan.words(trial.settings), folder)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         reader = TrialLogReader(folder, self._plan.metric)
         reader.read()
         self._message(trial, f"{'resumes' if reader.progress.step else 'starts'}: {' '.join(typed(trial.settings))}")
-        started = Process(command, folder, {**self._environ, **gpus}, [self._lock])
+        started = TrialProcess(command, folder, {**self._environ, **gpus}, [self._lock])
         reported = set(self._study.reported(trial.number))
         self._running[trial.number] = RunningTrial(trial, config, started, reader, grant, reported)
         self._starts[trial.number] += 1
