@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from harness.data.arrays import Arrays, map_idx
-from harness.data.loader import BatchRequest, Loader
 from harness.errors import DataError
 from tests.datasets import write_idx
 
@@ -35,18 +34,6 @@ def test_map_idx(tmp_path):
     assert isinstance(images, np.memmap)
     assert not images.flags.writeable
     assert labels.tolist() == [*range(10), 0, 1]
-
-
-def test_workers_read_mapped_arrays(tmp_path):
-    write_idx(tmp_path, "train", 12, size=5)
-    images = map_idx(tmp_path / "train-images-idx3-ubyte", 3, "how")
-    loader = Loader(Arrays(images, np.arange(12)), 2, torch.device("cpu"))
-    try:
-        batches = list(loader.fetch(BatchRequest(np.array(rows), 0) for rows in ([3, 1], [11])))
-    finally:
-        loader.close()
-    assert [batch.targets.tolist() for batch in batches] == [[3, 1], [11]]
-    assert torch.equal(batches[0].inputs, torch.from_numpy(images[[3, 1]]))
 
 
 def test_damaged_idx_files(tmp_path):

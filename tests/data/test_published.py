@@ -52,15 +52,6 @@ def small(raw, kind):
     return tuple(parts)
 
 
-def test_fashion_mnist_from_a_torchvision_folder(tmp_path, monkeypatch, capsys):
-    kind = torchvision.datasets.FashionMNIST
-    theirs = tmp_path / "theirs" / "FashionMNIST" / "raw"
-    monkeypatch.setattr(published, "FASHION_MNIST", small(theirs, kind))
-    assert cli.main(["data", "fashion_mnist", str(tmp_path / "ours"), "--from", str(tmp_path / "theirs")]) == 0
-    assert len(kind(str(tmp_path / "ours"), train=True)) == 20
-    assert len(kind(str(tmp_path / "ours"), train=False)) == 10
-
-
 def test_damaged_archive(tmp_path, monkeypatch, capsys):
     raw = tmp_path / "theirs"
     parts = list(small(raw, torchvision.datasets.MNIST))
@@ -104,11 +95,6 @@ def test_pet_names_offline_names_the_files(tmp_path, files, capsys):
     assert f"licenses.csv  {len(CSV)} bytes  sha256 " in error
     assert f"or instead\n       names.json  {len(JSON)} bytes" in error
     assert cli.main(["data", "pet_names", str(tmp_path / "pets"), "--from", "/nowhere"]) == 2
-
-
-def test_published_pet_names(tmp_path, shared_data, capsys):
-    assert cli.main(["data", "pet_names", str(tmp_path), "--from", str(shared_data / "pet_names")]) == 0
-    assert "54826 names, 13992 different ones" in capsys.readouterr().out
 
 
 def test_digits_have_no_source(tmp_path, capsys):

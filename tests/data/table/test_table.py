@@ -148,10 +148,6 @@ def test_quotes_inside_a_field_are_text(opened):
     assert text_of(table)["caption"] == ['5" pipe', 'say "hi"', "xy"]
 
 
-def test_carriage_returns_as_line_ends(opened):
-    assert len(opened(b"path,label\r" + b"some/path,1\r" * 100_000, label="label")) == 100_000
-
-
 def test_nul_bytes_are_text(opened):
     table = opened(b'path,label\n"a\0b",1\nc\0,2\n')
     assert text_of(table)["path"] == ["a\0b", "c\0"]
