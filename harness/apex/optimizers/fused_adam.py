@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.fused_optimizer import REDUCED, Batch, FusedOptimizer, step_for_kernel
+from harness.apex.optimizers.batch import Batch
+from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer, step_for_kernel
 
 
 class FusedAdam(FusedOptimizer):

@@ -3,8 +3,6 @@
 The base class sorts parameters into batches that one kernel call can take, keeps state in float32 for reduced-precision
 parameters (also across ``load_state_dict``), keeps master weights in the state, counts steps per group, and gives
 ``zero_grad`` Apex's default.
-
-All arithmetic is in the *wide* dtype: float32 for float16 and bfloat16 parameters, else the parameter's own dtype.
 """
 
 from __future__ import annotations
@@ -12,38 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from harness.apex.optimizers.batch import Batch, copied_where_new, like, wide, writable
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
 REDUCED = (torch.float16, torch.bfloat16)
 _NOT_NEGATIVE = ("lr", "step", "eps", "momentum", "weight_decay", "max_grad_norm")
-
-
-class Batch(NamedTuple):
-    """Parameters of one group with the same device and dtype, ready for the kernels.
-
-    ``weights`` are the tensors to compute on: the parameters themselves, their masters, or wide copies that are written
-    back. Every gradient and moment has the dtype and the strides of its weight, because torch's fused kernels walk
-    through memory without looking at strides.
-    """
-
-    params: list[Tensor]
-    weights: list[Tensor]
-    grads: list[Tensor]
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights[0].dtype
 
 
 class FusedOptimizer(Optimizer):
@@ -204,9 +182,9 @@ class FusedOptimizer(Optimizer):
         if params[0].dtype in self.mastered:
             weights = [self._master(param) for param in params]
         else:
-            weights = _copied_where_new(params, [_writable(param) for param in params])
+            weights = copied_where_new(params, [writable(param) for param in params])
         return Batch(
-            params, weights, _copied_where_new(grads, [_like(g, w) for g, w in zip(grads, weights, strict=True)])
+            params, weights, copied_where_new(grads, [like(g, w) for g, w in zip(grads, weights, strict=True)])
         )
 
     def _master(self, param: Tensor) -> Tensor:
@@ -227,8 +205,8 @@ class FusedOptimizer(Optimizer):
             moment = state.get(name)
             if moment is None:
                 state[name] = moment = torch.zeros_like(weight)
-            elif (like := _like(moment, weight)) is not moment:
-                state[name] = moment = like.copy_(moment)
+            elif (fitting := like(moment, weight)) is not moment:
+                state[name] = moment = fitting.copy_(moment)
             moments.append(moment)
         return moments
 
@@ -239,11 +217,6 @@ class FusedOptimizer(Optimizer):
             torch._foreach_copy_([param for param, _ in pairs], [weight for _, weight in pairs])
         if batch.params[0].dtype in self.mastered:
             self._versions.update((param, param._version) for param in batch.params)
-
-
-def wide(param: Tensor) -> torch.dtype:
-    """The dtype in which updates of ``param`` are computed."""
-    return torch.promote_types(param.dtype, torch.float32)
 
 
 def step_for_kernel(group: dict[str, Any], device: torch.device) -> Tensor:
@@ -272,23 +245,3 @@ def _own_tensor(value: Any, group: dict[str, Any], dtype: torch.dtype, shape: tu
     """A copy of ``value`` as a tensor, on the device of the group's first parameter."""
     device = group["params"][0].device if group["params"] else None
     return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)
-
-
-def _writable(param: Tensor) -> Tensor:
-    """``param``, or an empty wide tensor for it if it is narrow or its memory has gaps."""
-    dense = param.is_contiguous() or torch.empty_like(param).stride() == param.stride()
-    return param if dense and param.dtype is wide(param) else torch.empty_like(param, dtype=wide(param))
-
-
-def _like(tensor: Tensor, weight: Tensor) -> Tensor:
-    """``tensor``, or an empty one for it if its dtype or strides are not those of ``weight``."""
-    fits = tensor.dtype is weight.dtype and tensor.stride() == weight.stride()
-    return tensor if fits else torch.empty_like(weight)
-
-
-def _copied_where_new(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-    """``new``, after copying the old values into every tensor that is not the old one itself."""
-    pairs = [pair for pair in zip(old, new, strict=True) if pair[0] is not pair[1]]
-    if pairs:
-        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
-    return new

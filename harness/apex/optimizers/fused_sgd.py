@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from harness.apex.optimizers.fused_optimizer import Batch, FusedOptimizer
+from harness.apex.optimizers.batch import Batch
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer):

@@ -1,0 +1,57 @@
+"""``Batch``: parameters that one kernel call can take, and helpers that give tensors the dtype and layout it needs.
+
+All arithmetic is in the *wide* dtype: float32 for float16 and bfloat16 parameters, else the parameter's own dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """Parameters of one group with the same device and dtype, ready for the kernels.
+
+    ``weights`` are the tensors to compute on: the parameters themselves, their masters, or wide copies that are written
+    back. Every gradient and moment has the dtype and the strides of its weight, because torch's fused kernels walk
+    through memory without looking at strides.
+    """
+
+    params: list[Tensor]
+    weights: list[Tensor]
+    grads: list[Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights[0].dtype
+
+
+def wide(param: Tensor) -> torch.dtype:
+    """The dtype in which updates of ``param`` are computed."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def writable(param: Tensor) -> Tensor:
+    """``param``, or an empty wide tensor for it if it is narrow or its memory has gaps."""
+    dense = param.is_contiguous() or torch.empty_like(param).stride() == param.stride()
+    return param if dense and param.dtype is wide(param) else torch.empty_like(param, dtype=wide(param))
+
+
+def like(tensor: Tensor, weight: Tensor) -> Tensor:
+    """``tensor``, or an empty one for it if its dtype or strides are not those of ``weight``."""
+    fits = tensor.dtype is weight.dtype and tensor.stride() == weight.stride()
+    return tensor if fits else torch.empty_like(weight)
+
+
+def copied_where_new(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    """``new``, after copying the old values into every tensor that is not the old one itself."""
+    pairs = [pair for pair in zip(old, new, strict=True) if pair[0] is not pair[1]]
+    if pairs:
+        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
+    return new
