@@ -10,7 +10,8 @@ import filelock
 from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.files import is_url, write_atomically
-from harness.runs.storage import LocalStore, UrlStore, copy_run, working_folder
+from harness.runs.storage import LocalStore, copy_run, working_folder
+from harness.runs.url_store import UrlStore
 
 _LOCK_S = 600.0  # for another process that fetches the same run
 

@@ -20,7 +20,7 @@ from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXI
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import identity, write_atomically
-from harness.runs.storage import UrlStore
+from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
 _STOPPED = {EXIT_STOPPED, -signal.SIGTERM}

@@ -28,8 +28,9 @@ from harness.runs import layout
 from harness.runs.checkpoint import damage, outdated
 from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, own_checkpoint
-from harness.runs.storage import LocalStore, UrlStore, copy_run, working_folder
+from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.uploader import TakenOver, Uploader
+from harness.runs.url_store import UrlStore
 
 log = logging.getLogger("harness")
 

@@ -111,7 +111,7 @@ class Upload(Kill):
         self.name, self.left = name, number
 
     def arm(self) -> None:
-        from harness.runs.storage import UrlStore
+        from harness.runs.url_store import UrlStore
 
         put, write = UrlStore.put, UrlStore.write
 
@@ -274,7 +274,7 @@ class Unreachable(Kill):
 
     def arm(self) -> None:
         from harness.runs import uploader
-        from harness.runs.storage import UrlStore
+        from harness.runs.url_store import UrlStore
 
         put = UrlStore.put
         uploader.STALLED_S = 1.0

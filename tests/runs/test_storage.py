@@ -11,7 +11,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.errors import ConfigError
-from harness.runs.storage import LocalStore, UrlStore, copy_run, working_folder
+from harness.runs.storage import LocalStore, copy_run, working_folder
+from harness.runs.url_store import UrlStore
 
 
 @pytest.fixture(params=["folder", "memory", "file"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.engines.dask import worker as on_worker
 from harness.runs.files import commit, replacing, temporary_for
-from harness.runs.storage import LocalStore, Progress
+from harness.runs.storage import LocalStore, Progress, no_progress
 
 CHUNK_BYTES = 8 << 20
 
@@ -40,7 +40,7 @@ class WorkerStore:
     def remove(self, names: Iterable[str]) -> None:
         self._ask(LocalStore.remove, list(names))
 
-    def get(self, name: str, target: Path, progress: Progress = lambda: None) -> None:
+    def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
         """Replace ``target``, or append to it what the file has grown by since the last call."""
         target.parent.mkdir(parents=True, exist_ok=True)
         here, size = LocalStore(target.parent), target.stat().st_size if target.is_file() else 0
@@ -51,7 +51,7 @@ class WorkerStore:
         with replacing(target) as temporary, open(temporary, "wb") as file:
             file.writelines(self._chunks(name))
 
-    def put(self, source: Path, name: str, progress: Progress = lambda: None) -> None:
+    def put(self, source: Path, name: str, progress: Progress = no_progress) -> None:
         with open(source, "rb") as file:
             size, offset = os.fstat(file.fileno()).st_size, 0
             while offset < size or offset == 0:

@@ -32,7 +32,7 @@ from harness.engines.flyte.engine import EXITS
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
 from harness.runs import layout
 from harness.runs.outcome import ExitCollector
-from harness.runs.storage import UrlStore
+from harness.runs.url_store import UrlStore
 
 _ONE_MACHINE = ("launch.engine=local", "launch.nnodes=1", "launch.max_restarts=0")
 _STOPPING = "stopping: every rank writes a checkpoint"
