@@ -1,4 +1,4 @@
-"""Download published files into a folder: checked by hash, resumable, and safe for several processes at once.
+"""Download published files into a folder: checked by hash, whole or not at all, by one process at a time.
 
 ``harness.data.published`` lists the files of each data set.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import filelock
 
 from harness.errors import ConfigError, DataError
-from harness.runs.files import commit, is_url
+from harness.runs.files import is_url, replacing
 
 TIMEOUT_S = 30.0  # without any data from the server
 _FAILURES = (OSError, http.client.HTTPException, ValueError)  # raised by urllib
@@ -74,8 +74,8 @@ def fetch(
 ) -> list[str]:
     """Put all ``files`` into ``folder``, from their URLs or from ``source``, a path or a URL. Returns the new names.
 
-    Intact files are kept, damaged ones replaced, and interrupted downloads resumed. The caller holds ``locked``. The
-    hint of the DataError is to type ``command``, and mentions a file that may be used as an ``alternative``.
+    Intact files are kept and damaged ones replaced. The caller holds ``locked``. The hint of the DataError is to type
+    ``command``, and mentions a file that may be used as an ``alternative``.
     """
     fetched = []
     for file in files:
@@ -124,35 +124,22 @@ def _places(file: PublishedFile, source: str | None) -> list[str]:
 
 def _fetch(file: PublishedFile, place: str, target: Path) -> str:
     """Copy or download ``place`` to ``target``. Returns why it failed, or ""."""
-    part = target.with_name(target.name + ".part")
     try:
-        if not is_url(place):
-            shutil.copyfile(place, part)
-        elif _download(file, place, part) and part.stat().st_size >= file.num_bytes and file.mismatch(part):
-            part.unlink()  # the existing part was the beginning of another file
-            _download(file, place, part)
+        with replacing(target) as temporary:
+            if is_url(place):
+                _download(place, temporary, file.num_bytes)
+            else:
+                shutil.copyfile(place, temporary)
+            if mismatch := file.mismatch(temporary):
+                raise ValueError(mismatch)
     except _FAILURES as error:
         return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)
-    if mismatch := file.mismatch(part):
-        if part.stat().st_size >= file.num_bytes or not is_url(place):
-            part.unlink()  # otherwise the next attempt resumes the download
-        return mismatch
-    commit(part, target)
     return ""
 
 
-def _download(file: PublishedFile, url: str, part: Path) -> bool:
-    """Append the missing bytes of ``url`` to ``part``. Returns False if the server sent the file from its start."""
-    have = part.stat().st_size if part.exists() else 0
-    if have >= file.num_bytes:
-        part.unlink()
-        have = 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        resumed = bool(have) and getattr(answer, "status", None) == 206
-        with open(part, "ab" if resumed else "wb") as stream:
-            left = file.num_bytes + 1 - (have if resumed else 0)  # one more byte reveals a longer file
-            while left > 0 and (block := answer.read(min(left, _BLOCK_BYTES))):
-                stream.write(block)
-                left -= len(block)
-    return resumed
+def _download(url: str, path: Path, num_bytes: int) -> None:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, open(path, "wb") as stream:
+        left = num_bytes + 1  # one more byte reveals a longer file
+        while left > 0 and (block := answer.read(min(left, _BLOCK_BYTES))):
+            stream.write(block)
+            left -= len(block)
