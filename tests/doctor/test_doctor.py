@@ -175,105 +175,70 @@ def test_torch_that_cannot_be_imported(monkeypatch, check):
     assert "install --force-reinstall torch torchvision" in finding.remedies[0]
 
 
-# Which Apex
+# Apex
+
+BROKEN = {"apex/__init__.py": "raise ImportError('UnencryptedCookieSessionFactory')"}
+PARTS = BROKEN | {f"apex/{name}/__init__.py": "" for name in ("multi_tensor_apply", "optimizers", "contrib")}
+AMP = {f"apex/{name}/__init__.py": "" for name in ("amp", "parallel")}
+ROCM = {"apex/amp/__init__.py": "from .amp import bfloat16_function"}
+
+
+def metadata(version: str, *requires: str) -> dict[str, str]:
+    lines = ["Metadata-Version: 2.1", "Name: apex", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    return {"apex-1.dist-info/METADATA": "\n".join(lines) + "\n"}
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Creates a package apex that cannot be imported, with files and metadata."""
+def install(tmp_path, monkeypatch):
+    """Writes files into a folder from which Python imports; an apex in it cannot be imported."""
     monkeypatch.delitem(sys.modules, "apex", raising=False)
 
-    def make(*files: str, version: str = "", requires: str = "", init: bool = True, **texts: str) -> None:
-        for name in files:
-            (tmp_path / "apex" / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "apex" / name).write_text(texts.get(name.replace("/", "_").replace(".", "_"), ""))
-        (tmp_path / "apex").mkdir(exist_ok=True)
-        if init:
-            (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('UnencryptedCookieSessionFactory')")
-        if version:
-            info = tmp_path / "apex-1.dist-info"
-            info.mkdir()
-            lines = [f"Metadata-Version: 2.1\nName: apex\nVersion: {version}"]
-            lines += [f"Requires-Dist: {name}" for name in requires.split()]
-            (info / "METADATA").write_text("\n".join(lines) + "\n")
+    def install(files: dict[str, str]) -> None:
+        write(tmp_path, files)
         monkeypatch.syspath_prepend(str(tmp_path))
         importlib.invalidate_caches()
 
-    return make
-
-
-NVIDIA = ("multi_tensor_apply/__init__.py", "optimizers/__init__.py", "contrib/__init__.py")
-AMP = ("amp/__init__.py", "parallel/__init__.py")
-
-
-def test_no_apex(monkeypatch):
-    monkeypatch.delitem(sys.modules, "apex", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert only(software.apex) == Finding("apex", "ok", "not installed, and not needed")
+    return install
 
 
 @pytest.mark.contract("9")
-def test_pypi_apex_is_recognized_without_importing_it(package):
-    package("models.py", "views.py", "lib/__init__.py", version="0.9.10.dev0", requires="pyramid velruse wtforms")
+@pytest.mark.parametrize(
+    ("files", "mark", "words", "remedy"),
+    [
+        (BROKEN | metadata("0.9.10.dev0", "pyramid", "velruse"), "problem", ["PyPI's apex 0.9.10.dev0"],
+         "python -m pip uninstall apex"),
+        (BROKEN | metadata("3.0", "requests"), "note", ["not NVIDIA's Apex but another package: 3.0"],
+         "python -m pip uninstall apex"),
+        (PARTS | AMP | metadata("0.1") | {"amp_C.py": "raise ImportError"}, "ok",
+         ["NVIDIA's 0.1, in ", "has amp, parallel, optimizers, multi_tensor_apply, contrib; extensions: amp_C"], None),
+        (PARTS, "note", ["of unknown version", "extensions: none; without amp and parallel, which NVIDIA removed"],
+         "python -m harness.apex SCRIPT"),
+        (PARTS | AMP | ROCM | metadata("1.9"), "ok", ["ROCm's 1.9, in "], None),
+        ({"apex/csrc/x.cpp": "", "apex/setup.py": ""}, "note", ["hides any installed apex"], "mv "),
+    ],
+    ids=["PyPI", "other", "NVIDIA", "NVIDIA without amp", "ROCm", "folder"],
+)  # fmt: skip
+def test_apex_is_recognized_without_importing_it(install, files, mark, words, remedy):
+    install(files)
     finding = only(software.apex)
-    assert finding.mark == "problem"
-    assert "PyPI's apex 0.9.10.dev0" in finding.text
-    assert finding.remedies[0] == "python -m pip uninstall apex"
-    assert "apex" not in sys.modules
-
-
-def test_other_package_named_apex(package):
-    package("thing.py", version="3.0", requires="requests")
-    finding = only(software.apex)
-    assert (finding.mark, software.find_apex().kind) == ("note", "unknown")
-    assert "not NVIDIA's Apex but another package: 3.0" in finding.text
-
-
-def test_nvidia_apex_with_amp(package, monkeypatch, tmp_path):
-    package(*NVIDIA, *AMP, version="0.1")
-    (tmp_path / "amp_C.py").write_text("raise ImportError")
-    finding = only(software.apex)
-    assert finding.mark == "ok"
-    assert finding.text == (
-        f"NVIDIA's 0.1, in {tmp_path / 'apex'}; has amp, parallel, optimizers, multi_tensor_apply, contrib; "
-        "extensions: amp_C"
-    )
+    assert finding.mark == mark
+    assert all(word in finding.text for word in words)
+    assert finding.remedies[0].startswith(remedy) if remedy else not finding.remedies
     assert {"apex", "amp_C"}.isdisjoint(sys.modules)
 
 
-def test_nvidia_apex_without_amp(package):
-    package(*NVIDIA)
-    finding = only(software.apex)
-    assert finding.mark == "note"
-    assert "of unknown version" in finding.text
-    assert "extensions: none; without amp and parallel, which NVIDIA removed" in finding.text
-    assert "python -m harness.apex" in finding.remedies[0]
-
-
-def test_rocm_apex(package):
-    package(*NVIDIA, *AMP, version="1.9", amp___init___py="from .amp import bfloat16_function")
-    assert only(software.apex).text.startswith("ROCm's 1.9, in ")
-
-
-def test_folder_named_apex(package, tmp_path):
-    package("csrc/x.cpp", "setup.py", init=False)
-    finding = only(software.apex)
-    assert finding.mark == "note"
-    assert finding.remedies[0] == f"mv {tmp_path / 'apex'} {tmp_path / 'apex'}-source"
-
-
-def test_harness_apex_and_partly_imported_apex(monkeypatch):
+def test_no_apex(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__harness__=True))
     assert only(software.apex).text == "harness.apex itself, through harness.apex.install()"
-    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__spec__=None))
-    assert software.find_apex().kind == "none"
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__spec__=None))  # partly imported
+    assert only(software.apex) == Finding("apex", "ok", "not installed, and not needed")
 
 
 @pytest.mark.parametrize(
-    ("on_cuda", "files", "device"), [(False, AMP, "cpu"), (True, AMP, "cuda"), (True, ("thing.py",), "cpu")]
+    ("on_cuda", "files", "device"), [(False, PARTS | AMP, "cpu"), (True, PARTS | AMP, "cuda"), (True, BROKEN, "cpu")]
 )
-def test_backend_imports_only_an_apex_that_has_amp(package, monkeypatch, on_cuda, files, device):
-    package(*files)
+def test_backend_imports_only_an_apex_that_has_amp(install, monkeypatch, on_cuda, files, device):
+    install(files)
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     monkeypatch.setattr(precision, "choose", lambda s, d: asked.append(d.type) or SimpleNamespace(backend="apex 0.1"))
@@ -315,11 +280,6 @@ def gpus_of(monkeypatch):
     return make
 
 
-def test_no_driver(gpus_of, tmp_path):
-    gpus_of()
-    assert only(gpus.cuda, System(root=tmp_path)).mark == "ok"
-
-
 def test_devices_are_listed(gpus_of, tmp_path):
     gpus_of((9, 0), (7, 0))
     first, second, third = found(gpus.cuda, write(tmp_path, DRIVER))
@@ -348,35 +308,26 @@ def test_builds_and_compute_capabilities(gpus_of, monkeypatch, tmp_path, capabil
     assert device.mark == ("ok" if runs else "problem")
 
 
-def test_driver_without_devices(gpus_of, tmp_path):
-    gpus_of()
-    finding = only(gpus.cuda, write(tmp_path, DRIVER))
-    assert (finding.mark, "--gpus all" in finding.remedies[0]) == ("note", True)
-
-
-def test_cpu_build_of_torch_with_a_gpu(gpus_of, tmp_path):
-    gpus_of(cuda=None)
-    finding = only(gpus.cuda, write(tmp_path, DRIVER | DEVICE))
-    assert finding.mark == "problem"
-    assert "is built for the CPU" in finding.text
-
-
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_devices(gpus_of, tmp_path, hidden):
-    gpus_of()
-    system = System({"CUDA_VISIBLE_DEVICES": hidden}, write(tmp_path, DRIVER | DEVICE).root)
-    assert only(gpus.cuda, system).remedies == ("unset CUDA_VISIBLE_DEVICES",)
-    assert only(gpus.cuda, system).mark == "note"
-
-
-def test_driver_that_torch_cannot_use(gpus_of, tmp_path):
-    gpus_of(warning="The NVIDIA driver on your system is too old (found version 11040).")
-    system = System({"CUDA_VISIBLE_DEVICES": "0"}, write(tmp_path, DRIVER | DEVICE).root)
+@pytest.mark.parametrize(
+    ("files", "cuda", "hidden", "mark", "text", "remedy"),
+    [
+        ({}, "12.6", None, "ok", "no NVIDIA driver: training runs on the CPU (torch is built for CUDA 12.6)", None),
+        (DRIVER, "12.6", None, "note", "has no device: training runs on the CPU", "docker run --gpus all"),
+        (DRIVER | DEVICE, None, None, "problem", "is built for the CPU", "install a CUDA build"),
+        (DRIVER | DEVICE, "12.6", "", "note", "hides all devices", "unset CUDA_VISIBLE_DEVICES"),
+        (DRIVER | DEVICE, "12.6", "-1", "note", "hides all devices", "unset CUDA_VISIBLE_DEVICES"),
+        (DRIVER | DEVICE, "12.6", "0", "problem", "too old (found version 11040)", "nvidia-smi"),
+    ],
+)
+def test_reasons_for_no_device(gpus_of, tmp_path, files, cuda, hidden, mark, text, remedy):
+    gpus_of(cuda=cuda, warning="The NVIDIA driver on your system is too old (found version 11040).")
+    system = System({} if hidden is None else {"CUDA_VISIBLE_DEVICES": hidden}, write(tmp_path, files).root)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         finding = only(gpus.cuda, system)
-    assert finding.mark == "problem"
-    assert "too old (found version 11040)" in finding.text
+    assert finding.mark == mark
+    assert text in finding.text
+    assert finding.remedies[0].startswith(remedy) if remedy else not finding.remedies
 
 
 def test_apple_gpus(monkeypatch):
