@@ -3,7 +3,7 @@
 Every figure is a measurement or the difference of two. Of several rounds the fastest counts, because other work on a
 machine only slows it down. The time of a step of a strategy on N processes consists of:
 
-    ideal          a step of one process, divided: its time x rows of a rank / its rows
+    ideal          a step of one process, divided: its time x rows per rank / its rows
     batch          one process alone with the rows of one rank, less the ideal: costs that do not shrink with the batch
     contention     N processes without communication, side by side, less one alone: shared cores, caches and memory
     overhead       the strategy without communication, less that: copies, hooks, work per bucket or block

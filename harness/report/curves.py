@@ -94,5 +94,5 @@ def _band(curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def rounded(values: np.ndarray) -> list[float | None]:
-    """Six significant digits, more than a screen shows; None where the value is not finite."""
+    """Six significant digits, more than a screen shows; None for values that are not finite."""
     return [None if value != value or abs(value) == np.inf else float(f"{value:.6g}") for value in values.tolist()]

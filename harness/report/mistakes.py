@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
+from PIL import Image
 
 from harness.report.run_set import ReportedRun
 from harness.runs import layout
@@ -74,7 +75,7 @@ def confusion(run: ReportedRun) -> Confusion | None:
 
 
 def worst(run: ReportedRun) -> tuple[list[Mistake], int, int]:
-    """(the worst mistakes, how many there are, rows) of ``predictions.csv``; nothing where it has no label."""
+    """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels."""
     table = _predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
         return [], 0, 0
@@ -92,7 +93,7 @@ def worst(run: ReportedRun) -> tuple[list[Mistake], int, int]:
 
 
 def _predictions(path: Path) -> pa.Table | None:
-    """The table; ids, predictions and labels as text. None where there is none, or it is not of that kind."""
+    """The table, with ids, predictions and labels as text; None if it is missing or has other columns."""
     text = {"id": pa.string(), "prediction": pa.string(), "label": pa.string()}
     options = pyarrow.csv.ConvertOptions(column_types=text, strings_can_be_null=True)
     try:
@@ -103,8 +104,8 @@ def _predictions(path: Path) -> pa.Table | None:
 
 
 def _scores(wrong: pa.Table) -> np.ndarray:
-    """The probability that was given to each prediction; 0 where the table does not have it."""
-    if "score" in wrong.column_names:  # of many classes there are the best five predictions
+    """The probability of each prediction; 0 if the table has none."""
+    if "score" in wrong.column_names:  # with many classes, predictions.csv has only the five best
         columns = ["score"]
     else:
         columns = [name for name in wrong.column_names if name.startswith("score_")]
@@ -121,10 +122,6 @@ def _scores(wrong: pa.Table) -> np.ndarray:
 
 def _images(run: ReportedRun) -> Callable[[str], str]:
     """A function from a row's id to its image as a data URI, empty if there is none."""
-    try:
-        from PIL import Image
-    except ImportError:
-        return lambda name: ""
     task = str(run.settings.get("task.name", ""))
     root = str(run.settings.get("task.root") or "")
     if task in _PUBLISHED:
