@@ -1,4 +1,4 @@
-"""What the README tells a reader to type, typed."""
+"""The README: its commands run, its settings exist, its links work."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def block(language: str, contains: str) -> str:
 
 
 def commands() -> list[str]:
-    """Every line of every shell block, comments off."""
+    """Every line of every shell block without comments."""
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).splitlines()
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
 def _recipe(text: str) -> float:
-    text = re.sub(r"torch\.distributed\.init_process_group\(.*\).*", "", text)  # the test's group is there already
+    text = re.sub(r"torch\.distributed\.init_process_group\(.*\).*", "", text)  # run_ranks has created the group
     names: dict[str, object] = {}
     exec(text, names)
     return float(names["loss"].detach())  # type: ignore[attr-defined]
 
 
-def test_the_recipe_runs():
+def test_recipe_runs():
     losses = run_ranks(2, _recipe, block("python", "amp.initialize"))
     assert all(loss == loss for loss in losses)
 
 
-def test_commands_are_the_known_ones():
+def test_every_command_is_tested():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
     assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh"}
     assert len(commands()) == 23
 
 
-def test_launches_are_those_of_the_engines_page():
+def test_launch_commands_are_those_of_the_engines_page():
     """tests/engines/test_page.py renders every command there, and the engines' tests run them."""
     page = (ROOT / "docs" / "engines.md").read_text()
     launches = [line for line in commands() if line.startswith("harness launch")]
@@ -68,8 +68,8 @@ def test_make_targets_exist():
             subprocess.run(["make", "-n", line.split()[1]], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
-def test_the_commands_for_old_scripts_are_those_of_the_guide():
-    """tests/apex/test_docs.py runs them there; tests/test_doctor.py runs the doctor."""
+def test_commands_for_apex_scripts_are_those_of_the_guide():
+    """tests/apex/test_docs.py runs those of the guide."""
     guide = (ROOT / "docs" / "apex.md").read_text()
     for line in commands():
         if "harness.apex" in line:
@@ -79,7 +79,7 @@ def test_the_commands_for_old_scripts_are_those_of_the_guide():
 
 @pytest.mark.slow
 def test_own_csv(tmp_path):
-    """The six lines, on a CSV of the reader's own, through the two commands under them and the launch script."""
+    """The six lines of YAML on another CSV, with the commands below them."""
     write_images(tmp_path / "pets")
     (tmp_path / "pets.yaml").write_text(block("yaml", "name: pets"))
     assert len(block("yaml", "name: pets").strip().splitlines()) == 6
@@ -100,8 +100,8 @@ def test_own_csv(tmp_path):
 
 
 @pytest.mark.slow
-def test_launch_commands(tmp_path):
-    """The three of "Launch it anywhere", with the digits, two steps each; test_nodes.py has several nodes."""
+def test_launch_scripts(tmp_path):
+    """The three launch scripts on the digits, two steps each; test_nodes.py has several nodes."""
     from harness.data import digits
     from tests.ranks import free_port
 
@@ -113,8 +113,7 @@ def test_launch_commands(tmp_path):
         "PYTHON": sys.executable,
         "APEX_HARNESS_CACHE": str(tmp_path),
     }
-    # tests/test_strategies_page.py runs the benchmark
-    # and tests/engines those of harness launch
+    # tests/benchmark runs the benchmark, and tests/engines those of harness launch.
     found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith("harness ")]
     assert len(found) == 3
     for number, line in enumerate(found):
@@ -139,7 +138,7 @@ def test_settings_named_in_the_readme_exist():
         assert f'"{key[1]}"' in schema, key[0]
 
 
-def test_links_lead_somewhere():
+def test_links_work():
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
     assert len(links) >= 8
     for link in links:
