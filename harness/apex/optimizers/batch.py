@@ -1,4 +1,4 @@
-"""``Batch``: parameters that one kernel call can take, and helpers that give tensors the dtype and layout it needs.
+"""``ParameterBatch``: parameters that one kernel call can take, and helpers that give tensors the dtype and layout it needs.
 
 All arithmetic is in the *wide* dtype: float32 for float16 and bfloat16 parameters, else the parameter's own dtype.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Batch(NamedTuple):
+class ParameterBatch(NamedTuple):
     """Parameters of one group with the same device and dtype, ready for the kernels.
 
     ``weights`` are the tensors to compute on: the parameters themselves, their masters, or wide copies that are written

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.batch import Batch
+from harness.apex.optimizers.batch import ParameterBatch
 from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer, step_for_kernel
 
 
@@ -78,7 +78,7 @@ class FusedAdam(FusedOptimizer):
                 self._update_batch(group, batch)
                 self._write_back(batch)
 
-    def _update_batch(self, group: dict[str, Any], batch: Batch) -> None:
+    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         device = batch.device

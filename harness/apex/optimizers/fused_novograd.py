@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.batch import Batch
+from harness.apex.optimizers.batch import ParameterBatch
 from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer
 
 
@@ -73,7 +73,7 @@ class FusedNovoGrad(FusedOptimizer):
                 self._write_back(batch)
             self._keep(group, norms)
 
-    def _denominators(self, group: dict[str, Any], batch: Batch, norms: dict[Tensor, Tensor]) -> Tensor:
+    def _denominators(self, group: dict[str, Any], batch: ParameterBatch, norms: dict[Tensor, Tensor]) -> Tensor:
         """Advance the running norms of ``batch``. Returns them bias-corrected plus eps, one per parameter."""
         beta2 = group["betas"][1]
         euclidean = group["norm_type"] == 2
@@ -87,7 +87,7 @@ class FusedNovoGrad(FusedOptimizer):
         correction = math.sqrt(1 - beta2 ** group["step"]) if group["bias_correction"] else 1.0
         return blend / correction + group["eps"]
 
-    def _update_batch(self, group: dict[str, Any], batch: Batch, denominators: Tensor) -> None:
+    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch, denominators: Tensor) -> None:
         beta1 = group["betas"][0]
         grad_weight = 1 - beta1 if group["grad_averaging"] else 1.0
         weight_decay, lr = group["weight_decay"], float(group["lr"])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.optimizers.batch import Batch, copied_where_new, like, wide, writable
+from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, like, wide, writable
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
@@ -157,12 +157,12 @@ class FusedOptimizer(Optimizer):
 
     # Batches
 
-    def _batches(self, group: dict[str, Any]) -> list[Batch]:
+    def _batches(self, group: dict[str, Any]) -> list[ParameterBatch]:
         """The parameters of ``group`` that have a gradient, sorted by device and dtype."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         return [self._batch(alike) for alike in by_device_and_dtype(params)]
 
-    def _batch(self, params: list[Tensor]) -> Batch:
+    def _batch(self, params: list[Tensor]) -> ParameterBatch:
         name = type(self).__name__
         if not params[0].is_floating_point():
             raise TypeError(
@@ -183,7 +183,7 @@ class FusedOptimizer(Optimizer):
             weights = [self._master(param) for param in params]
         else:
             weights = copied_where_new(params, [writable(param) for param in params])
-        return Batch(
+        return ParameterBatch(
             params, weights, copied_where_new(grads, [like(g, w) for g, w in zip(grads, weights, strict=True)])
         )
 
@@ -197,7 +197,7 @@ class FusedOptimizer(Optimizer):
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         return master
 
-    def _moments(self, batch: Batch, name: str) -> list[Tensor]:
+    def _moments(self, batch: ParameterBatch, name: str) -> list[Tensor]:
         """The state ``name`` of each parameter of ``batch``, created as zeros."""
         moments: list[Tensor] = []
         for param, weight in zip(batch.params, batch.weights, strict=True):
@@ -210,7 +210,7 @@ class FusedOptimizer(Optimizer):
             moments.append(moment)
         return moments
 
-    def _write_back(self, batch: Batch) -> None:
+    def _write_back(self, batch: ParameterBatch) -> None:
         """Round weights that are not the parameters themselves into the parameters."""
         pairs = [pair for pair in zip(batch.params, batch.weights, strict=True) if pair[0] is not pair[1]]
         if pairs:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from harness.apex.optimizers.batch import Batch
+from harness.apex.optimizers.batch import ParameterBatch
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 
@@ -62,7 +62,7 @@ class FusedSGD(FusedOptimizer):
                 self._descend(group, batch, weight_decay)
                 self._write_back(batch)
 
-    def _descend(self, group: dict[str, Any], batch: Batch, weight_decay: float) -> None:
+    def _descend(self, group: dict[str, Any], batch: ParameterBatch, weight_decay: float) -> None:
         momentum = group["momentum"]
         is_new = [momentum != 0 and self.state[param].get("momentum_buffer") is None for param in batch.params]
         buffers = self._moments(batch, "momentum_buffer") if momentum != 0 else []
