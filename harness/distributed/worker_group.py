@@ -121,29 +121,23 @@ class WorkerGroup:
             time.sleep(_POLL_S)
         return self.exits
 
+    def follow(self) -> EngineReport:
+        """``wait`` as an engine reports it, for processes that are ranks."""
+        exits = [RankExit.from_code(rank, code) for rank, code in self.wait().items()]
+        return EngineReport(exits, stopped=self.num_stops > 0)
 
-class LocalRun:
-    """``world_size`` ranks of ``command`` on this machine. This process holds the store in which they meet, so that it
-    outlives every rank."""
+
+class LocalRun(WorkerGroup):
+    """The ``world_size`` ranks of ``command`` on this machine. This process holds the store in which they meet, so that
+    it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
 
     def __init__(
         self, command: Sequence[str], world_size: int, environ: Mapping[str, str], grace_s: float, by: str
     ) -> None:
-        """``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
         self._store = _store() if world_size > 1 else None
         port = self._store.port if self._store else 0
-        workers = {
-            rank: Worker(command, {**environ, **local_environment(rank, world_size, port, by)})
-            for rank in range(world_size)
-        }
-        self._group = WorkerGroup(workers, grace_s)
-
-    def follow(self) -> EngineReport:
-        exits = [RankExit.from_code(rank, code) for rank, code in self._group.wait().items()]
-        return EngineReport(exits, stopped=self._group.num_stops > 0)
-
-    def stop(self) -> None:
-        self._group.stop()
+        places = {rank: local_environment(rank, world_size, port, by) for rank in range(world_size)}
+        super().__init__({rank: Worker(command, {**environ, **place}) for rank, place in places.items()}, grace_s)
 
 
 def _store() -> Any:

@@ -20,14 +20,14 @@ def with_devices(monkeypatch):
     return there_are
 
 
-def test_without_a_device(with_devices):
+def test_cpu_without_a_device(with_devices):
     with_devices(0)
     assert choose("auto", 0, 1).type == "cpu"
     with pytest.raises(LaunchError, match="but 0 are visible"):
         choose("cuda", 0, 1, may_be_isolated=True)
 
 
-def test_a_device_a_rank(with_devices):
+def test_one_device_per_rank(with_devices):
     with_devices(2)
     assert choose("auto", 1, 2) == choose("cuda", 1, 2, may_be_isolated=True) == torch.device("cuda", 1)
     assert choose("cpu", 1, 2).type == "cpu"
@@ -35,14 +35,14 @@ def test_a_device_a_rank(with_devices):
         choose("auto", 2, 3)
 
 
-def test_a_single_device_is_ones_own_only_where_the_launcher_deals_them(with_devices):
+def test_single_visible_device_needs_a_launcher_that_isolates(with_devices):
     with_devices(1)
     assert choose("auto", 3, 4, may_be_isolated=True) == torch.device("cuda", 0)
     with pytest.raises(LaunchError, match=r"4 process\(es\) on this node need one CUDA device each, but 1 are visible"):
         choose("auto", 3, 4)
 
 
-def test_no_two_ranks_on_one_card():
+def test_two_ranks_on_one_card_are_refused():
     check_own([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3")])
     with pytest.raises(LaunchError, match="ranks 1 and 2 both use the CUDA device GPU-2 of a") as caught:
         check_own([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-2"), ("a", "GPU-1")])
@@ -50,14 +50,14 @@ def test_no_two_ranks_on_one_card():
 
 
 @pytest.mark.parametrize("cards", [[("a", ""), ("b", "GPU-1")], [("b", "GPU-1"), ("a", "")]])
-def test_no_rank_on_a_cpu_beside_one_on_a_card(cards):
+def test_cpu_and_cuda_ranks_are_refused_together(cards):
     assert card(torch.device("cpu")) == ""
     check_own([("a", ""), ("a", "")])
     with pytest.raises(LaunchError, match="ranks 0 and 1 are on different kinds of device: a has no CUDA device"):
         check_own(cards)
 
 
-def test_slices_of_a_card_are_told_apart(monkeypatch):
+def test_slices_of_a_card_have_own_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="u"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-2")
     assert [card(torch.device("cuda", index)) for index in (0, 1, 2)] == ["MIG-1", "u", "u"]

@@ -31,7 +31,7 @@ def test_torch_variables():
     assert detect(TORCH).local_world_size == 4
 
 
-def test_torchrun_is_told_apart():
+def test_torchrun_is_recognized():
     launch = detect({**TORCH, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"})
     assert launch.elastic
     assert launch.restart == 2
@@ -39,7 +39,7 @@ def test_torchrun_is_told_apart():
 
 
 @pytest.mark.parametrize("missing", TORCH)
-def test_incomplete_set_names_what_was_found_and_what_misses(missing):
+def test_incomplete_set_is_reported_with_the_missing_names(missing):
     environ = {name: value for name, value in TORCH.items() if name != missing}
     with pytest.raises(LaunchError) as caught:
         detect(environ)
@@ -102,7 +102,7 @@ def test_slurm_batch_script_without_srun_is_one_process():
     assert detect({**environ, "SLURM_PROCID": "0"}) == Launch()
 
 
-def test_slurm_with_a_master_of_its_own():
+def test_slurm_with_its_own_master():
     launch = detect({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert (launch.master_addr, launch.master_port, launch.by) == ("10.0.0.1", 4000, "srun")
 
@@ -114,7 +114,7 @@ def test_torchrun_inside_slurm_wins():
         detect({**SLURM, "RANK": "0"})
 
 
-def test_slurm_that_does_not_say_enough():
+def test_incomplete_slurm_environment():
     environ = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     with pytest.raises(LaunchError, match="node list"):
         detect(environ)
@@ -124,7 +124,7 @@ def test_slurm_that_does_not_say_enough():
 
 
 @pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_NTASKS"])
-def test_slurm_variable_that_is_missing(missing):
+def test_missing_slurm_variable(missing):
     environ = {k: v for k, v in SLURM.items() if k not in (missing, "SLURM_STEP_NUM_TASKS")}
     with pytest.raises(LaunchError, match=missing):
         detect(environ)
@@ -148,6 +148,6 @@ def test_first_host(nodes, first):
 
 
 @pytest.mark.parametrize("nodes", ["", ",x", "[]"])
-def test_node_list_that_cannot_be_read(nodes):
+def test_unreadable_node_list(nodes):
     with pytest.raises(LaunchError, match="cannot be read"):
         first_host(nodes)

@@ -16,16 +16,16 @@ def test_loopback():
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "::1", "x" * 70])
-def test_unknown(host):
+def test_unknown_host(host):
     assert interface_towards(host) is None
 
 
-def test_no_such_interface():
+def test_missing_interface():
     assert address_of("nope0") is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_what_is_here():
+def test_own_addresses():
     assert interfaces()["lo"] == "127.0.0.1"
     assert all(is_here(address) for address in interfaces().values())
     assert is_here("localhost")
@@ -36,5 +36,5 @@ def test_what_is_here():
 
 @pytest.mark.parametrize(("host", "expected"), [("localhost", True), ("127.1.2.3", True), ("::1", True), ("n0", False),
                                                 ("10.0.0.1", False), (None, False)])  # fmt: skip
-def test_loopback_by_its_spelling(host, expected):
+def test_loopback_by_name(host, expected):
     assert is_loopback(host) is expected

@@ -62,7 +62,7 @@ def _all_collectives():
         return collectives(runtime)
 
 
-def test_collectives_alone():
+def test_collectives_of_one_rank():
     with open_runtime(Launch(), "cpu") as runtime:
         assert not torch.distributed.is_initialized()
         assert collectives(runtime) == expected(0, 1)
@@ -99,7 +99,7 @@ def _errors_together():
     return told
 
 
-def test_together_raises_the_lowest_rank_s_error_everywhere():
+def test_together_raises_the_lowest_ranks_error_everywhere():
     for rank, told in enumerate(run_ranks(3, _errors_together, group=False, timeout_s=40)):
         firsts = [1, 1, 0]
         assert told[:3] == [
@@ -109,7 +109,7 @@ def test_together_raises_the_lowest_rank_s_error_everywhere():
         assert told[3] == (own if rank == 1 else ("HarnessError", "ValueError: odd shape", 1))
 
 
-def test_together_alone_raises_the_error_itself():
+def test_together_on_one_rank_raises_the_error_itself():
     with pytest.raises(ZeroDivisionError), Runtime().together("dividing"):
         raise ZeroDivisionError
 
@@ -127,7 +127,7 @@ def _late_rank():
         return type(error).__name__, time.monotonic() - start
 
 
-def test_different_time_limits_do_not_hang():
+def test_different_timeouts_do_not_hang():
     results = run_ranks(2, _late_rank, group=False, timeout_s=15)
     assert all(kind != "met" for kind, _ in results)
     assert results[0][1] < 5
@@ -141,7 +141,7 @@ def _counted_differently():
         return runtime.gather(runtime.launch.restart)
 
 
-def test_nodes_that_count_restarts_differently_meet():
+def test_nodes_with_different_restart_counts_meet():
     assert run_ranks(2, _counted_differently, group=False, timeout_s=30) == [[0, 1]] * 2
 
 
@@ -156,7 +156,7 @@ def _one_gang_after_the_other(port: int):
     return seen
 
 
-def test_a_restarted_gang_does_not_read_what_is_left_in_the_launcher_s_store():
+def test_restarted_ranks_ignore_old_keys_of_the_launchers_store():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(2, _one_gang_after_the_other, store.port, group=False, timeout_s=30) == [[False] * 2] * 2
 
@@ -172,7 +172,7 @@ def _meet_nobody(rank: int, port: int):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_peers_that_never_come(rank):
+def test_missing_peers_are_reported(rank):
     process, receiver = start(_meet_nobody, (rank, free_port()))
     assert receiver.poll(20), "it waits for ever"
     kind, (message, seconds) = receiver.recv()

@@ -20,7 +20,7 @@ from harness.distributed.stop import Stop, on_signals
 from tests.ranks import run_ranks, start, wait_for
 
 
-def test_alone_it_is_immediate():
+def test_single_rank_stops_immediately():
     for ask in (Stop.agreed, Stop.settle):
         stop = Stop(Runtime())
         assert not ask(stop)
@@ -64,7 +64,7 @@ def _settle(asking: int):
 
 
 @pytest.mark.parametrize("asking", [0, 1])
-def test_settling_counts_every_request_so_far(asking):
+def test_settle_includes_every_request(asking):
     for before, settled, after in run_ranks(2, _settle, asking, group=False, timeout_s=30):
         assert before == ([False] * 4, False, False)
         assert settled
@@ -78,7 +78,7 @@ NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_signals_ask_for_a_stop_and_are_put_back(number):
+def test_signals_request_a_stop_and_handlers_are_restored(number):
     stop = Stop(Runtime())
     before = [signal.getsignal(one) for one in NUMBERS]
     with suppress(ZeroDivisionError), on_signals(stop):
@@ -90,7 +90,7 @@ def test_signals_ask_for_a_stop_and_are_put_back(number):
     assert [signal.getsignal(one) for one in NUMBERS] == before
 
 
-def test_a_schedulers_word_that_came_too_early_is_heard():
+def test_warning_signal_during_imports_is_kept():
     """It is held back while modules are imported, and what comes after the end does no harm. In a process of its own:
     threads of this one would take the signal."""
     process, result = start(_early_word)
@@ -107,7 +107,7 @@ def _early_word() -> None:
     raise SystemExit(0 if heard and signal.SIGUSR1 in signal.sigpending() else 1)
 
 
-def test_in_another_thread_signals_are_left_alone():
+def test_handlers_are_left_alone_outside_the_main_thread():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def run():
@@ -160,7 +160,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a signal's
 
 @linux
 @pytest.mark.parametrize("by_parent", [True, False])
-def test_only_its_parent_ends_a_loader_process(by_parent):
+def test_only_the_parent_can_terminate_a_loader_process(by_parent):
     process, receiver = start(_end_a_loader_process, (by_parent,))
     assert receiver.poll(20)
     assert receiver.recv() == ("value", by_parent)
@@ -173,7 +173,7 @@ def _be_killed(path: str) -> None:
 
 
 @linux
-def test_a_loader_process_ends_with_a_parent_that_is_killed(tmp_path):
+def test_loader_process_ends_with_its_killed_parent(tmp_path):
     process, _ = start(_be_killed, (str(tmp_path / "pid"),))
     process.join(20)
     child = int((tmp_path / "pid").read_text())

@@ -1,6 +1,6 @@
-"""Engine flyte on flytekit's own local runner: the same weights, one report, nobody left over, and what a cluster gets.
+"""Engine flyte on flytekit's local runner: the same weights, one report, no process left.
 
-No Flyte cluster was used: what is registered there is compared with a golden file.
+No Flyte cluster was used: what a cluster gets is compared with a golden file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SLOW = {"model": {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}, "train": {
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, stripes):
-    """The run folder of two ranks that nobody disturbed, under no engine at all."""
+    """The run folder of an unbroken run on two ranks, without an engine."""
     folder = tmp_path_factory.mktemp("unbroken")
     assert run(write_config(folder, stripes, **SLOW), 2) == [0, 0]
     return folder / "runs" / "run"
@@ -70,7 +70,7 @@ KILLED = RankExit.from_code(1, -9)
 
 
 def golden(name: str, text: str) -> None:
-    """``text`` is what the golden file says; HARNESS_GOLDEN=write in the environment writes it."""
+    """``text`` equals the golden file; HARNESS_GOLDEN=write writes it."""
     path = GOLDEN / name
     if os.environ.get("HARNESS_GOLDEN") == "write":
         path.write_text(text)
@@ -88,13 +88,13 @@ def test_render(name, words):
     golden(name, engine.render(launch.plan("configs/digits.yaml", [*MACHINE, *words])))
 
 
-def test_the_page_in_launch_is_what_the_engine_writes():
+def test_source_in_launch_is_current():
     words = ["launch.nproc=2", "launch.flyte.cpu=2", "launch.flyte.memory=4Gi"]
     assert PAGE.read_text() == engine.render(launch.plan("configs/digits.yaml", words))
 
 
 @pytest.mark.parametrize("word", ["nnodes=2", "max_restarts=1", "rendezvous=a:1", "node_rank=0", "min_nodes=1"])
-def test_what_a_run_of_this_machine_cannot_do(tmp_path, stripes, word):
+def test_settings_that_the_local_runner_refuses(tmp_path, stripes, word):
     words = [f"launch.{word}", *(["launch.nnodes=2"] if word == "min_nodes=1" else [])]
     job = launch.plan(str(write_config(tmp_path, stripes)), words)
     with pytest.raises(LaunchError, match=rf"launch\.{word.partition('=')[0]}"):
@@ -102,7 +102,7 @@ def test_what_a_run_of_this_machine_cannot_do(tmp_path, stripes, word):
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_flytekit(tmp_path, stripes, monkeypatch):
+def test_missing_flytekit_is_reported(tmp_path, stripes, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match="flytekit") as refused:
         engine.start(launch.plan(str(write_config(tmp_path, stripes)), []))
@@ -118,7 +118,7 @@ def test_without_flytekit(tmp_path, stripes, monkeypatch):
     ],
 )
 def test_end_of_the_runner(tmp_path, stripes, does, exits):
-    """A shell script in the place of the interpreter that runs flytekit."""
+    """A shell script replaces the interpreter that runs flytekit."""
     runner = tmp_path / "python"
     runner.write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/folder.txt\n{does}\n")
     runner.chmod(0o755)
@@ -161,8 +161,8 @@ def to_the_command(run_):
 @needs_flytekit
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_stopped_and_killed_and_the_same_weights_in_the_end(tmp_path, stripes, unbroken):
-    """A stop, a killed rank, a killed runner, and at last the page of launch/ under flytekit's own command."""
+def test_stopped_and_killed_run_ends_with_the_same_weights(tmp_path, stripes, unbroken):
+    """A stop, a killed rank, a killed runner, and finally the source in launch/ under flytekit's own command."""
     config = write_config(tmp_path, stripes, **SLOW)
     folder = tmp_path / "runs" / "run"
     ends = [(to_the_command, 75, "stopped early with a checkpoint"),
@@ -193,7 +193,7 @@ def test_stopped_and_killed_and_the_same_weights_in_the_end(tmp_path, stripes, u
 
 @needs_flytekit
 @pytest.mark.slow
-def test_ranks_do_not_outlive_a_killed_command(tmp_path, stripes):
+def test_ranks_end_with_a_killed_command(tmp_path, stripes):
     with started(command(write_config(tmp_path, stripes, **SLOW, name="long")), tmp_path / "terminal.txt") as run_:
         wait_for_steps(tmp_path / "runs" / "long", 1, START_S)
         run_.signal(signal.SIGKILL)
@@ -203,9 +203,9 @@ def test_ranks_do_not_outlive_a_killed_command(tmp_path, stripes):
 
 @needs_flytekit
 @pytest.mark.slow
-def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
-    """As in the two pods of its PyTorchJob: each runs the page, and torch's elastic agents meet at the endpoint. The
-    run is kept at a URL, and the machines have no disk in common. One of them is lost, and both start again."""
+def test_two_machines_under_the_kubeflow_plugin(tmp_path, stripes, unbroken):
+    """As in the two pods of its PyTorchJob: each runs the source, and torch's elastic agents meet at the endpoint. The
+    run is at a URL, without a shared disk. One machine is lost, and both start again."""
     config = write_config(tmp_path, stripes, **SLOW, output=f"file://{tmp_path}/runs", data={"cache_dir": None})
     page = tmp_path / engine.FILE
     page.write_text(engine.render(launch.plan(str(config), ["launch.nnodes=2"])))
@@ -224,7 +224,7 @@ def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
         return False
 
     with machine(1) as one:
-        wait_until(listens, START_S, "the first machine keeps the meeting place")
+        wait_until(listens, START_S, "the first machine opens the rendezvous")
         with machine(2) as other:
             wait_for_steps(folder, 1, START_S)
             rank = next(environ["RANK"] for environ in one.alive().values() if "RANK" in environ)
@@ -246,8 +246,8 @@ def test_two_machines_of_the_kubeflow_plugin(tmp_path, stripes, unbroken):
 
 
 @needs_flytekit
-def test_what_is_registered(tmp_path):
-    """``pyflyte package`` of both pages: what a cluster is told of their tasks, compared whole with a golden file."""
+def test_registered_tasks(tmp_path):
+    """The tasks that ``pyflyte package`` registers on a cluster, compared with a golden file."""
     from flyteidl.admin.task_pb2 import TaskSpec
     from google.protobuf.json_format import MessageToDict
 
@@ -276,7 +276,7 @@ def test_what_is_registered(tmp_path):
 
 @needs_flytekit
 @pytest.mark.parametrize(("body", "words"), [("train_node", ["launch.nproc=3"]), ("train_rank", [])])
-def test_a_batch_that_cannot_be_dealt(tmp_path, stripes, monkeypatch, body, words):
+def test_batch_that_cannot_be_divided_is_refused(tmp_path, stripes, monkeypatch, body, words):
     from harness.engines.flyte import task
 
     monkeypatch.setattr(task, "detect", lambda environ: Launch(world_size=3))
@@ -285,8 +285,8 @@ def test_a_batch_that_cannot_be_dealt(tmp_path, stripes, monkeypatch, body, word
 
 
 @needs_flytekit
-def test_a_retry_without_a_shared_disk(tmp_path, monkeypatch):
-    """What one attempt of the task hands to Flyte, the next one finds."""
+def test_retry_without_a_shared_disk_restores_the_run_folder(tmp_path, monkeypatch):
+    """The next attempt of the task gets the run folder that the last one handed to Flyte."""
     from flytekit.core.checkpointer import SyncCheckpoint
 
     from harness.engines.flyte import task
@@ -306,5 +306,5 @@ def test_a_retry_without_a_shared_disk(tmp_path, monkeypatch):
     assert (folder / "checkpoints" / "latest").read_text() == "step-4\n"
     assert (folder / "checkpoints" / "step-4" / "state.pt").read_bytes() == b"state"
     (folder / "checkpoints" / "latest").write_text("step-8\n")
-    task._restore(folder)  # what lies there is newer than what was kept
+    task._restore(folder)  # newer than the kept one
     assert (folder / "checkpoints" / "latest").read_text() == "step-8\n"

@@ -1,6 +1,6 @@
-"""Engine kubernetes: manifests compared whole and validated, and the job followed through a stand-in for kubectl.
+"""Engine kubernetes: golden and validated manifests, and runs through a stand-in for kubectl.
 
-No cluster was used. ``fake_kubectl`` runs a manifest's commands as processes of this machine, by the operator's rules.
+No cluster was used. ``fake_kubectl`` runs a manifest's commands as local processes, by the operator's rules.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def test_render(name, tmp_path):
     assert shown == path.read_text()
 
 
-def test_the_page_in_launch_is_what_the_engine_writes(tmp_path):
-    """But for its comments, and for its configuration, which is as a person writes it."""
+def test_manifest_in_launch_is_current(tmp_path):
+    """Except for its comments, and its configuration, which has only the changed settings."""
     config, job = documents((ROOT / "launch" / "pytorchjob.yaml").read_text())
     path = tmp_path / "config.yaml"
     path.write_text(config["data"]["config.yaml"])
@@ -100,7 +100,7 @@ def unknown_fields(value, kind, models, where=""):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_manifest_is_valid(name):
+def test_manifest_is_valid(name):
     """By Kubernetes' own schemas (a pod, a ConfigMap) and by the training operator's own model of a PyTorchJob."""
     hint = "the manifest cannot be validated: pip install kubernetes-validate kubeflow-training==1.9.3"
     validate = pytest.importorskip("kubernetes_validate", reason=hint).validate
@@ -133,12 +133,12 @@ def test_the_manifest_is_valid(name):
         ([IMAGE, "name=7.up"], "cannot be the name of a job"),
     ],
 )
-def test_what_no_cluster_could_use(words, said):
+def test_settings_that_no_cluster_can_use(words, said):
     with pytest.raises(LaunchError, match=said):
         engine.render(plan(*words))
 
 
-def test_without_kubectl(monkeypatch, tmp_path):
+def test_missing_kubectl_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="kubectl") as refused:
         engine.start(plan(IMAGE))
@@ -156,7 +156,7 @@ KLOG = 'E1121 11:49:50.999465   10212 memcache.go:265] "Unhandled Error" err="di
         ("", "exit code 1"),
     ],
 )
-def test_without_a_cluster(monkeypatch, tmp_path, said, shown):
+def test_error_of_kubectl_is_shown(monkeypatch, tmp_path, said, shown):
     (tmp_path / "said.txt").write_text(said)
     script = tmp_path / "kubectl"
     script.write_text(f"#!/bin/sh\ncat {tmp_path}/said.txt >&2\nexit 1\n")
@@ -204,7 +204,7 @@ def answers(tmp_path, monkeypatch):
 
 
 def concluded(job):
-    """What harness launch would say, where the run folder cannot be seen."""
+    """The outcome of ``harness launch`` on a machine that cannot see the run folder."""
     collector = ExitCollector(job.folder, job.world_size)
     return collector.conclude(engine.start(job).follow())
 
@@ -232,11 +232,11 @@ def test_exit_codes_of_pods(answers, condition, master, worker, code, said, capf
     assert said in conclusion.text
     shown = capfd.readouterr()
     assert "epoch 1" in shown.out
-    assert "rank 0: failed" not in shown.out, "the last words of the pod are said once, here"
+    assert "rank 0: failed" not in shown.out, "the report of the pod is not repeated"
     assert (folder / "applied.yaml").read_text() == engine.render(launch.plan(*JOB))
 
 
-def test_a_pod_that_waits_says_why(answers, capfd):
+def test_pending_pod_is_shown_with_its_reason(answers, capfd):
     waiting = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False",
                "reason": "Unschedulable", "message": "0/3 nodes are available"}]}  # fmt: skip
     answers("", {"digits-master-0": 0}, containerStatuses=[], **waiting)
@@ -245,7 +245,7 @@ def test_a_pod_that_waits_says_why(answers, capfd):
     assert "pod digits-master-0: Pending (Unschedulable 0/3 nodes are available)" in capfd.readouterr().err
 
 
-def test_a_job_that_is_running_is_left_alone(answers):
+def test_running_job_is_left_alone(answers):
     folder = answers("", {})
     (folder / "job.json").write_text('{"status": {}}')
     with pytest.raises(LaunchError, match="digits is running in namespace default"):
@@ -253,7 +253,7 @@ def test_a_job_that_is_running_is_left_alone(answers):
     assert not (folder / "applied.yaml").exists()
 
 
-def test_a_job_that_is_over_is_replaced(answers):
+def test_finished_job_is_replaced(answers):
     folder = answers("", {})
     (folder / "job.json").write_text('{"status": {"conditions": [{"type": "Failed", "status": "True"}]}}')
     assert engine.submit(launch.plan(*JOB)) == "pytorchjob/digits"
@@ -261,7 +261,7 @@ def test_a_job_that_is_over_is_replaced(answers):
     assert [call.split()[2] for call in calls] == ["get", "delete", "apply"]
 
 
-def test_a_cluster_out_of_reach(answers, monkeypatch):
+def test_cluster_that_does_not_answer(answers, monkeypatch):
     folder = answers("", {"digits-master-0": 0})
     job = engine.start(launch.plan(*JOB))
     (folder / "pods.json").unlink()
@@ -301,8 +301,8 @@ def launchers(run_):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_evicted_and_stopped_and_killed_and_the_same_weights(tmp_path, stripes, cluster):
-    """An evicted pod makes all stop and begin again; SIGTERM to the command ends them; so does the loss of a pod."""
+def test_evicted_stopped_and_killed_run_ends_with_the_same_weights(tmp_path, stripes, cluster):
+    """An evicted pod makes all stop and restart; SIGTERM to the command and the loss of a pod end the run."""
     whole, config = write_config(tmp_path / "whole", stripes, **SLOW), write_config(tmp_path / "pods", stripes, **SLOW)
     assert run(whole, 2) == [0, 0]
     folder = tmp_path / "pods" / "runs" / "run"

@@ -1,4 +1,4 @@
-"""``harness launch`` on this machine: the same weights as ever, one report, nobody left over."""
+"""Engine local: the same weights, one report, exit codes, no process left."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def test_render(tmp_path, stripes):
 
 
 @pytest.mark.parametrize("word", ["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
-def test_what_means_nothing_here(tmp_path, stripes, word):
+def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
     for call in (local.render, local.start):
         with pytest.raises(LaunchError, match="has no meaning for engine local"):
             call(job)
 
 
-def test_an_interface_that_is_not_there(tmp_path, stripes):
+def test_missing_interface_is_reported(tmp_path, stripes):
     job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.interface=eth9"])
     with pytest.raises(LaunchError, match=r"no network interface eth9(.|\n)*lo \(127.0.0.1\)"):
         local.start(job)
 
 
-def test_a_batch_that_cannot_be_dealt(tmp_path, stripes):
+def test_batch_that_cannot_be_divided_is_refused(tmp_path, stripes):
     with pytest.raises(ConfigError, match="8 examples cannot be divided among 100 ranks"):
         launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=100"])
 
@@ -81,8 +81,8 @@ def test_exception_on_rank_1(tmp_path, stripes):
 
 
 @pytest.mark.slow
-def test_killed_rank_and_an_exact_restart(tmp_path, stripes):
-    """kill -9 of rank 1: one report in time, nobody left; the same command then gives the weights of any launcher."""
+def test_killed_rank_is_reported_and_the_restart_is_exact(tmp_path, stripes):
+    """After SIGKILL of rank 1 there is one report; the same command then gives the weights of an unbroken run."""
     whole = write_config(tmp_path / "whole", stripes, model=SLOW)
     assert run(whole, 2) == [0, 0]
     config = write_config(tmp_path / "killed", stripes, model=SLOW)
@@ -103,7 +103,7 @@ def test_killed_rank_and_an_exact_restart(tmp_path, stripes):
 
 
 @pytest.mark.slow
-def test_stopped_everywhere_with_a_checkpoint(tmp_path, stripes):
+def test_stop_writes_a_checkpoint(tmp_path, stripes):
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000}, checkpoint={"every_steps": 1000})
     folder = tmp_path / "runs" / "run"
     with started(command(config), tmp_path / "terminal.txt") as run_:
@@ -116,15 +116,15 @@ def test_stopped_everywhere_with_a_checkpoint(tmp_path, stripes):
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(tmp_path, stripes):
-    """Also ranks that do not answer, as those that are stopped."""
+def test_second_signal_kills_the_ranks(tmp_path, stripes):
+    """Also ranks that do not react, since SIGSTOP has frozen them."""
     config = write_config(tmp_path, stripes, model=SLOW)
     with started(command(config), tmp_path / "terminal.txt") as run_:
         wait_for_steps(tmp_path / "runs" / "run", 2)
         for pid in run_.ranks():
             os.kill(pid, signal.SIGSTOP)
         run_.signal(signal.SIGTERM)
-        wait_until(lambda: "stopping" in run_.text(), 10, "the launcher says that it stops")
+        wait_until(lambda: "stopping" in run_.text(), 10, "the launcher stops")
         run_.signal(signal.SIGTERM)
         assert run_.wait(10) == 70
         assert not run_.alive()
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path, stripes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_do_not_outlive_a_killed_launcher(tmp_path, stripes, world_size):
+def test_ranks_end_with_a_killed_launcher(tmp_path, stripes, world_size):
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
     with started(command(config, "--nproc", str(world_size)), tmp_path / "terminal.txt") as run_:
         wait_for_steps(tmp_path / "runs" / "run", 2)
@@ -142,7 +142,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path, stripes, world_size):
         wait_until(lambda: not run_.alive(), END_S, "all ranks gone")
 
 
-def test_mistakes_are_told_before_anything_starts(tmp_path, stripes):
+def test_configuration_errors_are_reported_before_the_start(tmp_path, stripes):
     config = write_config(tmp_path, stripes)
     with started(command(config, "train.epoch=3"), tmp_path / "terminal.txt") as run_:
         assert run_.wait(60) == 2

@@ -1,5 +1,4 @@
-"""Several machines under torchrun's launchers, as ``harness launch`` starts them: the same weights as on one, machines
-that are lost and that join, and cables that are cut."""
+"""Several machines under torchrun, as network namespaces: same weights, lost and joining machines, network failures."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ class Machine:
         )
 
     def lose(self) -> None:
-        """The machine goes away: everything on it, at once."""
+        """Kill everything on the machine at once."""
         for pid in sorted(self.run.alive(), reverse=True):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -95,7 +94,7 @@ class Machine:
 
 @pytest.fixture
 def machines(nodes, request):
-    """Makes the two machines of an experiment; what is left on them ends with the test."""
+    """Creates the two machines of an experiment; processes left on them end with the test."""
     with ExitStack() as stack:
         yield lambda experiment: [Machine(stack, name, experiment) for name in nodes]
 
@@ -104,8 +103,8 @@ def wait_for_more_steps(folder, count):
     wait_for_steps(folder, len([line for line in record(folder) if line["split"] == "train"]) + count)
 
 
-def test_a_machine_is_lost_and_another_joins(tmp_path, stripes, machines):
-    """Two machines, one, two again. Each rank's loss of a machine takes a restart; a machine that joins takes none."""
+def test_machine_is_lost_and_another_joins(tmp_path, stripes, machines):
+    """Two machines, one, two again. Each lost machine uses a restart; a machine that joins uses none."""
     experiment = Experiment(tmp_path, stripes)
     here, there = machines(experiment)
     words = ("--nnodes", "1:2", "--max-restarts", "1")
@@ -113,7 +112,7 @@ def test_a_machine_is_lost_and_another_joins(tmp_path, stripes, machines):
     there.launch(*words)
     wait_for_steps(experiment.folder, 5, START_S)
     there.lose()
-    wait_until(lambda: experiment.starts() == [2, 1], END_S + START_S, "the group forms anew")
+    wait_until(lambda: experiment.starts() == [2, 1], END_S + START_S, "the restart")
     wait_for_more_steps(experiment.folder, 2)
     there.launch(*words)
     wait_until(lambda: experiment.starts() == [2, 1, 2], START_S, "a machine joins")
@@ -129,9 +128,9 @@ def test_a_machine_is_lost_and_another_joins(tmp_path, stripes, machines):
     assert [line["rows_used"] for line in epochs] == [61] * 12
 
 
-def test_a_short_cut_and_a_killed_rank_leave_no_trace(tmp_path, stripes, machines):
-    """Within runtime.timeout_s a cut cable is waited for, and a rank that is killed takes a restart on both machines,
-    who count it alike or not: in the end it is the run of one machine, bit for bit."""
+def test_short_network_failure_and_killed_rank_leave_no_trace(tmp_path, stripes, machines):
+    """A network failure within runtime.timeout_s is waited out, and a killed rank uses a restart on both machines. The
+    result is that of one machine, bit for bit."""
     experiment = Experiment(tmp_path, stripes)
     here, there = machines(experiment)
     for machine in (here, there):
@@ -143,14 +142,14 @@ def test_a_short_cut_and_a_killed_rank_leave_no_trace(tmp_path, stripes, machine
     wait_for_more_steps(experiment.folder, 2)
     assert experiment.starts() == [2]
     there.run.signal(signal.SIGKILL, there.run.ranks()[0])
-    wait_until(lambda: experiment.starts() == [2, 2], START_S, "the group forms anew")
+    wait_until(lambda: experiment.starts() == [2, 2], START_S, "the restart")
     experiment.hurry()
     assert [here.wait(START_S), there.wait(END_S)] == [0, 0], here.run.text() + there.run.text()
     assert_same_run(experiment.unbroken(), experiment.folder)
 
 
-def test_a_long_cut_a_loss_and_a_signal_end_in_time(tmp_path, stripes, machines):
-    """Without restarts each of them ends both machines, with a report; the same command goes on every time."""
+def test_long_network_failure_loss_and_signal_end_in_time(tmp_path, stripes, machines):
+    """Without restarts each of them ends both machines with a report, and the same command resumes the run."""
     experiment = Experiment(tmp_path, stripes, timeout_s=4)
     here, there = machines(experiment)
 
@@ -179,7 +178,7 @@ def test_a_long_cut_a_loss_and_a_signal_end_in_time(tmp_path, stripes, machines)
     assert "it was killed, or its machine is gone" in here.run.text()
     assert "rank 0: lost its peers on " in here.run.text()
 
-    launch(numbered=False)  # a stop is none of the failures that a restart is for
+    launch(numbered=False)  # a stop is not a failure, so it uses no restart
     wait_until(lambda: experiment.starts() == [2, 2, 2], START_S, "the third start")
     there.run.signal(signal.SIGTERM)
     assert [here.wait(END_S), there.wait(END_S)] == [75, 75], here.run.text() + there.run.text()
@@ -190,7 +189,7 @@ def test_a_long_cut_a_loss_and_a_signal_end_in_time(tmp_path, stripes, machines)
     assert_same_run(experiment.unbroken(), experiment.folder)
 
 
-def test_a_wrong_interface_is_explained(tmp_path, stripes, machines):
+def test_wrong_interface_is_explained(tmp_path, stripes, machines):
     here, there = machines(Experiment(tmp_path, stripes))
     for machine, words in ((here, "launch.interface=lo"), (there, "launch.interface=eth7")):
         machine.launch("--nnodes", "2", words)

@@ -1,6 +1,6 @@
-"""docs/engines.md: every command on it is understood as it stands, and names what is there.
+"""docs/engines.md: its commands are valid, and the settings and files it names exist.
 
-That the engines do what it says, their own tests see; here each line of ``harness launch`` is planned and rendered.
+Each ``harness launch`` line is rendered; the engines' own tests check what they do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_launch_commands_are_rendered(words, monkeypatch, capsys, tmp_path):
     assert re.search(r"driver\.py|kind: PyTorchJob|@workflow", capsys.readouterr().out)
 
 
-def test_other_commands_are_the_known_ones():
+def test_other_commands_are_tested_elsewhere():
     """Typed by test_slurm.py, test_dask.py, test_flyte.py and tests/end_to_end/test_url.py."""
     others = {" ".join(words[:2]) for words in COMMANDS if words[:2] != ["harness", "launch"]}
     assert others == {
@@ -51,7 +51,7 @@ def test_every_engine_has_a_section():
     assert {heading.lower() for heading in re.findall(r"^## (\w+)$", PAGE, re.M)} == set(kinds)
 
 
-def test_settings_and_files_named_on_it_exist():
+def test_named_settings_and_files_exist():
     schema = loader.json_schema()
     for key in re.findall(r"`(?:launch|data|runtime|checkpoint|train)\.(?:\w+\.)?(\w+)", PAGE):
         assert f'"{key}"' in schema, key

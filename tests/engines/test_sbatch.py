@@ -1,4 +1,4 @@
-"""What engine slurm makes of a configuration, and of what Slurm says: all without Slurm."""
+"""Engine slurm without Slurm: its scripts, and how it reads the job's output and state."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from harness.cli import main
 from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import Cause
 from harness.engines import launch
 from harness.engines.slurm import engine, sbatch
 from harness.engines.slurm.job_output import JobOutput
@@ -42,13 +43,13 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize(("golden", "words"), [("plain", []), ("everything", EVERYTHING)])
-def test_the_whole_script(planned, golden, words):
+def test_script(planned, golden, words):
     text = engine.render(planned(*words)).replace(sys.executable, "PYTHON")
     assert text == (GOLDEN / f"slurm_{golden}.txt").read_text()
     assert_shell(text)
 
 
-def test_the_whole_array(planned):
+def test_array_script(planned):
     words = ["launch.slurm.requeue=false", "launch.slurm.time=0-00:02:00", "launch.slurm.setup=[date +%j]"]
     jobs = [planned(f"name=trial-{n}", f"optimizer.lr=0.{n}", *words) for n in (1, 2)]
     text = sbatch.array_script(jobs, "sweep", at_once=1).replace(sys.executable, "PYTHON")
@@ -56,7 +57,7 @@ def test_the_whole_array(planned):
     assert_shell(text)
 
 
-def test_dry_run_prints_it(planned, capsys):
+def test_dry_run_prints_the_script(planned, capsys):
     words = ["--engine", "slurm", "--nnodes", "2", "--nproc", "4", "--dry-run"]
     assert main(["launch", "-c", "config.yaml", *words]) == 0
     text = capsys.readouterr().out
@@ -69,7 +70,7 @@ def assert_shell(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "slurm_sweep.sbatch"])
-def test_what_a_person_copies_is_the_engines(name):
+def test_scripts_in_launch_are_current(name):
     """The lines below its settings are those of the engine, and its settings name each of them."""
     text = (ROOT / "launch" / name).read_text()
     head, _, body = text.partition("# From here on there is nothing to edit.\n\n")
@@ -81,7 +82,7 @@ def test_what_a_person_copies_is_the_engines(name):
         assert f"\n#SBATCH --{option}" in head, option
 
 
-def test_trials_of_the_copied_array_are_experiments():
+def test_trials_of_the_array_in_launch_are_valid():
     """Each line of its list is what driver.py understands, and there are as many as tasks."""
     text = (ROOT / "launch" / "slurm_sweep.sbatch").read_text()
     trials = re.findall(r'^    "(.+)"$', text, re.M)
@@ -101,7 +102,7 @@ def test_trials_of_the_copied_array_are_experiments():
         (["launch.slurm.requeue=false", "launch.max_restarts=1"], "contradict each other"),
     ],
 )
-def test_settings_that_cannot_be(planned, words, message):
+def test_contradicting_settings_are_refused(planned, words, message):
     for call in (engine.render, engine.start):
         with pytest.raises(LaunchError, match=message):
             call(planned(*words))
@@ -110,23 +111,23 @@ def test_settings_that_cannot_be(planned, words, message):
 @pytest.mark.parametrize(
     "word", ["partition=a b", "time=tomorrow", "time=12:00:00", "mem=lots", "extra=[exclusive]", "signal_s=0"]
 )
-def test_settings_that_no_script_should_hold(planned, word):
+def test_malformed_settings_are_refused(planned, word):
     with pytest.raises(ConfigError, match=f"launch.slurm.{word.partition('=')[0]}"):
         planned(f"launch.slurm.{word}")
 
 
-def test_tasks_of_an_array_ask_for_the_same(planned):
+def test_tasks_of_an_array_must_have_the_same_settings(planned):
     with pytest.raises(LaunchError, match="a and b differ in launch"):
         sbatch.array_script([planned("name=a"), planned("name=b", "launch.nproc=2")], "sweep")
 
 
-def test_a_file_in_a_folder_that_is_not_there(planned, tmp_path):
+def test_missing_output_folder_is_reported(planned, tmp_path):
     with pytest.raises(LaunchError, match="the folder does not exist") as caught:
         engine.start(planned("launch.slurm.output=logs/%j.txt"))
     assert caught.value.hint == "mkdir -p logs"
 
 
-def test_a_file_that_an_earlier_job_may_have_written(planned):
+def test_output_file_without_the_job_id_is_refused(planned):
     with pytest.raises(LaunchError, match="an earlier job's output in that file"):
         sbatch.script(planned("launch.slurm.output=run.txt"))
 
@@ -142,7 +143,7 @@ def test_time_limits(limit, seconds):
 # What Slurm says
 
 
-def test_state_of_a_job():
+def test_job_state_is_parsed():
     line = (
         "JobId=7 ArrayJobId=7 JobName=a b JobState=PENDING Reason=BeginTime Dependency=(null) Requeue=1 Restarts=2 "
         "StartTime=2026-01-02T03:04:05 EndTime=Unknown NodeList=(null) StdErr=/x y/7.txt StdOut=/x y/7.txt"
@@ -165,7 +166,7 @@ srun: error: n0: task 1: something new
 slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED ***"""
 
 
-def test_output_is_shown_as_it_comes_and_understood(tmp_path, capsys):
+def test_output_is_shown_while_it_grows_and_parsed(tmp_path, capsys):
     path = tmp_path / "7.txt"
     output = JobOutput()
     assert not output.show()  # nobody knows yet where it is
@@ -181,124 +182,96 @@ def test_output_is_shown_as_it_comes_and_understood(tmp_path, capsys):
     assert not output.over
 
 
-@pytest.mark.parametrize(("again", "over"), [("no", True), ("yes", False), ("no, Slurm was told not to", True)])
-def test_whether_the_script_is_over(tmp_path, again, over):
-    lines = ["harness: job 7, start 1, on n0", f"harness: job 7: exit code 70, another start: {again}"]
-    (tmp_path / "7.txt").write_text("\n".join(lines))
-    output = JobOutput()
-    output.path = str(tmp_path / "7.txt")
-    output.show(last=True)
-    assert output.over == over
+PREFIX = ["harness: job 7, start 1, on n0"]
+END = "harness: job 7: exit code {}, another start: {}"
+SRUN_KILLED = "srun, which started the ranks, was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
-    ("lines", "lost"),
+    ("lines", "over", "lost"),
     [
-        (["harness: job 7: exit code 137, another start: no"], "srun, which started the ranks, was killed by SIGKILL"),
-        (["srun: error: n1: task 1: Killed", "harness: job 7: exit code 137, another start: no"], ""),
-        (["srun: error: Node failure on n1", "harness: job 7: exit code 143, another start: no"], "Node failure on n1"),
-        (["harness: job 7: exit code 137, another start: yes"], ""),
+        ([END.format(70, "no")], True, ""),
+        ([END.format(70, "yes")], False, ""),
+        ([END.format(70, "no, Slurm was told not to")], True, ""),
+        ([END.format(137, "no")], True, SRUN_KILLED),
+        (["srun: error: n1: task 1: Killed", END.format(137, "no")], True, ""),
+        (["srun: error: Node failure on n1", END.format(143, "no")], True, "Node failure on n1"),
+        ([END.format(137, "yes")], False, ""),
     ],
 )
-def test_srun_itself_may_die(tmp_path, lines, lost):
-    (tmp_path / "7.txt").write_text("\n".join(["harness: job 7, start 1, on n0", *lines]))
+def test_end_of_the_script_is_parsed(tmp_path, lines, over, lost):
+    (tmp_path / "7.txt").write_text("\n".join([*PREFIX, *lines]))
     output = JobOutput()
     output.path = str(tmp_path / "7.txt")
     output.show(last=True)
-    assert (output.lost or output.killed) == lost
+    assert (output.over, output.lost or output.killed) == (over, lost)
 
 
-def lost_by(run: engine.SlurmRun) -> str:
-    return run.follow().exits[-1].message
+# Following a job
 
 
-def test_nobody_waits_for_a_node_that_does_not_answer(planned, monkeypatch):
-    """Slurm keeps the job for minutes when all that there is to know is known."""
-    Answers(monkeypatch, "RUNNING", "COMPLETING")
-    monkeypatch.setattr(engine, "_LINGER_S", 0.05)
-    monkeypatch.setattr(engine, "down", lambda nodes: "n1 (completing*)")
-    run = engine.SlurmRun(planned(), "7")
-    run._output.over, run._output.start = True, 1
-    assert lost_by(run) == "nodes that Slurm has lost: n1 (completing*)"
+class Controller:
+    """Replaces slurmctld: returns the ``states`` of a job in turn, None for a forgotten job, "no answer" for none.
 
+    A number after a state counts the job's restarts. ``output`` is the content of the job's output file.
+    """
 
-class Answers:
-    """slurmctld, as far as ``follow`` sees it: the states of a job in turn, or no answer."""
-
-    def __init__(self, monkeypatch, *states: str | None) -> None:
-        self._states, self.asked = list(states), 0
+    def __init__(self, monkeypatch, tmp_path, *states: str | None, output: str = "", down: str = "") -> None:
+        self._states, self.asked, self._output = list(states), 0, tmp_path / "7.txt"
+        self._output.write_text(output)
         monkeypatch.setattr(engine, "job_state", self.state)
-        monkeypatch.setattr(engine, "down", lambda nodes: "")
+        monkeypatch.setattr(engine, "down", lambda nodes: down)
         for name in ("_POLL_S", "_SOON_S", "_SELDOM_S"):
             monkeypatch.setattr(engine, name, 0.001)
+        for name in ("_LINGER_S", "_NO_ANSWER_S"):
+            monkeypatch.setattr(engine, name, 0.05)
 
     def state(self, number: str) -> JobState | None:
         self.asked += 1
         name = self._states.pop(0) if len(self._states) > 1 else self._states[0]
-        if name == "deaf":
+        if name == "no answer":
             raise NoAnswer("Unable to contact slurm controller (connect failure)")
         name, _, restarts = (name or "").partition(" ")
-        return JobState(name, restarts=int(restarts or 0)) if name else None
+        return JobState(name, restarts=int(restarts or 0), output=str(self._output)) if name else None
 
 
-def test_a_controller_that_is_away_for_a_while(planned, monkeypatch):
-    answers = Answers(monkeypatch, "PENDING", "deaf", "deaf", "RUNNING", "COMPLETED")
-    assert engine.SlurmRun(planned(), "7").follow() == EngineReport()
-    assert answers.asked == 5
+OVER = "\n".join([*PREFIX, END.format(70, "no"), ""])
+KILLED = "\n".join([*PREFIX, END.format(137, "no"), ""])
+# What the controller does, and the reported loss.
+FOLLOWED = {
+    "away for a while": (["PENDING", "no answer", "RUNNING", "COMPLETED"], {}, ""),
+    "away": (["RUNNING", "no answer"], {}, "slurm controller (connect failure); job 7 may still run"),
+    "job forgotten": (["RUNNING", None], {}, ""),
+    "job out of time": (["RUNNING", "COMPLETING", "TIMEOUT"], {}, "Slurm ended job 7: TIMEOUT"),
+    "job out of memory": (["RUNNING", "OUT_OF_MEMORY"], {}, "Slurm ended job 7: OUT_OF_MEMORY"),
+    "srun killed": (["RUNNING", "RUNNING", "FAILED"], {"output": KILLED}, SRUN_KILLED),
+    "state goes before srun": (["RUNNING", "RUNNING", "TIMEOUT"], {"output": KILLED}, "Slurm ended job 7: TIMEOUT"),
+    "node that does not answer": (["RUNNING", "COMPLETING"], {"output": OVER, "down": "n1 (completing*)"},
+                                  "nodes that Slurm has lost: n1 (completing*)"),
+    "restarted by Slurm": (["COMPLETING 1", "PENDING 1", "RUNNING 1", "COMPLETED 1"], {"output": OVER}, ""),
+}  # fmt: skip
 
 
-def test_a_controller_that_is_away_for_ever(planned, monkeypatch):
-    Answers(monkeypatch, "RUNNING", "deaf")
-    monkeypatch.setattr(engine, "_NO_ANSWER_S", 0.05)
-    assert lost_by(engine.SlurmRun(planned(), "7")).endswith("(connect failure); job 7 may still run")
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_job_is_followed_to_its_end(planned, monkeypatch, tmp_path, case):
+    states, options, lost = FOLLOWED[case]
+    controller = Controller(monkeypatch, tmp_path, *states, **options)
+    report = engine.SlurmRun(planned(), "7").follow()
+    assert bool(report.exits) == bool(lost)
+    assert all(exit.cause is Cause.NODE_LOST and exit.message.endswith(lost) for exit in report.exits)
+    assert controller.asked >= len(states)
 
 
-@pytest.mark.parametrize("name", ["TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "CANCELLED"])
-def test_jobs_that_slurm_ended(planned, monkeypatch, name):
-    Answers(monkeypatch, "RUNNING", "COMPLETING", name)
-    assert lost_by(engine.SlurmRun(planned(), "7")) == f"Slurm ended job 7: {name}"
-
-
-@pytest.mark.parametrize(
-    ("name", "lost"),
-    [("FAILED", "srun, which started the ranks, was killed by SIGKILL"), ("TIMEOUT", "Slurm ended job 7: TIMEOUT")],
-)
-def test_what_slurm_says_of_a_job_goes_before_what_its_script_says_of_srun(planned, monkeypatch, tmp_path, name, lost):
-    Answers(monkeypatch, "RUNNING", name)
-    (tmp_path / "7.txt").write_text(
-        "harness: job 7, start 1, on n0\nharness: job 7: exit code 137, another start: no\n"
-    )
-    run = engine.SlurmRun(planned(), "7")
-    run._output.path = str(tmp_path / "7.txt")
-    run._output.show()
-    assert lost_by(run) == lost
-
-
-def test_a_job_that_slurm_has_forgotten(planned, monkeypatch):
-    Answers(monkeypatch, "RUNNING", None)
-    assert engine.SlurmRun(planned(), "7").follow() == EngineReport()
-
-
-def test_slurm_starts_it_again_where_its_script_would_not(planned, monkeypatch):
-    """A lost node, which Slurm notices while the ranks' failure comes to the script."""
-    answers = Answers(monkeypatch, "COMPLETING 1", "PENDING 1", "RUNNING 1", "COMPLETED 1")
-    monkeypatch.setattr(engine, "_LINGER_S", 0.0)
-    run = engine.SlurmRun(planned(), "7")
-    run._output.over, run._output.start = True, 1
-    assert run.follow() == EngineReport()
-    assert answers.asked == 4
-
-
-def test_stopping_asks_then_insists(planned, monkeypatch):
-    """Asked: not to be started again, a checkpoint. Asked again, or after the grace period: ended."""
-    said = []
-    monkeypatch.setattr(engine, "_quietly", lambda *words: said.append(" ".join(words)))
-    Answers(monkeypatch, *["RUNNING"] * 50, "CANCELLED")
+def test_stop_requests_a_checkpoint_and_then_cancels(planned, monkeypatch, tmp_path):
+    """At first without a requeue; on the second call, or after the grace period, the job is cancelled."""
+    sent = []
+    monkeypatch.setattr(engine, "_quietly", lambda *words: sent.append(" ".join(words)))
+    Controller(monkeypatch, tmp_path, *["RUNNING"] * 50, "CANCELLED")
     run = engine.SlurmRun(planned("launch.grace_s=0.01"), "7")
     run.stop()
-    assert said == ["scontrol update JobId=7 Requeue=0", "scancel --state=PENDING 7", "scancel --signal=TERM 7"]
+    assert sent == ["scontrol update JobId=7 Requeue=0", "scancel --state=PENDING 7", "scancel --signal=TERM 7"]
     assert run.follow() == EngineReport(stopped=True)
-    assert "scancel 7" in said
-    said.clear()
+    assert "scancel 7" in sent
+    sent.clear()
     run.stop()
-    assert said == ["scancel --signal=KILL 7", "scancel 7"]
+    assert sent == ["scancel --signal=KILL 7", "scancel 7"]

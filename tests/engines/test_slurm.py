@@ -43,14 +43,14 @@ def stripes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, stripes):
-    """The run folder of an unbroken run on two ranks, by no engine."""
+    """The run folder of an unbroken run on two ranks, without an engine."""
     folder = tmp_path_factory.mktemp("unbroken")
     assert run(write_config(folder, stripes, model=slow(folder, 0.0), train=EACH_STEP), 2) == [0, 0]
     return folder / "runs" / "run"
 
 
 def slow(folder: Path, step_s: float):
-    """A model that takes its time until the file ``fast`` is there."""
+    """A model that is slow until the file ``fast`` exists."""
     return {"name": f"{MODELS}.Slow", "args": {"step_s": step_s, "until": str(folder / "fast")}}
 
 
@@ -79,7 +79,7 @@ def ranks(run_: Started) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-def test_slurm_accepts_what_is_rendered(cluster, tmp_path, stripes):
+def test_slurm_accepts_the_scripts(cluster, tmp_path, stripes):
     job = launch.plan(str(configured(tmp_path, stripes, time="1:00:00", mem="100M", extra=["--nice=5"])), [])
     script = tmp_path / "job.sh"
     for text in (engine.render(job), engine.array_script([job, job], "several")):
@@ -89,8 +89,8 @@ def test_slurm_accepts_what_is_rendered(cluster, tmp_path, stripes):
         cluster.ask("sbatch", "--test-only", str(ROOT / "launch" / name))
 
 
-def test_refused(cluster, tmp_path, stripes, monkeypatch):
-    """What is wrong is told by Slurm itself, before anything is left behind."""
+def test_errors_of_slurm_are_reported(cluster, tmp_path, stripes, monkeypatch):
+    """Slurm's own error message, with nothing left behind."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     job = launch.plan(str(configured(tmp_path, stripes)), ["launch.slurm.partition=gpu", "launch.nnodes=8"])
     with pytest.raises(LaunchError, match="sbatch refused the job: .*invalid partition"):
@@ -112,8 +112,8 @@ def test_exception_on_rank_1(cluster, tmp_path, stripes):
 
 
 def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, monkeypatch):
-    """kill -9 of rank 1: one report in time, nobody left. The same command goes on; Ctrl-C ends it with a checkpoint;
-    the same command gives the unbroken run."""
+    """SIGKILL of rank 1 gives one report in time and leaves no process. The same command resumes; Ctrl-C stops it with
+    a checkpoint; the same command gives the weights of the unbroken run."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     config, folder = configured(tmp_path, stripes), tmp_path / "runs" / "run"
     with launched(cluster, config) as run_:
@@ -147,8 +147,8 @@ def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, mon
 
 
 def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
-    """A more urgent job takes the nodes (SIGTERM), then the time limit draws near (SIGUSR1): each time a checkpoint and
-    another start of the same job, which nobody but Slurm asks for."""
+    """A more urgent job takes the nodes (SIGTERM), then the time limit approaches (SIGUSR1): each time there is a
+    checkpoint and a requeue of the same job."""
     config, folder = configured(tmp_path, stripes, step_s=2.0, time="60"), tmp_path / "runs" / "run"
     with launched(cluster, config) as run_:
         number = number_of(run_)
@@ -169,7 +169,7 @@ def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
 
 
 def begins_again(cluster, run_: Started, number: str, count: int, minutes: int | None = None) -> None:
-    """Until the job is started for the ``count``-th time, with another time limit if ``minutes`` are given."""
+    """Wait for the job's start number ``count``; ``minutes``: a new time limit."""
     wait_until(lambda: "resumes at" in run_.text().rpartition(", start ")[2], START_S, "a requeued job")
     if minutes:
         cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
@@ -177,8 +177,7 @@ def begins_again(cluster, run_: Started, number: str, count: int, minutes: int |
 
 
 def test_lost_node(cluster, tmp_path, stripes, unbroken):
-    """The report on it does not wait for Slurm to notice; where the job may begin again, it waits for a node and goes
-    on."""
+    """The report does not wait until Slurm notices. A job that may restart waits for a node and resumes."""
     config, folder = configured(tmp_path, stripes), tmp_path / "runs" / "run"
     cluster.reconfigure(SlurmdTimeout=300, KillWait=30)  # as they are if nobody changes them
     for steps, lost, left in ((1, 1, 0), (3, 0, 1)):  # the first node has the job's script, too
@@ -213,8 +212,8 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
     assert_same_run(unbroken, folder)
 
 
-def test_the_same_weights_from_an_array_and_from_a_copied_script(cluster, tmp_path, stripes, unbroken, monkeypatch):
-    """Two trials at once, each followed by its own number; and launch/slurm.sbatch, edited as a person would."""
+def test_array_and_copied_script_give_the_same_weights(cluster, tmp_path, stripes, unbroken, monkeypatch):
+    """Two trials at once, each followed by its own id; and launch/slurm.sbatch, edited by hand."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     config = str(configured(tmp_path, stripes, step_s=0.0))
     jobs = [launch.plan(config, [f"name={name}", "launch.nnodes=1", "launch.nproc=2"]) for name in ("one", "two")]
@@ -234,8 +233,8 @@ def test_the_same_weights_from_an_array_and_from_a_copied_script(cluster, tmp_pa
     assert_same_run(unbroken, tmp_path / "runs" / "copied")
 
 
-def test_handed_over(cluster, tmp_path, stripes, monkeypatch, capsys):
-    """--detach prints the job's number, and nobody follows it."""
+def test_detached_job(cluster, tmp_path, stripes, monkeypatch, capsys):
+    """--detach prints the job id without following the job."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     config = configured(tmp_path, stripes)
     assert main(["launch", "-c", str(config), "--detach", "launch.slurm.extra=[--hold]"]) == 0

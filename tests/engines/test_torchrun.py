@@ -1,4 +1,4 @@
-"""Engine torchrun on one machine: what it would run, the same weights as ever, restarts, exit codes, nobody left over.
+"""Engine torchrun on one machine: commands, the same weights, restarts, exit codes, no process left.
 
 Several machines: test_nodes_elastic.
 """
@@ -50,7 +50,7 @@ def folder_of(config):
 
 
 def slow(folder, data):
-    """An experiment that takes its time until the file that comes second is there."""
+    """A slow experiment, and the file that makes it fast once it exists."""
     go = folder / "go"
     model = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.2, "until": str(go)}}
     train, runtime = {"epochs": 6, "log_every": 1}, {"device": "cpu", "timeout_s": 100}  # nothing ends by this limit
@@ -68,7 +68,7 @@ def num_starts(folder):
     return 0
 
 
-# What it would run
+# Commands
 
 SHAPES = {
     "one": ["launch.nproc=2", "launch.max_restarts=3", "launch.env={NCCL_DEBUG: INFO}"],
@@ -106,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused(tmp_path, stripes, case):
+def test_settings_that_cannot_work_are_refused(tmp_path, stripes, case):
     words, message = REFUSED[case]
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words])
     for call in (torchrun.render, torchrun.start):
@@ -149,7 +149,7 @@ RANGE = ["nnodes=2", "min_nodes=1", "max_restarts=1", "rendezvous=127.0.0.1:1"]
     [(0, [], True, ""), (2, [], True, ""), (75, [], True, GONE), (70, [], True, GONE),
      (70, ["max_restarts=1"], False, GONE), (75, RANGE, False, "")],
 )  # fmt: skip
-def test_a_launcher_without_ranks_is_ended_unless_it_may_start_others(
+def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
     tmp_path, stripes, monkeypatch, exit_code, words, is_ended, lost
 ):
     """Rank 1 is on another machine, and left a record in an earlier start."""
@@ -173,7 +173,7 @@ def test_a_launcher_without_ranks_is_ended_unless_it_may_start_others(
     assert not list(tmp_path.glob("harness-torchrun-*"))
 
 
-# For real
+# Whole runs
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_exception_on_rank_1(tmp_path, stripes):
         assert not run_.alive()
     ours, _, summary = run_.text().partition("Root Cause (first observed failure)")
     assert ours.count("ArithmeticError: a layer went wrong, only here") == 1
-    assert "ArithmeticError: a layer went wrong, only here" in summary  # torchrun's own, which had no traceback
+    assert "ArithmeticError: a layer went wrong, only here" in summary  # torchrun's own summary
     assert re.search(r"rank      : 1 \(local_rank: 1\)\n\s+exitcode  : 70", summary)
     assert "error_file: <N/A>" not in run_.text()
     assert "failed: rank 1 on" in summary
@@ -192,9 +192,9 @@ def test_exception_on_rank_1(tmp_path, stripes):
 
 
 @pytest.mark.slow
-def test_killed_ranks_then_launcher_then_harness_then_the_end(tmp_path, stripes):
-    """A restart meets at once; without one left, a report. The same command four times: nothing of it is left each
-    time, and in the end it is the unbroken run."""
+def test_killed_rank_launcher_and_harness_then_exact_end(tmp_path, stripes):
+    """With a restart the ranks meet again; without one there is a report. The same command four times leaves no
+    process, and ends with the weights of the unbroken run."""
     config, go = slow(tmp_path / "torchrun", stripes)
     folder = folder_of(config)
 
@@ -221,7 +221,7 @@ def test_killed_ranks_then_launcher_then_harness_then_the_end(tmp_path, stripes)
         run_.signal(signal.SIGKILL, _launcher(run_))
         assert run_.wait(END_S) == 75
         assert not run_.alive()
-    # One rank at least has noticed, by its parent or by the store, which the launcher keeps; the other may have heard.
+    # At least one rank has noticed, by its parent or the launcher's store; the other may have learned it from that one.
     assert any("launcher" in reason for reason in reasons())
     assert run_.text().splitlines()[-1].startswith("stopped early with a checkpoint: ")
 
@@ -247,8 +247,8 @@ def _launcher(run_):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "torchrun"])
-def test_ranks_that_have_not_met_do_not_outlive_their_launcher(tmp_path, stripes, engine):
-    """Both are held up, one of them before it looks for the other; whoever started them is killed."""
+def test_ranks_before_rendezvous_end_with_their_launcher(tmp_path, stripes, engine):
+    """Both wait, rank 1 before it looks for rank 0; their parent is killed."""
     config, _ = slow(tmp_path, stripes)
     (tmp_path / "sitecustomize.py").write_text(HELD_UP)
     with started(command(config, engine=engine), tmp_path / "terminal.txt", PYTHONPATH=str(tmp_path)) as run_:
@@ -264,7 +264,7 @@ def test_ranks_that_have_not_met_do_not_outlive_their_launcher(tmp_path, stripes
     assert not (tmp_path / "runs").exists()
 
 
-# What a rank runs first: rank 0 says when it is about to meet the others, and rank 1 is late for it.
+# Runs at the start of a rank: rank 0 marks that it looks for its peer, and rank 1 is late.
 HELD_UP = """
 import os, sys, threading, time
 if "RANK" in os.environ:
@@ -288,7 +288,7 @@ if "RANK" in os.environ:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it asks for a CUDA device where there is none")
-def test_the_ranks_own_exit_code_before_they_meet(tmp_path, stripes):
+def test_exit_code_of_an_error_before_rendezvous(tmp_path, stripes):
     config = write_config(tmp_path, stripes)
     with started(command(config, "runtime.device=cuda"), tmp_path / "terminal.txt") as run_:
         assert run_.wait(START_S) == 2

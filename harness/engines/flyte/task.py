@@ -23,8 +23,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.file import FlyteFile
 
 from harness.distributed.launch_env import detect
-from harness.distributed.monitor import EngineReport, follow_until_done
-from harness.distributed.rank_exit import RankExit
+from harness.distributed.monitor import follow_until_done
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines import local
 from harness.engines.base import Job, plan
@@ -78,24 +77,11 @@ def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
     the result of rank 0. Raises as ``train_node`` does."""
     place = detect(os.environ)
     job = _job(path, overrides, f"launch.nproc={place.world_size}")  # whatever the source was written for
-    run = OneRank(job)
-    code = follow_until_done(run, _STOPPING).exits[0].exit_code
+    rank = WorkerGroup({place.rank: Worker(job.command(), {**os.environ, **job.environ()})}, job.settings.grace_s)
+    code = follow_until_done(rank, _STOPPING).exits[0].exit_code
     if code != EXIT_DONE:
         raise _error(code, f"a rank ended with exit code {code}{_first_failure(job.folder)}")
     return _results(job) if place.rank == 0 else None  # other machines may not have the run folder
-
-
-class OneRank:
-    """A rank whose launch environment is that of this process."""
-
-    def __init__(self, job: Job) -> None:
-        self._group = WorkerGroup({0: Worker(job.command(), {**os.environ, **job.environ()})}, job.settings.grace_s)
-
-    def follow(self) -> EngineReport:
-        return EngineReport([RankExit.from_code(0, self._group.wait()[0])])
-
-    def stop(self) -> None:
-        self._group.stop()
 
 
 def _end_with_engine() -> None:
