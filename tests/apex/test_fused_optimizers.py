@@ -28,6 +28,7 @@ from tests.apex.optimizer_cases import (
     tensors_in,
     train,
 )
+from tests.apex.shared import floating_dtypes, through_a_file
 
 pytestmark = pytest.mark.contract(
     "5.5.FusedAdam",
@@ -37,18 +38,6 @@ pytestmark = pytest.mark.contract(
     "5.5.FusedNovoGrad",
     "5.5.FusedAdagrad",
 )
-
-
-def saved(optimizer):
-    """A file with the optimizer's state dict."""
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    return buffer
-
-
-def state_dtypes(optimizer):
-    return {value.dtype for state in optimizer.state.values() for value in state.values()}
 
 
 @every_case
@@ -68,7 +57,7 @@ def test_reduced_precision_is_the_float32_update_rounded(make, dtype):
             assert torch.equal(p, w.to(dtype))
             if not has_masters:
                 w.data.copy_(p.data)  # the bits that were rounded off are lost
-    assert state_dtypes(narrow_optimizer) == {torch.float32}
+    assert floating_dtypes(narrow_optimizer.state) == {torch.float32}
 
 
 @every_case
@@ -78,7 +67,7 @@ def test_resumes_bit_for_bit_from_disk(make):
     train(optimizer, params, 3)
     others = copied(params)
     other = make(others)
-    other.load_state_dict(torch.load(saved(optimizer), weights_only=True))
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_equal(other.state_dict(), optimizer.state_dict())
     assert_same_training([(params, optimizer), (others, other)], 3, start=3)
     assert_equal(other.state_dict(), optimizer.state_dict())
@@ -101,7 +90,7 @@ def test_hooks_see_the_loaded_state_unrounded(make):
     optimizer = make(params)
     train(optimizer, params, 1)
     seen = set()
-    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.update(state_dtypes(loaded)))
+    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.update(floating_dtypes(loaded.state)))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == {torch.float32}
 
@@ -115,7 +104,7 @@ def test_state_that_was_cast_to_half_is_widened_again(make):
     for state in optimizer.state.values():
         state.update((key, value.half()) for key, value in state.items())
     train(optimizer, params, 1, start=1)
-    assert state_dtypes(optimizer) == {torch.float32}
+    assert floating_dtypes(optimizer.state) == {torch.float32}
 
 
 @every_case
@@ -358,7 +347,7 @@ def test_overflow_under_amp_skips_exactly_one_step(make, level):
     assert_equal(optimizer.state_dict(), state)
     losses += [amp_step(model, optimizer, 0) for _ in range(4)]
     assert losses[-1] < losses[0]
-    assert state_dtypes(optimizer) == {torch.float32}
+    assert floating_dtypes(optimizer.state) == {torch.float32}
 
 
 @every_case
@@ -463,5 +452,8 @@ def test_cuda_equals_cpu_without_host_sync(make):
         torch.testing.assert_close(b.cpu(), a, rtol=1e-3 if a.dtype is HALF else 1e-5, atol=1e-5)
     others = copied(on_gpu)
     other = make(others)
-    other.load_state_dict(torch.load(saved(second), map_location="cpu", weights_only=True))
+    file = io.BytesIO()
+    torch.save(second.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, map_location="cpu"))
     assert_same_training([(on_gpu, second), (others, other)], 1, start=3)
