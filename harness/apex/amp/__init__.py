@@ -7,7 +7,10 @@
     optimizer.step()
 
 Levels: O0 float32; O1 casts around operations (float16), O4 the same in bfloat16; O2 float16 model with float32 batch
-norm and master weights, O5 the same in bfloat16; O3 float16 throughout. ``reset`` is not Apex's: it forgets everything.
+norm and master weights, O5 the same in bfloat16; O3 float16 throughout. ``reset``, which Apex lacks, undoes everything.
+
+Start reading at ``initialize``, then ``scale_loss`` with ``gradients`` and ``scaler``. Casts are in ``model_casts``
+(O0, O2, O3, O5) and ``cast_engine`` (O1, O4); changes to optimizers in ``optimizer_patches`` and ``stash``.
 """
 
 from __future__ import annotations

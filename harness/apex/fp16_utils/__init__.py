@@ -1,4 +1,4 @@
-"""Master weights and loss scaling by hand, under the names of Apex's ``fp16_utils``: what came before ``amp``."""
+"""Master weights and loss scaling by hand, under the names of Apex's ``fp16_utils``, the predecessor of ``amp``."""
 
 from __future__ import annotations
 
