@@ -75,11 +75,8 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     return _rms_norm(input, weight, normalized_shape, eps, input.dtype if weight is None else weight.dtype)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` whose result has the input's dtype; parameters ``weight`` and ``bias``.
-
-    ``normalized_shape``: the last dimensions, an int or several. ``eps`` is added to the variance.
-    """
+class _InputDtype:
+    """Constructor of the plain norms, whose result has the input's dtype."""
 
     def __init__(
         self,
@@ -88,45 +85,15 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(_size(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        super().__init__(_size(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)  # type: ignore[call-arg]
         self.memory_efficient = memory_efficient
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``(..., *normalized_shape)`` to the same shape."""
-        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self._result_dtype(input))
 
     def _result_dtype(self, input: Tensor) -> torch.dtype:
         return input.dtype
 
 
-class FusedRMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` whose result has the input's dtype, with a default ``eps`` of 1e-5; parameter ``weight``.
-
-    ``normalized_shape``: the last dimensions, an int or several. ``eps`` is added to the mean square.
-    """
-
-    eps: float
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_size(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``(..., *normalized_shape)`` to the same shape."""
-        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, self._result_dtype(input))
-
-    def _result_dtype(self, input: Tensor) -> torch.dtype:
-        return input.dtype
-
-
-class _Mixed:
-    """Makes the result of a norm have the dtype of ``weight``, so the norm always has parameters."""
+class _ParameterDtype(_InputDtype):
+    """Constructor of the Mixed norms, whose result has the dtype of ``weight``; so they always have parameters."""
 
     weight: nn.Parameter
 
@@ -141,17 +108,41 @@ class _Mixed:
             )
         if others:
             raise TypeError(f"{name}: unknown argument {next(iter(others))!r}.")
-        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)  # type: ignore[call-arg]
+        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
     def _result_dtype(self, input: Tensor) -> torch.dtype:
         return self.weight.dtype
 
 
-class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+class FusedLayerNorm(_InputDtype, nn.LayerNorm):
+    """``nn.LayerNorm`` whose result has the input's dtype; parameters ``weight`` and ``bias``.
+
+    ``normalized_shape``: the last dimensions, an int or several. ``eps`` is added to the variance.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(..., *normalized_shape)`` to the same shape."""
+        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self._result_dtype(input))
+
+
+class FusedRMSNorm(_InputDtype, nn.RMSNorm):
+    """``nn.RMSNorm`` whose result has the input's dtype, with a default ``eps`` of 1e-5; parameter ``weight``.
+
+    ``normalized_shape``: the last dimensions, an int or several. ``eps`` is added to the mean square.
+    """
+
+    eps: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(..., *normalized_shape)`` to the same shape."""
+        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, self._result_dtype(input))
+
+
+class MixedFusedLayerNorm(_ParameterDtype, FusedLayerNorm):
     """Layer norm whose result has the dtype of its parameters."""
 
 
-class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+class MixedFusedRMSNorm(_ParameterDtype, FusedRMSNorm):
     """RMS norm whose result has the dtype of its ``weight``."""
 
 

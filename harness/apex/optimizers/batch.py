@@ -1,4 +1,4 @@
-"""``ParameterBatch``: parameters that one kernel call can take, and helpers that give tensors the dtype and layout it needs.
+"""``ParameterBatch``: parameters for one kernel call, and helpers that give tensors the dtype and layout it needs.
 
 All arithmetic is in the *wide* dtype: float32 for float16 and bfloat16 parameters, else the parameter's own dtype.
 """
