@@ -110,12 +110,16 @@ def command() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as ``sys.exit(code)`` does, but for taking Python apart, which with torch loaded lasts a second
-    or more. A late signal or a library that aborts would change ``code`` in it, and the launcher believe that."""
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
+    """Exit with ``code`` like ``sys.exit``, but skip the teardown of the interpreter.
+
+    A signal or a library that aborts during the teardown would replace ``code``, which launchers and schedulers act on.
+    With torch loaded the teardown also takes 0.3 s (medians of 6 pairs on 2 cores: 0.45 s to exit with it, 0.13 s
+    without).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads and thread pools, as multiprocessing does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)
 

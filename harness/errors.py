@@ -1,7 +1,7 @@
-"""The errors a user may see: what was seen, where, and what to type next.
+"""Errors that users see: where, what was found, and what to type instead.
 
-Every class carries the exit code its kind ends the process with (see DESIGN in the README): 2 for configuration
-or usage, 65 for bad data, 70 for a failure inside. Anything that is not one of these is a bug of ours.
+Each class has the exit code of the process: 2 for configuration or usage, 65 for bad data, 70 for other failures. Any
+other exception is a bug.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ EXIT_DONE = 0
 EXIT_USAGE = 2
 EXIT_DATA = 65
 EXIT_FAILURE = 70
-EXIT_INTERRUPTED = 130  # Ctrl-C before there was anything to stop, as shells say it
-EXIT_STOPPED = 75  # stopped early with a checkpoint: a scheduler should start the same command again
+EXIT_INTERRUPTED = 130  # Ctrl-C before a run has started, as in shells
+EXIT_STOPPED = 75  # stopped early with a checkpoint; the same command resumes the run
 
 
 class HarnessError(Exception):
-    """Base of all errors meant for the user: ``where: message`` and, on its own line, ``hint``."""
+    """Base class; printed as ``where: message`` and ``hint`` on a line of its own."""
 
     exit_code = EXIT_FAILURE
     origin_rank: int | None = None  # the rank that failed, when all ranks raise its error
@@ -29,12 +29,12 @@ class HarnessError(Exception):
         return f"{text}\n  -> {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple:
-        # Exceptions cross process borders (loader workers, ranks); keyword arguments would be lost by the default.
+        # Exceptions are pickled between processes (loader workers, ranks), which loses keyword arguments by default.
         return _rebuild, (type(self), self.message, self.where, self.hint)
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
-    """Of what ``error`` says; ``otherwise``, or its kind, where it says nothing."""
+    """The first line of ``error``; ``otherwise``, or the name of its class, if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__ if otherwise is None else otherwise)
 
 
@@ -43,13 +43,13 @@ def _rebuild(cls: type[HarnessError], message: str, where: str, hint: str) -> Ha
 
 
 class ConfigError(HarnessError):
-    """The YAML, an override or a combination of them is wrong."""
+    """The YAML, an override, or a combination of settings is wrong."""
 
     exit_code = EXIT_USAGE
 
 
 class LaunchError(HarnessError):
-    """The environment in which the process was started is incomplete or contradicts itself."""
+    """The launch environment is incomplete or contradictory, or an engine cannot start the run."""
 
     exit_code = EXIT_USAGE
 
@@ -61,12 +61,12 @@ class DataError(HarnessError):
 
 
 class CheckpointError(HarnessError):
-    """A checkpoint cannot be written or read."""
+    """A checkpoint or another file of a run cannot be written or read."""
 
     exit_code = EXIT_FAILURE
 
 
 class TrainingError(HarnessError):
-    """Training itself went wrong: a loss that is not finite, a peer that died."""
+    """Training failed: the loss is not finite, or another rank died."""
 
     exit_code = EXIT_FAILURE
