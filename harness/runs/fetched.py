@@ -31,7 +31,7 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
         )
     latest = f"{layout.CHECKPOINTS}/{layout.LATEST}"
     newest = store.read(latest).strip() if checkpoint else ""
-    wanted = (f"{layout.LOGS}/{layout.rank_log(0)}", *((latest,) if newest else ()))
+    wanted = (f"{layout.LOGS}/{layout.rank_exit(0)}", *((latest,) if newest else ()))
     chosen = {
         name: mark for name, mark in files.items()
         if name in wanted or (newest and name.startswith(f"{layout.CHECKPOINTS}/{newest}/"))

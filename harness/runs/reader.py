@@ -7,30 +7,23 @@ files are no error; they are listed in the ``problems`` of the record.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.json
 import yaml
 
+from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line
-from harness.runs import layout
+from harness.runs import exit_files, layout
+from harness.runs.metrics_table import incomplete, read_metrics
 
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
 """finished: trained to its end · stopped: on request, with a checkpoint · pruned: by its sweep · failed: has a
 failure.json · unfinished: still running, or killed · waiting: a trial that has not started · unreadable: no run."""
 
-_REAL, _WHOLE = pa.float64(), pa.int64()
-_KNOWN = pa.schema(
-    {"split": pa.string(), "step": _WHOLE, "epoch": _WHOLE, "samples": _WHOLE, "skipped": _WHOLE, "wall_s": _REAL,
-     "loss": _REAL, "lr": _REAL, "loss_scale": _REAL, "samples_per_s": _REAL, "data_wait": _REAL}
-)  # fmt: skip
-_TAIL_BYTES = 1 << 16  # enough for the last line of a file
-_LAST_LINES = 5  # of a log: a run that was stopped reports it there
 _Yaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # thousands of files are read
 
 
@@ -86,11 +79,7 @@ class Record:
 
         The columns of training lines always exist. Lines that are not JSON are left out and reported in ``problems``.
         """
-        try:
-            text = (self.path / layout.METRICS).read_bytes()
-        except OSError:
-            return _KNOWN.empty_table()
-        table, problem = _parsed(text)
+        table, problem = read_metrics(self.path / layout.METRICS)
         if problem and problem not in self.problems:
             self.problems.append(problem)
         return table
@@ -242,76 +231,12 @@ def _yaml(text: str) -> Any:
 
 
 def _missing(path: Path) -> list[str]:
-    """Files that every trained run has and this one lacks, and whether the metrics log breaks off within a line."""
-    problems = [
-        f"{name} is missing" for name in (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
-        if not (path / name).is_file()
-    ]  # fmt: skip
-    last = _tail(path / layout.METRICS).rpartition(b"\n")[2]
-    if last and not isinstance(_line(last), dict):
-        problems.append(_HALF)
-    return problems
-
-
-_HALF = "metrics.jsonl ends in mid-line: the run was killed while it wrote, or is writing"
-
-
-def _tail(path: Path) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read()
-    except OSError:
-        return b""
+    """Files that every trained run has and this one lacks, and whether the metrics log ends in mid-line."""
+    names = (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
+    problems = [f"{name} is missing" for name in names if not (path / name).is_file()]
+    return [*problems, *filter(None, [incomplete(path / layout.METRICS)])]
 
 
 def _was_stopped(path: Path) -> bool:
-    lines = _tail(path / layout.LOGS / layout.rank_log(0)).decode(errors="replace").splitlines()
-    return any("stopped early (" in line for line in lines[-_LAST_LINES:])
-
-
-def _line(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def _parsed(text: bytes) -> tuple[pa.Table, str]:
-    """The lines of ``text`` as a table, and what is wrong with them."""
-    end, problem = text.rfind(b"\n") + 1, ""
-    if end < len(text):
-        if isinstance(_line(text[end:]), dict):
-            text += b"\n"
-        else:
-            text, problem = text[:end], _HALF
-    if not text or text.isspace():
-        return _KNOWN.empty_table(), problem
-    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(text), 1 << 20))
-    try:
-        parsing = pyarrow.json.ParseOptions(explicit_schema=_KNOWN)
-        return pyarrow.json.read_json(pa.BufferReader(text), reading, parsing), problem
-    except pa.ArrowInvalid:
-        return _line_by_line(text.split(b"\n"), problem)
-
-
-def _line_by_line(lines: Sequence[bytes], problem: str) -> tuple[pa.Table, str]:
-    """As ``_parsed``, for a file that arrow refuses: leaves out damaged lines and values."""
-    rows = [_line(line) for line in lines if line.strip()]
-    good = [row for row in rows if isinstance(row, dict)]
-    problems = [problem] if problem else []
-    if len(good) < len(rows):
-        problems.append(f"metrics.jsonl: {len(rows) - len(good)} of {len(rows)} lines are damaged and left out")
-    columns: dict[str, pa.Array] = {}
-    for name in dict.fromkeys([*_KNOWN.names, *(key for row in good for key in row)]):
-        values = [row.get(name) for row in good]
-        kind = _KNOWN.field(name).type if name in _KNOWN.names else None
-        if kind == _WHOLE and any(isinstance(value, float) for value in values):
-            kind = _REAL  # arrow would drop the fraction
-        try:
-            columns[name] = pa.array(values, type=kind)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            expected, kind = (str, kind) if kind == pa.string() else (int | float, _REAL)
-            columns[name] = pa.array([value if isinstance(value, expected) else None for value in values], type=kind)
-            problems.append(f"metrics.jsonl: {name!r} has values of several types; those that do not fit are left out")
-    return pa.table(columns), "; ".join(problems)
+    first = exit_files.read(path / layout.LOGS).get(0)
+    return first is not None and first.cause is Cause.STOPPED

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from harness.errors import ConfigError
-from harness.runs import reader
+from harness.distributed.rank_exit import Cause, RankExit
+from harness.errors import EXIT_STOPPED, ConfigError
+from harness.runs import exit_files, reader
 
 TRAIN = {"split": "train", "step": 10, "epoch": 0, "loss": 2, "lr": 0.1, "samples": 640, "wall_s": 1.5}
 EVAL = {"split": "eval", "step": 10, "epoch": 1, "top1": 0.5, "class_accuracy": {"cat": 0.25, "dog": None}}
@@ -109,10 +110,9 @@ def test_states(tmp_path):
 
     stopped = write_run(tmp_path / "stopped", finished=False)
     (stopped / "logs").mkdir()
-    log = stopped / "logs" / "rank-0.log"
-    log.write_text("x\nstopped early (SIGTERM) at step 9, with a checkpoint\n")
+    exit_files.write(stopped / "logs", RankExit(0, Cause.STOPPED, EXIT_STOPPED, "host", 9))
     assert reader.read(stopped).state == "stopped"
-    log.write_text(log.read_text() + "started again\n" * 20)
+    exit_files.remove(stopped / "logs")  # as a new start does
     assert reader.read(stopped).state == "unfinished"
 
 
