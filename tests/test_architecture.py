@@ -113,6 +113,11 @@ def test_init_files_hold_only_a_docstring():
             assert {type(node) for node in TREES[name].body} == {ast.Expr}, f"{name}/__init__.py"
 
 
+def test_every_package_says_where_to_start_reading():
+    packages = [name for name in MAY_IMPORT if name not in ("apex", "cli", "__main__")]
+    assert [name for name in packages if "Start at" not in (ast.get_docstring(TREES[name]) or "")] == []
+
+
 def test_every_module_has_a_docstring():
     assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
 
@@ -163,6 +168,12 @@ def test_picture_and_paths_of_the_page_are_current():
     for path in re.findall(r"`((?:harness|tests)/[\w/.]+)`", PAGE):
         if not re.search("[A-Z]{4}", path):  # NAME, PACKAGE, MODULE
             assert (ROOT / path).exists(), path
+    files = {path.name for path in (ROOT / "harness").rglob("*.py")} | {
+        "test_table_errors.py",
+        "test_docs.py",
+        "driver.py",
+    }
+    assert set(re.findall(r"`(\w+\.py)`", PAGE)) <= files
     for link in re.findall(r"\]\(([\w.]+)\)", PAGE):
         assert (ROOT / "docs" / link).exists(), link
 
