@@ -8,13 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv
 
 from harness.compare import significance
 from harness.report import history
 from harness.report.history import NOT_METRICS
+from harness.report.mistakes import read_predictions
 from harness.runs import layout
 from harness.runs.reader import Record
 
@@ -121,10 +120,10 @@ def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None
     """Pair predictions.csv of two run folders row by row; or the reason why this is impossible."""
     tables = []
     for label, folder in (("A", one), ("B", other)):
-        table, why = _predictions(folder / layout.PREDICTIONS)
-        if table is None:
-            return None, f"{label} has {why}"
-        tables.append(table)
+        table = read_predictions(folder / layout.PREDICTIONS)
+        if table is None or "id" not in table.column_names:
+            return None, f"{label} has no predictions.csv with ids, predictions and labels"
+        tables.append(table.select(["id", "prediction", "label"]))
     mine, theirs = tables
     if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
         if any(len(pc.unique(table["id"])) < len(table) for table in tables):
@@ -143,26 +142,6 @@ def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None
     counts = both, only_one, only_other, len(mine) - both - only_one - only_other
     interval, p = significance.paired_interval(*counts), significance.mcnemar(only_one, only_other)
     return PairedPredictions(len(mine), *counts, (only_other - only_one) / len(mine), interval, p), ""
-
-
-def _predictions(path: Path) -> tuple[pa.Table | None, str]:
-    """Columns id, prediction and label as text. A row whose input could not be read has no prediction."""
-    names = ["id", "prediction", "label"]
-    convert = pyarrow.csv.ConvertOptions(
-        include_columns=names,
-        column_types=dict.fromkeys(names, pa.string()),
-        null_values=[""],
-        strings_can_be_null=True,
-        quoted_strings_can_be_null=False,
-    )
-    if not path.is_file():
-        return None, "no predictions.csv"
-    try:
-        return pyarrow.csv.read_csv(path, convert_options=convert), ""
-    except (pa.ArrowInvalid, OSError):
-        return None, "no predictions.csv with a prediction and a label for each row"
-    except KeyError:  # raised by arrow for a missing column
-        return None, "a predictions.csv without predictions and labels (not a classifier)"
 
 
 def spreads(one: Sequence[Evaluations], other: Sequence[Evaluations], best: bool) -> list[Spread]:

@@ -76,7 +76,7 @@ def confusion(run: ReportedRun) -> Confusion | None:
 
 def worst(run: ReportedRun) -> tuple[list[Mistake], int, int]:
     """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels."""
-    table = _predictions(run.record.path / layout.PREDICTIONS)
+    table = read_predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
         return [], 0, 0
     wrong = table.filter(
@@ -92,10 +92,17 @@ def worst(run: ReportedRun) -> tuple[list[Mistake], int, int]:
     return found, len(wrong), len(table)
 
 
-def _predictions(path: Path) -> pa.Table | None:
-    """The table, with ids, predictions and labels as text; None if it is missing or has other columns."""
-    text = {"id": pa.string(), "prediction": pa.string(), "label": pa.string()}
-    options = pyarrow.csv.ConvertOptions(column_types=text, strings_can_be_null=True)
+def read_predictions(path: Path) -> pa.Table | None:
+    """The table at ``path`` with ids, predictions and labels as text; None if it is missing or has other columns.
+
+    A row whose input could not be read has no prediction. A class may be named "NA" or "null".
+    """
+    options = pyarrow.csv.ConvertOptions(
+        column_types=dict.fromkeys(("id", "prediction", "label"), pa.string()),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
     try:
         table = pyarrow.csv.read_csv(path, convert_options=options)
     except (OSError, pa.ArrowInvalid):

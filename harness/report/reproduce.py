@@ -23,7 +23,7 @@ def commands(run: ReportedRun) -> list[str]:
     if isinstance(git, dict) and git.get("commit"):
         lines.append(f"git checkout {shlex.quote(str(git['commit'])[:12])}")
     if run.record.sweep is not None:
-        return [*lines, trial_again(run.record.sweep.path, run.record.sweep.name, run.record.path)]
+        return [*lines, trial_command(run.record.sweep.path, run.record.sweep.name, run.record.path)]
     config = shlex.quote(formatting.path(run.record.path / layout.CONFIG))
     name = shlex.quote(f"name={run.record.name}_again")
     ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
@@ -39,7 +39,7 @@ def commands(run: ReportedRun) -> list[str]:
     return lines
 
 
-def trial_again(sweep: Path, name: str, run: Path) -> str:
+def trial_command(sweep: Path, name: str, run: Path) -> str:
     """The command that trains the trial at ``run`` again, with its ranks, threads and engine, into a folder next to
     the sweep: a sweep folder holds only its own trials."""
     own = [f"output={formatting.path(sweep.parent)}", f"name={name}-{run.name}"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
-from harness.report.reproduce import trial_again
+from harness.report.reproduce import trial_command
 from harness.runs import layout
 from harness.runs.run_dir import cannot_write
 from harness.sweep import display, process, results, sweep_file
@@ -112,7 +112,7 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
     best = groups[0].trials[0]
     which = f", the first with the best mean {groups[0].mean:.5g}" if several else ""
     yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
-    yield f"  {trial_again(spec.folder, spec.name, results.run_folder(spec.folder, best.number))}"
+    yield f"  {trial_command(spec.folder, spec.name, results.run_folder(spec.folder, best.number))}"
 
 
 def _commands(plan: Plan) -> Iterator[str]:

@@ -158,7 +158,7 @@ def test_killed_run_is_equal_so_far(runs, tmp_path, capsys):
     assert "weights      not compared: B has no weights yet" in text
     assert "equal at steps 8, 10" in text
     assert f"(A ends at step {LAST}, B at step 10)" in text
-    assert "B has no predictions.csv" in text
+    assert "B has no predictions.csv with" in text
     assert plain["evaluations"][1]["step"] == 8
     assert plain["evaluations"][1]["best_step"] is None
 

@@ -77,9 +77,9 @@ def test_rows_of_another_order_are_paired_by_id_and_truth(tmp_path):
     [
         ([("x", 1, 1), ("x", 0, 1)], "id,prediction,label", "hold different rows"),
         ([("q", 1, 1)], "id,prediction,label", "no row in common"),
-        ([("x", 0.5, 1)], "id,score,label", "without predictions and labels"),
-        ([("x", 1)], "id,prediction,label", "no predictions.csv with a prediction"),
-        (None, "", "no predictions.csv"),
+        ([("x", 0.5, 1)], "id,score,label", "no predictions.csv with ids, predictions and labels"),
+        ([("x", 1)], "id,prediction,label", "no predictions.csv with"),
+        (None, "", "no predictions.csv with"),
     ],
 )
 def test_predictions_that_cannot_be_paired(tmp_path, rows, columns, why):

@@ -105,6 +105,6 @@ def test_predictions_without_mistakes(folder, text):
     assert mistakes.worst(run(folder))[0] == []
 
 
-def test_mistake_without_scores(folder):
-    (folder / "predictions.csv").write_text("id,prediction,label\n1,cat,dog\n")
+def test_mistakes_without_scores_and_with_a_class_named_na(folder):
+    (folder / "predictions.csv").write_text("id,prediction,label\n1,NA,dog\n")
     assert [mistake.score for mistake in mistakes.worst(run(folder))[0]] == [0.0]
