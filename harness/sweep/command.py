@@ -7,19 +7,22 @@ import argparse
 from harness.config import arguments as shared
 
 VERB = "sweep"
-HELP = "train over a space of settings; the same command resumes it"
+HELP = "train an experiment over a space of settings; the same command resumes the sweep"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_config(parser)
-    parser.add_argument("--engine", metavar="NAME", help="what starts the trials (default: launch.engine of the file)")
     parser.add_argument(
-        "--parallel", type=shared.positive(int), metavar="K", help="trials at once, as far as this machine has room"
+        "--engine", metavar="NAME", help="engine that starts the trials (default: launch.engine of the experiment)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the trials without starting any")
     parser.add_argument(
-        "--retry-failed", action="store_true", help="also run failed trials again, from their checkpoints"
+        "--parallel",
+        type=shared.positive(int),
+        metavar="K",
+        help="maximum number of trials at once (default: parallel of the file)",
     )
+    parser.add_argument("--dry-run", action="store_true", help="print the command of each trial without running any")
+    parser.add_argument("--retry-failed", action="store_true", help="also retry failed trials, from their checkpoints")
 
 
 def run(arguments: argparse.Namespace) -> int:
