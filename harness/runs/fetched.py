@@ -29,12 +29,12 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
         raise ConfigError(
             "this is not a run: it has no config.yaml", where=place, hint="name one such as s3://BUCKET/runs/NAME"
         )
-    latest = f"{layout.CHECKPOINTS}/{layout.LATEST}"
-    newest = store.read(latest).strip() if checkpoint else ""
-    wanted = (f"{layout.LOGS}/{layout.rank_exit(0)}", *((latest,) if newest else ()))
+    newest = store.read(f"{layout.CHECKPOINTS}/{layout.LATEST}").strip() if checkpoint else ""
+    pointers = {layout.LATEST: newest} if newest else {}
     chosen = {
         name: mark for name, mark in files.items()
-        if name in wanted or (newest and name.startswith(f"{layout.CHECKPOINTS}/{newest}/"))
+        if name == f"{layout.LOGS}/{layout.rank_exit(0)}"
+        or (newest and name.startswith(f"{layout.CHECKPOINTS}/{newest}/"))
         or not name.startswith((f"{layout.CHECKPOINTS}/", f"{layout.LOGS}/"))
     }  # fmt: skip
     folder = working_folder(store.where, None, "read")
@@ -48,7 +48,7 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
         present = set(local.files())
         local.remove(present - set(chosen))
         copied = {name: mark for name, mark in copied.items() if name in present and name in chosen}
-        copy_run(store, local, chosen, copied=copied)
+        copy_run(store, local, chosen, pointers, copied)
         write_atomically(marks, json.dumps(copied) + "\n")
     return folder
 
