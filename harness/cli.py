@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import gc
 import importlib
 import os
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -26,7 +24,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.config import arguments as shared
 from harness.config import plugins
 from harness.errors import EXIT_INTERRUPTED, HarnessError
 
@@ -57,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="harness", description="Tools around a training run. To train: python driver.py -c CONFIG"
+        prog="harness", description="Train PyTorch models from a YAML file, and work with the runs."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, command in sorted(_commands(words).items()):
@@ -78,24 +75,8 @@ def _commands(words: Sequence[str]) -> dict[str, Any]:
 
 
 def drive(argv: Sequence[str]) -> int:
-    """``driver.py -c CONFIG [key=value ...]``: train as the rank that the environment describes; the exit code."""
-    parent = os.getppid()  # before the imports, which take seconds
-    # A scheduler sends SIGUSR1 once, ahead of its time limit, and its default action is to kill the process. It stays
-    # blocked until harness.distributed.stop has a handler for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    parser = argparse.ArgumentParser(prog="driver.py", description="Train the experiment of a YAML file.")
-    shared.add_config(parser)
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by torch.distributed.launch")
-    arguments = parser.parse_intermixed_args(argv)
-    _import_from_working_folder()
-    # The imports create half a million objects that live until the end. Collecting garbage among them takes a quarter
-    # of the import time, and later a quarter of a second each time in the middle of training.
-    gc.disable()
-    from harness.training import main as train  # late, so that --help answers at once
-
-    gc.freeze()
-    gc.enable()
-    return train.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent)
+    """``driver.py -c CONFIG [key=value ...]``: ``harness train`` as a script that any launcher can start."""
+    return main(["train", *argv])
 
 
 def _import_from_working_folder() -> None:

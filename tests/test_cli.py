@@ -31,8 +31,8 @@ VERBS = {
     "report": "-o --format --out --target RUN_OR_SWEEP",
     "schema": "--of --out",
     "sweep": "-c --config --dry-run --engine --parallel --retry-failed key=value",
+    "train": "-c --config --local-rank --local_rank key=value",
 }
-DRIVER = "-c --config --local-rank --local_rank key=value"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_the_words_are_these(capsys):
     assert re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M) == list(VERBS)
     for verb, words in VERBS.items():
         assert words_of(capsys, cli.main, verb) == set(words.split()), verb
-    assert words_of(capsys, cli.drive) == set(DRIVER.split())
+    assert words_of(capsys, cli.drive) == set(VERBS["train"].split())
 
 
 def test_help_imports_nothing_heavy():

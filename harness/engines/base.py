@@ -54,7 +54,7 @@ class Job:
 
     def command(self) -> list[str]:
         """The command of each rank, on this machine and on those that share its disk."""
-        return [self.settings.python or sys.executable, str(driver()), "-c", self.path, *self.overrides]
+        return [self.settings.python or sys.executable, *train_command(), "-c", self.path, *self.overrides]
 
     def environ(self) -> dict[str, str]:
         """Environment variables of every rank, without those of the launch environment."""
@@ -76,16 +76,13 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
     return job
 
 
-def driver(working: str = "") -> Path:
-    """The path of ``driver.py``: in the folder ``working`` (default: the working folder), else next to the package."""
+def train_command(working: str = "") -> list[str]:
+    """The arguments of python that train: ``driver.py`` of the folder ``working`` (default: the working folder) or of
+    the clone that the package is in, else ``-m harness train``, which an installed wheel has too."""
     for folder in (Path(working), Path(__file__).resolve().parents[2]):
         if (folder / "driver.py").is_file():
-            return folder / "driver.py"
-    raise LaunchError(
-        "driver.py is neither in the working folder nor next to the harness package",
-        where=str(Path(working).absolute()),
-        hint="run it in a clone of the project, or copy the project's driver.py here",
-    )
+            return [str(folder / "driver.py")]
+    return ["-m", "harness", "train"]
 
 
 class Engine(Protocol):

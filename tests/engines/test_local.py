@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from harness.engines import launch, local
+from harness.engines import base, launch, local
 from harness.errors import ConfigError, LaunchError
+from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
 
@@ -148,3 +149,11 @@ def test_configuration_errors_are_reported_before_the_start(tmp_path, stripes):
         assert run_.wait(60) == 2
     assert run_.text().count("did you mean train.epochs?") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_train_command_without_a_clone(tmp_path, monkeypatch):
+    """In a clone it is driver.py; an installed wheel has none, and trains as a module."""
+    assert base.train_command(str(ROOT)) == [str(ROOT / "driver.py")]
+    package = tmp_path / "site-packages" / "harness" / "engines" / "base.py"
+    monkeypatch.setattr(base, "__file__", str(package))
+    assert base.train_command(str(tmp_path)) == ["-m", "harness", "train"]

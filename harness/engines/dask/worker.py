@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.distributed.worker_group import Worker, WorkerGroup
-from harness.engines.base import driver
+from harness.engines.base import train_command
 from harness.engines.dask.reservation import KEYS
 from harness.errors import LaunchError
 from harness.runs import layout
@@ -88,7 +88,6 @@ def prepare(spec: JobSpec, dask_worker: Any) -> None:
     scratch = scratch_of(spec.job, dask_worker)
     scratch.mkdir(parents=True)
     (scratch / layout.CONFIG).write_text(spec.config, encoding="utf-8")
-    driver(spec.working_folder)
     _jobs[spec.job] = _LocalJob(spec, scratch)
 
 
@@ -189,7 +188,7 @@ def _run(
     terminal = local.scratch / f"terminal-{rank}.txt"
     run_folder = working_folder(spec.url, spec.cache_dir) if spec.url else Path(local.filled(spec.run_folder))
     streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in files}
-    command = [spec.python or sys.executable, str(driver(folder)), "-c", str(local.scratch / layout.CONFIG)]
+    command = [spec.python or sys.executable, *train_command(folder), "-c", str(local.scratch / layout.CONFIG)]
     command += map(local.filled, spec.overrides)
     worker = Worker(command, {**os.environ, **environ}, folder, terminal)
     group = WorkerGroup({rank: worker}, spec.grace_s)

@@ -1,0 +1,34 @@
+"""``harness train``: one rank of a training run; ``driver.py`` is the same command as a script."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+
+from harness.config import arguments as shared
+
+VERB = "train"
+HELP = "train the experiment of a YAML file, as one process or as one rank of a launcher"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_config(parser)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by torch.distributed.launch")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train as the rank that the environment describes; return the exit code."""
+    parent = os.getppid()  # before the imports, which take seconds
+    # A scheduler sends SIGUSR1 once, ahead of its time limit, and its default action is to kill the process. It stays
+    # blocked until harness.distributed.stop has a handler for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    # The imports create half a million objects that live until the end. Collecting garbage among them takes a quarter
+    # of the import time, and later a quarter of a second each time in the middle of training.
+    gc.disable()
+    from harness.training import main
+
+    gc.freeze()
+    gc.enable()
+    return main.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent)
