@@ -4,18 +4,18 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 launch/multi_node.sh NPROC CONFIG [key=value ...]
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 launch/multi_node.sh NPROC CONFIG [key=value ...]
 #
-# Needed, in the environment:
+# Required in the environment:
 #   NNODES, NODE_RANK       how many machines, and which one this is (0 to NNODES - 1)
 #   MASTER_ADDR             address of node 0, as the other nodes reach it
-#   MASTER_PORT             a port on node 0 that is free and that the others may connect to
-# What you may want to set besides:
+#   MASTER_PORT             a free port on node 0 that the others can reach
+# Optional:
 #   LAUNCHER, PYTHON, OMP_NUM_THREADS   as in single_node.sh (the same on all nodes)
 #   GLOO_SOCKET_IFNAME      the network interface for CPU traffic; default: the one that leads to MASTER_ADDR
 #   NCCL_SOCKET_IFNAME      the same for GPU traffic; default: NCCL's own choice
 #
-# Code, configuration and data must be the same on all nodes. The run folder is written by node 0; on a shared disk all
-# logs lie together. Stop any node with SIGTERM: all ranks write one checkpoint; the same commands go on from it.
-# Restarts, and machines that come and go: harness launch --engine torchrun --nnodes 1:4 --max-restarts 3.
+# Code, configuration and data must be the same on all nodes. Node 0 writes the run folder; on a shared disk it has the
+# logs of all nodes. SIGTERM on any node stops all ranks with a checkpoint; the same commands resume from it.
+# Restarts, and machines that join and leave: harness launch --engine torchrun --nnodes 1:4 --max-restarts 3.
 set -euo pipefail
 
 usage() {
@@ -52,9 +52,9 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     export OMP_NUM_THREADS=$((cores > per_node ? cores / per_node : 1))
 fi
 
-# A static rendezvous: ranks follow from NODE_RANK, never from host names, which may be equal. One port serves both
-# launchers and ranks (TORCH_DISABLE_SHARE_RDZV_TCP_STORE would open a second, random one); what a restarted gang must
-# not read of the one before it is kept apart by harness/distributed/runtime.py.
+# A static rendezvous: ranks follow from NODE_RANK, not from host names, which may be equal. One port serves both
+# launchers and ranks (TORCH_DISABLE_SHARE_RDZV_TCP_STORE would open a second, random one); harness/distributed/runtime.py
+# separates the keys of restarted ranks in that store.
 exec "$python" -W ignore::FutureWarning -m "$module" --nnodes="$NNODES" --node_rank="$NODE_RANK" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --nproc_per_node="$per_node" \
     "$root/driver.py" -c "$config" "$@"

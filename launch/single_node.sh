@@ -4,15 +4,15 @@
 #   launch/single_node.sh NPROC CONFIG [key=value ...]
 #   launch/single_node.sh 4 configs/digits.yaml train.epochs=3
 #
-# What you may want to set, in the environment or by editing this file:
+# Optional, in the environment or by editing this file:
 #   LAUNCHER         torch.distributed.launch (default), or torchrun: LAUNCHER=torchrun launch/single_node.sh ...
 #   PYTHON           the interpreter; default: this project's .venv, else python3
-#   OMP_NUM_THREADS  CPU threads a process; default: the cores of this machine shared among the processes.
-#                    On a CPU the last bits of a result depend on it: set it where runs must agree between machines.
+#   OMP_NUM_THREADS  CPU threads per process; default: the cores of this machine divided by the processes.
+#                    On a CPU the last bits of a result depend on it: set it if runs must agree between machines.
 #
-# Stop with Ctrl-C or SIGTERM: a checkpoint is written, and the same command goes on from it.
-# Exit code: 0 when training is done, else 1; torch's launchers do not pass on the ranks' own code, they print it
-# (harness launch --engine torchrun does).
+# Stop with Ctrl-C or SIGTERM: a checkpoint is written, and the same command resumes from it.
+# Exit code: 0 when training is done, else 1; torch's launchers print the ranks' own exit code instead of returning it
+# (harness launch --engine torchrun returns it).
 set -euo pipefail
 
 usage() {
@@ -41,7 +41,7 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     export OMP_NUM_THREADS=$((cores > per_node ? cores / per_node : 1))
 fi
 
-# --standalone picks a free port, so that several runs fit on one machine. -W: torch advises torchrun, once a start.
-# exec: the launcher takes this shell's place, so that a signal to it reaches the ranks.
+# --standalone picks a free port, so that several runs fit on one machine. -W hides torch's advice to use torchrun.
+# exec replaces this shell by the launcher, so that a signal to it reaches the ranks.
 exec "$python" -W ignore::FutureWarning -m "$module" --standalone --nproc_per_node="$per_node" \
     "$root/driver.py" -c "$config" "$@"
