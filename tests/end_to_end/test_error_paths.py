@@ -267,7 +267,7 @@ def test_exception_on_the_last_rank_is_reported_with_rank_and_step(tmp_path, dat
     assert (ended.folder / "checkpoints" / "latest").read_text() == "step-8\n"
     logs = [(ended.folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(world_size)]
     assert "ArithmeticError" in logs[-1]
-    assert world_size == 1 or "ended, since rank 1 failed" in logs[0]
+    assert world_size == 1 or "exiting: rank 1 failed first" in logs[0]
 
 
 SLOW_FIRST_RANK = "import os, time; time.sleep(3 if os.environ.get('LOCAL_RANK') == '0' else 0)"
