@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.apex.amp import cast_kernels, cast_lists
-from harness.apex.amp.cast_report import CastReport
+from harness.apex.amp.cast_report import report_casts
 from harness.apex.amp.model_casts import REDUCED
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
@@ -43,7 +43,7 @@ class CastEngine:
         self._cache_before = True
         self._methods: list[str] = []
         self._allow_banned = False
-        self._report: CastReport | None = None
+        self._report: ExitStack | None = None
 
     @property
     def active(self) -> bool:
@@ -65,9 +65,7 @@ class CastEngine:
         self.stop()
         self.dtype = dtype
         self._allow_banned = allow_banned
-        self._report = CastReport() if verbose else None
-        if self._report is not None:
-            self._report.start()
+        self._report = report_casts() if verbose else None
         self._cache_before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         for device_type in device_types:
@@ -101,7 +99,7 @@ class CastEngine:
             library._destroy()  # torch has no public way to deregister kernels
         torch.set_autocast_cache_enabled(self._cache_before)
         if self._report is not None:
-            self._report.stop()
+            self._report.close()
         for name in self._methods:
             delattr(torch.Tensor, name)  # uncovers the inherited method
         self._libraries, self._before, self.dtype, self._report, self._methods = {}, {}, None, None, []

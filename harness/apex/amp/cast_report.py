@@ -7,6 +7,7 @@ that the script asks for are not reported.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -48,22 +49,12 @@ class _Copies(TorchDispatchMode):
         return result
 
 
-class CastReport:
-    """Reports the casts of the calling thread from ``start`` to ``stop``."""
-
-    def __init__(self) -> None:
-        calls = _Calls()
-        self._modes: list[Any] = [calls, _Copies(calls)]
-
-    def start(self) -> None:
-        """Start reporting."""
-        for mode in self._modes:
-            mode.__enter__()
-
-    def stop(self) -> None:
-        """Stop reporting."""
-        for mode in reversed(self._modes):
-            mode.__exit__(None, None, None)
+def report_casts() -> ExitStack:
+    """Print the casts of the calling thread until the stack is closed."""
+    stack = ExitStack()
+    calls = stack.enter_context(_Calls())
+    stack.enter_context(_Copies(calls))
+    return stack
 
 
 def _short(dtype: torch.dtype) -> str:
