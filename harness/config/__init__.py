@@ -1,5 +1,5 @@
-"""The configuration: the models that a YAML file is validated against, and how files become one of them.
+"""The configuration: every setting, how YAML files and overrides become one, and the look-up of parts by name.
 
-Not here: anything that touches data, devices or ranks. A task's own settings are in harness/tasks.
-Start at schema.py (every setting), then loader.py (merge, override, validate).
+Not here: anything that touches data, devices or ranks. The settings of a task are in harness/tasks.
+Start at schema.py (every setting), then loader.py (the layers of checks) and plugins.py (parts by name).
 """

@@ -1,5 +1,5 @@
-"""Uses of a trained model: predict the rows of a table, generate names, export to other formats.
+"""Uses of a trained model: predict the rows of a file, generate names, export to other formats.
 
-Not here: evaluation during training (training/evaluate.py).
-Start at predict.py; prediction_writer.py makes the table, for training runs too.
+Not here: evaluation during training (training/evaluate.py), and writing predictions (training/prediction_writer.py).
+Start at predict.py; each verb has its own VERB_command.py.
 """

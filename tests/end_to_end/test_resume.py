@@ -147,4 +147,4 @@ def test_changed_annotations_are_refused(tmp_path):
     with open(data / "train.csv", "a") as file:
         file.write("images/train0.png,row\n")
     assert run(config) == [70]
-    assert "the annotations are not those it was written with" in (config.parent / "terminal-0.txt").read_text()
+    assert "the annotations have changed since it was written" in (config.parent / "terminal-0.txt").read_text()

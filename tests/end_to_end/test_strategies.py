@@ -56,7 +56,7 @@ def test_all_strategies_give_the_same_losses(tmp_path, data, level):
         name: record(train(tmp_path / name, data, ranks, parallel=parallel, **settings))
         for name, (ranks, parallel) in cases.items()
     }
-    assert "dp found one device (cpu)" in (tmp_path / "dp" / "terminal-0.txt").read_text()
+    assert "dp found only one device (cpu)" in (tmp_path / "dp" / "terminal-0.txt").read_text()
     assert "fsdp in 2 parts" in (tmp_path / "fsdp" / "terminal-0.txt").read_text()
     assert records["dp"] == records["none"]
     for found in records.values():
@@ -151,6 +151,6 @@ def test_dp_with_several_processes_is_refused_by_all_ranks(tmp_path, data):
     config = write_config(tmp_path, data, parallel={"strategy": "dp"})
     assert run(config, 2) == [2, 2]
     terminal = (tmp_path / "terminal-0.txt").read_text()
-    assert "parallel.strategy=dp drives all devices of one process, but there are 2 processes" in terminal
+    assert "parallel.strategy=dp is for one process, but there are 2" in terminal
     failure = json.loads((run_folder(config) / "failure.json").read_text())
     assert "parallel.strategy=ddp" in failure["message"]

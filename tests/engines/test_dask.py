@@ -355,7 +355,7 @@ def test_two_submissions_make_one_run(tmp_path, stripes, unbroken, dask_cluster,
     assert not marked(mark)
     assert_same_run(unbroken, tmp_path / "runs" / "run")
     assert json.loads([line for line in second.lines(0, "metrics.jsonl") if '"train"' in line][-1])["step"] == 24
-    assert any("24 in all" in line for line in second.lines(0, "terminal"))
+    assert any("24 in total" in line for line in second.lines(0, "terminal"))
     assert second.lines(1, "logs/rank-1.log")
     future, end = others_task
     assert future.status == "pending"
