@@ -44,7 +44,8 @@ class ExitReporter:
 
     def blocked(self, cause: Cause, message: str, doing: str) -> None:
         """Report that the watchdog is about to end this rank."""
-        self._write(self._exit(cause, EXIT_FAILURE, message=message, doing=doing))
+        error = "LauncherLost" if cause is Cause.LAUNCHER_LOST else "PeerLost"
+        self._write(self._exit(cause, EXIT_FAILURE, error=error, message=message, doing=doing))
         self._folder.detach(self._runtime.rank, done=False)
 
     def failed(self, error: Exception, watchdog: Watchdog) -> int:
@@ -88,7 +89,7 @@ class ExitReporter:
     ) -> RankExit:
         step = self.run.state.step if self.run else 0 if self._folder.claimed else None
         return RankExit(
-            self._runtime.rank, cause, code, self._runtime.host, step, error or cause.value, message, doing,
+            self._runtime.rank, cause, code, self._runtime.host, step, error, message, doing,
             list(trace), time.time(),
         )  # fmt: skip
 

@@ -103,6 +103,16 @@ def test_error_that_all_ranks_raise_is_reported_by_its_origin(tmp_path, caplog):
     assert "bad row" not in caplog.text
 
 
+@pytest.mark.parametrize(("cause", "error"), [(Cause.PEER_LOST, "PeerLost"), (Cause.LAUNCHER_LOST, "LauncherLost")])
+def test_blocked_rank_is_recorded(tmp_path, cause, error):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.claimed = True
+    ExitReporter(folder, Runtime()).blocked(cause, "it is gone", "step (x.py:3)")
+    exit = exit_files.read(folder.logs)[0]
+    assert (exit.cause, exit.error, exit.message, exit.doing) == (cause, error, "it is gone", "step (x.py:3)")
+
+
 def test_full_disk_is_explained():
     shown = str(explained(OSError(28, "No space left on device", "x.pt")))
     assert shown.startswith("x.pt: a file could not be written: No space left on device\n  -> fix that")
