@@ -58,7 +58,7 @@ class Precision:
 
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the next ``optimizer.step()`` will be skipped because of an overflow. The same on all ranks."""
-        # Private, in Apex and in harness.apex: neither tells in another way before the step.
+        # A private attribute of Apex and of harness.apex, which have no public one that is set before the step.
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DistributedSampler, Subset
 
-from harness.config import loader as configfile
+from harness.config import loader
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.shards import RULES, shard
 from harness.training import build
@@ -180,7 +180,7 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
     assert [(size.global_batch, size.per_rank) for size in sizes["global"]] == [(16, 16), (16, 8), (16, 4)]
     assert len({(size.steps_per_epoch, size.lr) for size in sizes["global"]}) == 1
     assert [size.global_batch for size in sizes["per_rank"]] == [16, 32, 64]
-    with pytest.raises(configfile.ConfigError, match="exactly one of"):
+    with pytest.raises(loader.ConfigError, match="exactly one of"):
         make_config(tmp_path, batch={"global": None})
     config = make_config(tmp_path, batch={"global": 16})
     facts = build.describe(

@@ -197,13 +197,6 @@ def test_swapped_in_restores_the_weights_exactly(dtype):
     assert all(average.dtype is torch.float32 for average in ema.average)
 
 
-def test_average_of_half_weights_is_float32():
-    model = nn.Linear(2, 2).half()
-    ema = Ema(model, list(model.parameters()), 0.999)
-    ema.update(list(model.parameters()))
-    assert all(average.dtype is torch.float32 for average in ema.average)
-
-
 def test_average_survives_a_checkpoint():
     model = nn.Linear(2, 1)
     first, second = (Ema(model, list(model.parameters()), 0.9) for _ in range(2))

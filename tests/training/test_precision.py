@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.config.schema import PrecisionSection
 from harness.errors import ConfigError
-from harness.training.precision import Precision, _options, choose, installed_apex, trainable
+from harness.training.precision import Precision, choose, installed_apex, trainable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = ("initialize", "scale_loss", "master_params", "state_dict")
@@ -94,13 +94,12 @@ def test_levels_that_only_rocm_apex_has(nvidia):
 
 
 def test_null_options_are_left_to_the_level():
-    assert _options(PrecisionSection(opt_level="O2")) == {"opt_level": "O2", "max_loss_scale": 2.0**24, "verbosity": 0}
+    chosen = choose(PrecisionSection(opt_level="O2"), CPU)
+    assert chosen.options == {"opt_level": "O2", "max_loss_scale": 2.0**24, "verbosity": 0}
     section = PrecisionSection(opt_level="O2", loss_scale="dynamic", cast_model_type="bfloat16", master_weights=False)
-    options = _options(section)
-    assert options["cast_model_type"] is torch.bfloat16
-    assert options["loss_scale"] == "dynamic"
-    assert options["master_weights"] is False
-    assert "keep_batchnorm_fp32" not in options
+    assert choose(section, CPU).options == {
+        **chosen.options, "loss_scale": "dynamic", "cast_model_type": torch.bfloat16, "master_weights": False,
+    }  # fmt: skip
 
 
 def test_settings_that_amp_rejects():
