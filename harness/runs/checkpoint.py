@@ -38,7 +38,7 @@ _ANOTHER = "name another with checkpoint.resume=FOLDER, or start from scratch wi
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. Only one rank uses it; ``Run.save`` is the collective part."""
+    """The checkpoints of one run folder. Only one rank uses it; ``training.checkpointing`` has the collective part."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
