@@ -134,10 +134,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     seconds = time.perf_counter() - start
     if written.bad:
         log.warning("%d images could not be read: their rows have no prediction", written.bad)
-    log.info(
-        "%s: %d rows in %.1f s (%.0f rows/s, %d ranks)",
-        request.out, written.rows, seconds, written.rows / seconds, runtime.world_size,
-    )  # fmt: skip
+    ranks = "1 rank" if runtime.world_size == 1 else f"{runtime.world_size} ranks"
+    rate = written.rows / seconds
+    log.info("%s: %d rows in %.1f s (%.0f rows/s, %s)", request.out, written.rows, seconds, rate, ranks)
     return EXIT_DONE
 
 

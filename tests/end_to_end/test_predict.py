@@ -119,7 +119,7 @@ def test_predictions_are_those_of_training_at_any_world_size(trained, tmp_path):
         codes, output = predict(folder, tmp_path / f"{world}.csv", "--csv", data / "eval.csv", world=world)
         assert codes == [0] * world, output
         assert "23 rows in" in output
-        assert f"{world} ranks" in output
+        assert f"{world} rank" in output
         assert (tmp_path / f"{world}.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
 
 
