@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import configparser
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import yaml
@@ -47,8 +51,8 @@ def test_recipe_runs():
 def test_every_command_is_tested():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
-    assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh"}
-    assert len(commands()) == 23
+    assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh", "pip"}
+    assert len(commands()) == 28
 
 
 def test_launch_commands_are_those_of_the_engines_page():
@@ -101,7 +105,7 @@ def test_own_csv(tmp_path):
 
 @pytest.mark.slow
 def test_launch_scripts(tmp_path):
-    """The three launch scripts on the digits, two steps each; test_nodes.py has several nodes."""
+    """Every command that trains the digits on one machine, two steps each; test_nodes.py has several nodes."""
     from harness.data import digits
     from tests.ranks import free_port
 
@@ -114,8 +118,9 @@ def test_launch_scripts(tmp_path):
         "APEX_HARNESS_CACHE": str(tmp_path),
     }
     # tests/benchmark runs the benchmark, and tests/engines those of harness launch.
-    found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith("harness ")]
-    assert len(found) == 3
+    elsewhere = ("harness launch", "harness bench")
+    found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith(elsewhere)]
+    assert len(found) == 5
     for number, line in enumerate(found):
         for name, value in re.findall(r"(\w+)=(\S+) (?=.*launch/)", line):
             environ[name] = {"NNODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.get(
@@ -125,11 +130,53 @@ def test_launch_scripts(tmp_path):
         words = [
             str(ROOT / word) if (ROOT / word).is_file() and not word.startswith("configs") else word for word in words
         ]
-        words = ["2" if word == "4" else word for word in words]
+        words = ["2" if word == "4" else word.replace("per_node=4", "per_node=2") for word in words]
         quick = [f"name=r{number}", "train.max_steps=2", "data.num_workers=0"]
         done = subprocess.run([*words, *quick], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "runs" / f"r{number}" / "summary.json").exists()
+
+
+def test_extras_exist():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    section = README.partition("## Install")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
+    assert named | {"trackers", "test", "dev"} == set(setup["options.extras_require"])
+
+
+def test_measured_figures_are_those_of_the_results():
+    results = "\n".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md"))
+    section = README.partition("## Measured")[2].partition("\n## ")[0]
+    figures = re.findall(r"\d+\.\d+", "\n".join(line for line in section.splitlines() if line.startswith("|")))
+    assert len(figures) >= 12
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results)] == []
+
+
+@pytest.mark.slow
+def test_wheel_trains_without_a_clone(tmp_path):
+    """Build a wheel, unpack it elsewhere, and train two ranks from there."""
+    pytest.importorskip("setuptools")
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    clone.mkdir()
+    for name in ("harness", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, clone / name, ignore=ignore) if source.is_dir() else shutil.copy(source, clone / name)
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True, timeout=120)
+    (wheel,) = clone.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    write_images(tmp_path / "pets")
+    (tmp_path / "pets.yaml").write_text(block("yaml", "name: pets"))
+    environ = {**os.environ, "PYTHONPATH": str(site), "APEX_HARNESS_CACHE": str(tmp_path)}
+    quick = ["train.max_steps=2", "batch.global=16", "data.num_workers=0"]
+    command = [sys.executable, "-m", "harness", "launch", "-c", "pets.yaml", "--nproc", "2", *quick]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    started = json.loads((tmp_path / "runs" / "pets" / "provenance.json").read_text())[-1]["command"]
+    assert started[1] == str(site / "harness" / "__main__.py")
 
 
 def test_settings_named_in_the_readme_exist():
