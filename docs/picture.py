@@ -96,7 +96,7 @@ def _terminal(folder: Path) -> str:
 
 
 def draw(record: list[dict], killed: list[dict], kills: list[tuple[int, int]], terminal: str, path: Path) -> None:
-    figure, (text, axes) = pyplot.subplots(1, 2, figsize=(15, 5.2), width_ratios=(1.15, 1), facecolor="white")
+    figure, (text, axes) = pyplot.subplots(1, 2, figsize=(17, 5.2), width_ratios=(1.25, 1), facecolor="white")
     text.set_axis_off()
     text.add_patch(pyplot.Rectangle((0, 0), 1, 1, transform=text.transAxes, color=INK, zorder=0))
     text.text(
@@ -105,7 +105,7 @@ def draw(record: list[dict], killed: list[dict], kills: list[tuple[int, int]], t
         terminal,
         transform=text.transAxes,
         family="monospace",
-        size=7.4,
+        size=6.6,
         color="#e8ebf2",
         va="top",
         linespacing=1.35,
