@@ -294,7 +294,8 @@ def launchers(run_):
     found = {}
     for pid, environ in run_.alive().items():
         with suppress(OSError):
-            if b"--stopped-code" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"--stopped-code" in words and "PET_NODE_RANK" in environ:  # else it was read before the exec
                 found[environ["PET_NODE_RANK"]] = pid
     return [found[number] for number in sorted(found)]
 
