@@ -145,20 +145,20 @@ def test_nodes_with_different_restart_counts_meet():
     assert run_ranks(2, _counted_differently, group=False, timeout_s=30) == [[0, 1]] * 2
 
 
-def _one_gang_after_the_other(port: int):
+def _two_starts(port: int):
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     seen = []
     for restart in ("0", "1"):
         with open_runtime(detect({**os.environ, "TORCHELASTIC_RESTART_COUNT": restart}), "cpu", 10.0) as runtime:
             seen.append(runtime.store.check(["left"]))
             runtime.barrier()
-            runtime.store.set("left", "by an earlier gang")
+            runtime.store.set("left", "by an earlier start")
     return seen
 
 
 def test_restarted_ranks_ignore_old_keys_of_the_launchers_store():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert run_ranks(2, _one_gang_after_the_other, store.port, group=False, timeout_s=30) == [[False] * 2] * 2
+    assert run_ranks(2, _two_starts, store.port, group=False, timeout_s=30) == [[False] * 2] * 2
 
 
 def _meet_nobody(rank: int, port: int):

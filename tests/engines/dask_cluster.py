@@ -99,7 +99,7 @@ class Running(threading.Thread):
         return [line for event in found for line in event["lines"]]
 
     def end(self, timeout_s: float) -> Any:
-        """The Conclusion, within ``timeout_s``."""
+        """The RunOutcome, within ``timeout_s``."""
         self.join(timeout_s)
         assert not self.is_alive(), f"still running after {timeout_s} s"
         if self.error is not None:
