@@ -321,7 +321,7 @@ def test_harness_launch_reports_on_a_run_at_a_url(tmp_path, data, unbroken, buck
     code, text = launch(config, environ)
     assert code == 70, text
     assert "failed: rank 1" in text
-    assert f"the report: {bucket.url}/run/failure.json" in text
+    assert f"report: {bucket.url}/run/failure.json" in text
     there = bucket.download("run", tmp_path / "there")
     report = json.loads((there / "failure.json").read_text())
     assert (report["rank"], report["error"]) == (1, "ArithmeticError")
