@@ -14,6 +14,7 @@ PAGE = Path(__file__).with_name("architecture.md")
 PICTURE = PAGE.with_suffix(".svg")
 
 WIDTH, BOX_HEIGHT, ROW_HEIGHT, MARGIN = 1080, 62, 118, 20
+GAP_WIDTH = 16  # for an arrow that passes a row of boxes
 STYLE = """
     text { font: 13px system-ui, sans-serif; fill: #1f2430; text-anchor: middle }
     .name { font-weight: 600; font-size: 15px }
@@ -55,41 +56,71 @@ def arrows(table: dict[str, Package]) -> list[tuple[str, str]]:
     ]
 
 
-def rows(table: dict[str, Package]) -> list[list[str]]:
-    """The packages by height: the first row imports nothing, and each other one imports from the row below it."""
-    height: dict[str, int] = {}
+def levels(table: dict[str, Package]) -> dict[str, int]:
+    """{package: row in the picture, from the bottom}: one above the highest package that it imports."""
+    found: dict[str, int] = {}
     for name in table:  # the table lists a package after all that it imports
-        height[name] = max((height[other] + 1 for other in table[name].may_import), default=0)
-    height["cli"] = max(height.values())  # it finds the commands of the packages below at run time
-    return [[name for name in table if height[name] == level] for level in range(max(height.values()) + 1)]
+        found[name] = max((found[other] + 1 for other in table[name].may_import), default=0)
+    return found
+
+
+def paths(table: dict[str, Package]) -> list[list[str]]:
+    """Each arrow as the stops on its way down: the importer, a gap in each row that it passes, the imported package."""
+    level = levels(table)
+    return [
+        [name, *(f"{name} to {other}, row {row}" for row in range(level[name] - 1, level[other], -1)), other]
+        for name, other in arrows(table)
+    ]
+
+
+def box_width(package: Package) -> float:
+    return max(8 * len(package.name), 6.6 * len(package.short)) + 26
 
 
 def positions(table: dict[str, Package]) -> dict[str, tuple[float, float]]:
-    """{package: center of its box}. Each row is ordered by the mean position of what its packages import."""
-    levels, edges = rows(table), arrows(table)
+    """{package or gap: its center}. Each row is ordered by the mean position of what its arrows lead to."""
+    level = levels(table)
+    rows: list[list[str]] = [[] for _ in range(max(level.values()) + 1)]
+    for name in table:
+        rows[level[name]].append(name)
+    below: dict[str, list[str]] = {}
+    for path in paths(table):
+        for place, (stop, following) in enumerate(zip(path, path[1:], strict=False)):
+            below.setdefault(stop, []).append(following)
+            if stop not in table:
+                rows[level[path[0]] - place].append(stop)
     x: dict[str, float] = {}
-    for level in levels:
-        below = {name: [x[other] for importer, other in edges if importer == name and other in x] for name in level}
-        level.sort(key=lambda name: sum(below[name]) / len(below[name]) if below[name] else WIDTH / 2)
-        step = (WIDTH - 2 * MARGIN) / len(level)
-        x |= {name: MARGIN + step * (place + 0.5) for place, name in enumerate(level)}
-    bottom = MARGIN + BOX_HEIGHT / 2 + ROW_HEIGHT * (len(levels) - 1)
-    return {name: (x[name], bottom - ROW_HEIGHT * level) for level, names in enumerate(levels) for name in names}
+    for row in rows:
+        ends = {stop: [x[other] for other in below.get(stop, ())] for stop in row}
+        row.sort(key=lambda stop: sum(ends[stop]) / len(ends[stop]) if ends[stop] else WIDTH / 2)
+        widths = [box_width(table[stop]) if stop in table else GAP_WIDTH for stop in row]
+        space = (WIDTH - 2 * MARGIN - sum(widths)) / (len(row) + 1)
+        left = MARGIN + space
+        for stop, width in zip(row, widths, strict=True):
+            x[stop] = left + width / 2
+            left += width + space
+    bottom = MARGIN + BOX_HEIGHT / 2 + ROW_HEIGHT * (len(rows) - 1)
+    return {stop: (x[stop], bottom - ROW_HEIGHT * number) for number, row in enumerate(rows) for stop in row}
 
 
 def draw(page: str) -> str:
     """The picture, as SVG text, of the table in the text of the page."""
     table = packages(page)
     at, parts = positions(table), []
-    for importer, other in arrows(table):
-        (x1, y1), (x2, y2) = at[importer], at[other]
-        y1, y2 = y1 + BOX_HEIGHT / 2, y2 - BOX_HEIGHT / 2 - 3
-        bend = (y2 - y1) / 2
-        curve = f"M {x1:.0f} {y1:.0f} C {x1:.0f} {y1 + bend:.0f}, {x2:.0f} {y2 - bend:.0f}, {x2:.0f} {y2:.0f}"
+    for path in paths(table):
+        x, y = at[path[0]][0], at[path[0]][1] + BOX_HEIGHT / 2
+        curve = f"M {x:.0f} {y:.0f}"
+        for stop in path[1:]:
+            (x2, y2), end = at[stop], 3 if stop == path[-1] else 0  # the head touches its box
+            y2 -= BOX_HEIGHT / 2 + end
+            bend = (y2 - y) / 2
+            curve += f" C {x:.0f} {y + bend:.0f}, {x2:.0f} {y2 - bend:.0f}, {x2:.0f} {y2:.0f}"
+            x, y = x2, y2 + BOX_HEIGHT
+            curve += f" L {x:.0f} {y:.0f}" if stop != path[-1] else ""
         parts.append(f'<path class="arrow" d="{curve}"/>')
-    for name, (x, y) in at.items():
+    for name in table:
+        (x, y), width = at[name], box_width(table[name])
         kind = "box" if table[name].may_import else "box base"
-        width = max(8 * len(name), 6.6 * len(table[name].short)) + 26
         parts += [
             f'<rect class="{kind}" x="{x - width / 2:.0f}" y="{y - BOX_HEIGHT / 2:.0f}" '
             f'width="{width:.0f}" height="{BOX_HEIGHT}"/>',
