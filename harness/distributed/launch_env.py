@@ -32,6 +32,7 @@ class Launch:
     elastic: bool = False  # torch's launcher, which ends all ranks of a node once one has ended
     supervised: bool = False  # started by a launcher that this process must not outlive
     restart: int = 0
+    max_restarts: int = 0  # how often torch's launcher may start the ranks again; 0 for a fixed set of machines
     store_is_held: bool = False  # the launcher holds the store at the master's port, so rank 0 must not open one
     error_file: str = ""  # where torch's launcher looks for the error of this rank
 
@@ -104,6 +105,7 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         elastic=elastic,
         supervised=elastic or _BY in environ,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
+        max_restarts=_number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) if "TORCHELASTIC_MAX_RESTARTS" in environ else 0,
         store_is_held=environ.get(_STORE_IS_HELD) == "True",
         error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
