@@ -1,12 +1,12 @@
-"""Train an experiment on a Dask cluster: a running one, one started over SSH, or one on this machine. Copy and edit.
+"""Train an experiment on a Dask cluster: a running one, one started over SSH, or one on this machine. Copy and edit it.
 
     python launch/dask_cluster.py configs/digits.yaml train.epochs=3                          # on this machine
     python launch/dask_cluster.py --scheduler tcp://10.0.0.1:8786 --ranks 8 configs/digits.yaml
     python launch/dask_cluster.py --ssh node0 node0 node1 --ranks 2 -- configs/digits.yaml    # pip install asyncssh
 
-A rank takes one thread of one worker: start one worker per rank, or per GPU on machines with GPUs (dask-cuda does).
-Workers need this project in their environment, and the data at the same paths, or at URLs. They need not share a disk:
-results are copied to OUTPUT/NAME on this machine, and the same command resumes from the newest checkpoint.
+A rank occupies one thread of one worker: start one worker per rank, or one per GPU (dask-cuda does). Workers need this
+project in their environment, and the data at the same paths or at URLs. They need no shared disk: results are copied to
+OUTPUT/NAME on this machine, and the same command resumes from the newest checkpoint.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Train on NPROC processes of each of NNODES machines. Run it on every node, with its own NODE_RANK:
+# Train with NPROC processes on each of NNODES machines. Run this script on every node, each with its own NODE_RANK:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 launch/multi_node.sh NPROC CONFIG [key=value ...]
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 launch/multi_node.sh NPROC CONFIG [key=value ...]
 #
 # Required in the environment:
-#   NNODES, NODE_RANK       how many machines, and which one this is (0 to NNODES - 1)
-#   MASTER_ADDR             address of node 0, as the other nodes reach it
-#   MASTER_PORT             a free port on node 0 that the others can reach
+#   NNODES, NODE_RANK       number of machines, and the number of this one (0 to NNODES - 1)
+#   MASTER_ADDR             address of node 0 that the other nodes can reach
+#   MASTER_PORT             a free port on node 0 that the other nodes can reach
 # Optional:
 #   LAUNCHER, PYTHON, OMP_NUM_THREADS   as in single_node.sh (the same on all nodes)
-#   GLOO_SOCKET_IFNAME      the network interface for CPU traffic; default: the one that leads to MASTER_ADDR
+#   GLOO_SOCKET_IFNAME      the network interface for CPU traffic; default: the one that reaches MASTER_ADDR
 #   NCCL_SOCKET_IFNAME      the same for GPU traffic; default: NCCL's own choice
 #
 # Code, configuration and data must be the same on all nodes. Node 0 writes the run folder; on a shared disk it has the
 # logs of all nodes. SIGTERM on any node stops all ranks with a checkpoint; the same commands resume from it.
-# Restarts, and machines that join and leave: harness launch --engine torchrun --nnodes 1:4 --max-restarts 3.
+# For restarts, and machines that join and leave, use harness launch --engine torchrun --nnodes 1:4 --max-restarts 3.
 set -euo pipefail
 
 usage() {

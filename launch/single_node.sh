@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on NPROC processes of this machine (one for each GPU, or for every one or two CPU cores):
+# Train with NPROC processes on this machine (one per GPU, or per one or two CPU cores):
 #
 #   launch/single_node.sh NPROC CONFIG [key=value ...]
 #   launch/single_node.sh 4 configs/digits.yaml train.epochs=3
@@ -8,11 +8,11 @@
 #   LAUNCHER         torch.distributed.launch (default), or torchrun: LAUNCHER=torchrun launch/single_node.sh ...
 #   PYTHON           the interpreter; default: this project's .venv, else python3
 #   OMP_NUM_THREADS  CPU threads per process; default: the cores of this machine divided by the processes.
-#                    On a CPU the last bits of a result depend on it: set it if runs must agree between machines.
+#                    On a CPU, the last bits of a result depend on it: set it if runs must agree between machines.
 #
-# Stop with Ctrl-C or SIGTERM: a checkpoint is written, and the same command resumes from it.
-# Exit code: 0 when training is done, else 1; torch's launchers print the ranks' own exit code instead of returning it
-# (harness launch --engine torchrun returns it).
+# Ctrl-C or SIGTERM stops training with a checkpoint, and the same command resumes from it.
+# Exit code: 0 when training is done, else 1. torch's launchers only print the ranks' exit code; harness launch
+# --engine torchrun returns it.
 set -euo pipefail
 
 usage() {
@@ -42,6 +42,6 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 
 # --standalone picks a free port, so that several runs fit on one machine. -W hides torch's advice to use torchrun.
-# exec replaces this shell by the launcher, so that a signal to it reaches the ranks.
+# exec replaces this shell with the launcher, so that signals reach the ranks.
 exec "$python" -W ignore::FutureWarning -m "$module" --standalone --nproc_per_node="$per_node" \
     "$root/driver.py" -c "$config" "$@"

@@ -73,7 +73,7 @@ def assert_shell(text: str) -> None:
 def test_scripts_in_launch_are_current(name):
     """The lines below its settings are those of the engine, and its settings name each of them."""
     text = (ROOT / "launch" / name).read_text()
-    head, _, body = text.partition("# From here on there is nothing to edit.\n\n")
+    head, _, body = text.partition("# Nothing to edit below this line.\n\n")
     assert body == sbatch.BODY
     assert_shell(text)
     for setting in ("rank=(", "folder=", "max_restarts=", "export OMP_NUM_THREADS="):
@@ -192,7 +192,7 @@ SRUN_KILLED = "srun, which started the ranks, was killed by SIGKILL"
     [
         ([END.format(70, "no")], True, ""),
         ([END.format(70, "yes")], False, ""),
-        ([END.format(70, "no, Slurm was told not to")], True, ""),
+        ([END.format(70, "no, scontrol requeue failed")], True, ""),
         ([END.format(137, "no")], True, SRUN_KILLED),
         (["srun: error: n1: task 1: Killed", END.format(137, "no")], True, ""),
         (["srun: error: Node failure on n1", END.format(143, "no")], True, "Node failure on n1"),

@@ -11,7 +11,7 @@ from harness.errors import LaunchError
 from harness.runs import layout
 
 # launch/slurm.sbatch ends with the same lines, and a test compares them.
-_BODY = r"""# The ranks meet at the first node, by the address that Slurm uses, and at a free port.
+_BODY = r"""# The ranks meet at the first node, at the address that Slurm uses and a free port.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$("${rank[0]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
@@ -22,14 +22,14 @@ before=$(newest)
 rm -f "$folder"/@RANK_EXITS@ # of an earlier start
 echo "harness: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
-# One rank per task. When one fails, the others end by themselves, each with a report; --wait is for one that cannot.
-# srun waits for a lost node until Slurm marks it as down, which takes minutes; harness launch ends it with USR2.
+# One rank per task. When one fails, the others exit by themselves, each with a report; --wait ends a rank that cannot.
+# srun waits for a lost node until Slurm marks it as down, which takes minutes; harness launch ends srun with USR2.
 srun --kill-on-bad-exit=0 --wait=20 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${rank[@]}" &
 trap 'kill -KILL $!' USR2
 wait $!
 code=$?
 
-# Start again after a stop (75) with a new checkpoint, and up to max_restarts times after a failure. Never for an error
+# Requeue after a stop (75) with a new checkpoint, and up to max_restarts times after a failure; never after an error
 # in the configuration (2) or the data (65).
 again=no
 case $code in
@@ -37,7 +37,7 @@ case $code in
     75) [ "$(newest)" = "$before" ] || again=yes ;;
     *) [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ] || again=yes ;;
 esac
-[ $again = no ] || scontrol requeue "$SLURM_JOB_ID" 2>/dev/null || again="no, Slurm was told not to"
+[ $again = no ] || scontrol requeue "$SLURM_JOB_ID" 2>/dev/null || again="no, scontrol requeue failed"
 echo "harness: job $SLURM_JOB_ID: exit code $code, another start: $again"
 exit "$code"
 """
