@@ -93,7 +93,8 @@ class Tracker:
 import os
 import subprocess
 from harness.config.base import Section
-from harness.distributed.monitor import Outcome
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import RankExit
 
 class Options(Section):
     mark: str
@@ -109,7 +110,7 @@ class Child:
         self.process = subprocess.Popen(job.command(), env={**os.environ, **job.environ(), "MARK": job.options.mark})
 
     def follow(self):
-        return Outcome({0: self.process.wait()})
+        return EngineReport([RankExit.from_code(0, self.process.wait())])
 
     def stop(self):
         self.process.terminate()
