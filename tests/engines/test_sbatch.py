@@ -49,14 +49,6 @@ def test_script(planned, golden, words):
     assert_shell(text)
 
 
-def test_array_script(planned):
-    words = ["launch.slurm.requeue=false", "launch.slurm.time=0-00:02:00", "launch.slurm.setup=[date +%j]"]
-    jobs = [planned(f"name=trial-{n}", f"optimizer.lr=0.{n}", *words) for n in (1, 2)]
-    text = sbatch.array_script(jobs, "sweep", at_once=1).replace(sys.executable, "PYTHON")
-    assert text == (GOLDEN / "slurm_array.txt").read_text()
-    assert_shell(text)
-
-
 def test_dry_run_prints_the_script(planned, capsys):
     words = ["--engine", "slurm", "--nnodes", "2", "--nproc", "4", "--dry-run"]
     assert main(["launch", "-c", "config.yaml", *words]) == 0
@@ -114,11 +106,6 @@ def test_contradicting_settings_are_refused(planned, words, message):
 def test_malformed_settings_are_refused(planned, word):
     with pytest.raises(ConfigError, match=f"launch.slurm.{word.partition('=')[0]}"):
         planned(f"launch.slurm.{word}")
-
-
-def test_tasks_of_an_array_must_have_the_same_settings(planned):
-    with pytest.raises(LaunchError, match="a and b differ in launch"):
-        sbatch.array_script([planned("name=a"), planned("name=b", "launch.nproc=2")], "sweep")
 
 
 def test_missing_output_folder_is_reported(planned, tmp_path):

@@ -82,9 +82,8 @@ def ranks(run_: Started) -> list[int]:
 def test_slurm_accepts_the_scripts(cluster, tmp_path, stripes):
     job = launch.plan(str(configured(tmp_path, stripes, time="1:00:00", mem="100M", extra=["--nice=5"])), [])
     script = tmp_path / "job.sh"
-    for text in (engine.render(job), engine.array_script([job, job], "several")):
-        script.write_text(text)
-        cluster.ask("sbatch", "--test-only", str(script))
+    script.write_text(engine.render(job))
+    cluster.ask("sbatch", "--test-only", str(script))
     for name in ("slurm.sbatch", "slurm_sweep.sbatch"):
         cluster.ask("sbatch", "--test-only", str(ROOT / "launch" / name))
 
@@ -212,12 +211,9 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
     assert_same_run(unbroken, folder)
 
 
-def test_array_and_copied_script_give_the_same_weights(cluster, tmp_path, stripes, unbroken, monkeypatch):
-    """Two trials at once, each followed by its own id; and launch/slurm.sbatch, edited by hand."""
-    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+def test_copied_script_gives_the_same_weights(cluster, tmp_path, stripes, unbroken):
+    """launch/slurm.sbatch, edited by hand."""
     config = str(configured(tmp_path, stripes, step_s=0.0))
-    jobs = [launch.plan(config, [f"name={name}", "launch.nnodes=1", "launch.nproc=2"]) for name in ("one", "two")]
-    numbers = engine.submit_array(jobs, "several")
     script = (ROOT / "launch" / "slurm.sbatch").read_text()
     mine = {"config": config, "folder": f"{tmp_path}/runs/copied", "python": sys.executable,
             "#SBATCH --output": f"{tmp_path}/%j.txt"}  # fmt: skip
@@ -226,9 +222,6 @@ def test_array_and_copied_script_give_the_same_weights(cluster, tmp_path, stripe
         assert count == 1, name
     (tmp_path / "mine.sbatch").write_text(script)
     copied = cluster.ask("sbatch", "--parsable", str(tmp_path / "mine.sbatch"), "name=copied").strip()
-    for job, number in zip(jobs, numbers, strict=True):
-        assert engine.SlurmRun(job, number).follow() == EngineReport()
-        assert_same_run(unbroken, job.folder)
     wait_until(lambda: cluster.job(copied)["JobState"] == "COMPLETED", START_S, f"the end of job {copied}")
     assert_same_run(unbroken, tmp_path / "runs" / "copied")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
 from harness.engines.base import Job
 from harness.engines.slurm.job_output import JobOutput
-from harness.engines.slurm.sbatch import array_script, script
+from harness.engines.slurm.sbatch import script
 from harness.engines.slurm.scontrol import JobState, NoAnswer, ask, down, job_state
 from harness.errors import EXIT_STOPPED, LaunchError
 from harness.runs import layout
@@ -56,13 +55,6 @@ def submit(job: Job) -> str:
             hint=f"wait for it, end it with scancel {running}, or give this run another name=NAME",
         )
     return _sbatch(text, f"--comment={_comment(job)}")
-
-
-def submit_array(jobs: Sequence[Job], name: str, at_once: int | None = None) -> list[str]:
-    """Submit ``jobs`` as one job array; return the id of each, which ``SlurmRun(job, number)`` follows. Raises
-    LaunchError as ``array_script`` does."""
-    number = _sbatch(array_script(jobs, name, at_once))
-    return [f"{number}_{task}" for task in range(len(jobs))]
 
 
 class SlurmRun:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 
 from harness.engines.base import Job, refuse
 from harness.errors import LaunchError
@@ -51,48 +50,19 @@ _RENDEZVOUS = "the ranks of a Slurm job meet on its first node; remove it"
 def script(job: Job) -> str:
     """The script for ``sbatch``. Raises LaunchError for settings that have no meaning for Slurm."""
     _check(job)
-    options = [f"job-name={job.config.name}", *_options(job)]
-    return _script(options, job, _rank_lines(job))
-
-
-def array_script(jobs: Sequence[Job], name: str, at_once: int | None = None) -> str:
-    """The script of a job array whose task i is ``jobs[i]``; at most ``at_once`` run at a time.
-
-    Raises LaunchError unless all have the same ``launch`` settings.
-    """
-    first = jobs[0]
-    for job in jobs:
-        _check(job)
-        if job.settings != first.settings:
-            raise LaunchError(
-                f"{first.config.name} and {job.config.name} differ in launch, but all tasks of an array share it",
-                where=job.path,
-                hint="sweep over other settings, or launch the experiments one by one",
-            )
-    limit = f"%{at_once}" if at_once else ""
-    own = [option.replace("%j", "%A_%a") for option in _options(first)]
-    options = [f"job-name={name}", f"array=0-{len(jobs) - 1}{limit}", *own]
-    cases = [
-        line for number, job in enumerate(jobs)
-        for line in (f"    {number})", *(f"        {line}" for line in _rank_lines(job)), "        ;;")
-    ]  # fmt: skip
-    return _script(options, first, ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
-
-
-def _script(options: Sequence[str], job: Job, rank_lines: Sequence[str]) -> str:
     settings = job.settings
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environ().items()]
+    options = [f"job-name={job.config.name}", *_options(job)]
     blocks = [
         ["#!/usr/bin/env bash", *(f"#SBATCH --{option}" for option in options)],
         list(settings.slurm.setup),
-        exports,
-        [*rank_lines, f"max_restarts={settings.max_restarts}"],
+        [f"export {name}={shlex.quote(value)}" for name, value in job.environ().items()],
+        [
+            f"rank=({shlex.join(job.command())})",
+            f"folder={shlex.quote(str(job.folder))}",
+            f"max_restarts={settings.max_restarts}",
+        ],
     ]
     return "\n\n".join(["\n".join(block) for block in blocks if block] + [BODY])
-
-
-def _rank_lines(job: Job) -> list[str]:
-    return [f"rank=({shlex.join(job.command())})", f"folder={shlex.quote(str(job.folder))}"]
 
 
 def _options(job: Job) -> list[str]:
