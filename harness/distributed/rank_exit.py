@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
 
@@ -61,9 +63,9 @@ class RankExit:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RankExit:
-        """The inverse of ``asdict``; other keys are ignored. Raises KeyError, TypeError or ValueError."""
-        known = {one.name: content[one.name] for one in fields(cls) if one.name in content}
-        return cls(**known | {"cause": Cause(content["cause"])})
+        """The inverse of ``asdict``; other keys are ignored. Raises ValueError for content of another shape, which a
+        damaged file or another version may have."""
+        return TypeAdapter(cls).validate_python(content)
 
     @property
     def by_rank(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from harness.distributed.launch_env import Launch, detect
 from harness.distributed.monitor import follow_until_done
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
+from harness.distributed.watchdog import exits_without_launcher
 from harness.distributed.worker_group import LocalRun
 from harness.errors import (
     EXIT_DONE,
@@ -97,18 +99,21 @@ def open_task(request: PredictRequest, config: Config) -> PredictingTask:
 
 
 def _rank(request: PredictRequest, config: Config, launch: Launch) -> int:
-    with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
-        stop = Stop(runtime)
-        try:
-            with on_signals(stop), _one_thread(runtime.device):
-                return _predict(request, config, runtime, stop)
-        except HarnessError as error:
-            if error.origin_rank in (None, runtime.rank):
-                log.error("error: %s", error)
-            return error.exit_code
-        except RuntimeError as error:  # from a collective, if another rank has died
-            log.error("error: %s\n  -> if another rank failed or was killed, look at its message", first_line(error))
-            return EXIT_FAILURE
+    try:
+        with (
+            exits_without_launcher(launch),
+            open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime,
+            on_signals(stop := Stop(runtime)),
+            _one_thread(runtime.device),
+        ):
+            return _predict(request, config, runtime, stop)
+    except HarnessError as error:
+        if error.origin_rank in (None, launch.rank):
+            log.error("error: %s", error)
+        return error.exit_code
+    except RuntimeError as error:  # from a collective, if another rank has died
+        log.error("error: %s\n  -> if another rank failed or was killed, look at its message", first_line(error))
+        return EXIT_FAILURE
 
 
 def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
@@ -173,5 +178,8 @@ def _one_thread(device: torch.device) -> Any:
 def _start_ranks(world_size: int, environ: Mapping[str, str], words: Sequence[str]) -> int:
     """Predict with ``world_size`` processes of this machine; return their exit code."""
     run = LocalRun([sys.executable, "-m", "harness", *words], world_size, environ, _END_S, "harness predict")
-    codes = [exit.exit_code for exit in follow_until_done(run, "stopping").exits if exit.exit_code]
+    report = follow_until_done(run, "stopping")
+    codes = [exit.exit_code for exit in report.exits if exit.exit_code]
+    if report.stopped and codes and set(codes) <= {EXIT_STOPPED, -signal.SIGTERM}:  # some before their handlers
+        return EXIT_STOPPED
     return next((code for code in codes if code > 0 and code != EXIT_FAILURE), EXIT_FAILURE if codes else EXIT_DONE)

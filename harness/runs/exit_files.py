@@ -33,7 +33,7 @@ def read(logs: Path) -> dict[int, RankExit]:
     """The records in ``logs``, by rank."""
     found = {}
     for path in logs.glob(layout.RANK_EXITS):
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError):
             exit = RankExit.from_dict(json.loads(path.read_text(encoding="utf-8")))
             if exit.rank is not None:
                 found[exit.rank] = exit

@@ -184,7 +184,7 @@ class ExitCollector:
     def _first_reported(self) -> list[RankExit]:
         """The failure that the ranks agreed on as the first, if they could."""
         if identity(self._failure) != self._earlier_failure and (content := _read(self._failure)):
-            with suppress(KeyError, TypeError, ValueError):
+            with suppress(ValueError):
                 return [RankExit.from_dict(content)]
         return []
 
@@ -197,8 +197,9 @@ class ExitCollector:
                 return False
             for name in self._url.files():
                 if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
-                    self._url.get(name, self._folder / name)
-        except HarnessError as error:
+                    with suppress(FileNotFoundError):  # a rank that still runs may have removed it
+                        self._url.get(name, self._folder / name)
+        except (HarnessError, OSError) as error:
             print(f"could not fetch the ranks' records: {error}", file=sys.stderr)
             return False
         return True

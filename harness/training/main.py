@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
@@ -21,7 +22,7 @@ from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError
 from harness.runs import exit_files, remote
 from harness.runs.run_dir import RunFolder, cannot_write
 from harness.training import build, console, loop, prediction_writer
-from harness.training.exit_report import ExitReporter
+from harness.training.exit_report import ExitReporter, explained, lost_peer
 from harness.training.run import Run
 from harness.training.task import SupportsLearned
 
@@ -44,30 +45,35 @@ def main(
     """
     console.to_terminal(int(rank) if (rank := environ.get("RANK", "0")).isdigit() else 0)
     launch = Launch()  # until the environment is understood; an error in it may concern this rank alone
-    try:
-        launch = detect(environ, local_rank)
-        console.to_terminal(launch.rank)
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        try:
+            launch = detect(environ, local_rank)
+            console.to_terminal(launch.rank)
             with exits_without_launcher(launch, parent):
                 config = loader.load(path, overrides)
                 runtime = stack.enter_context(open_runtime(launch, config.runtime.device, config.runtime.timeout_s))
-            return run_rank(config, runtime, parent)
-    except HarnessError as error:
-        return fail_early(launch, error)
+        except Exception as error:
+            return fail_early(launch, error)
+        return run_rank(config, runtime, parent)
 
 
-def fail_early(launch: Launch, error: HarnessError) -> int:
-    """Report an error before rendezvous. It occurs on every local rank; only local rank 0 prints it."""
+def fail_early(launch: Launch, error: Exception) -> int:
+    """Report an error before the ranks have met. A HarnessError occurs on every local rank; only local rank 0 prints
+    it."""
+    shown = explained(error)
     exit = RankExit(
-        launch.rank, Cause.ERROR, error.exit_code, socket.gethostname(), error=type(error).__name__,
-        message=str(error), time=time.time(),
+        launch.rank, Cause.PEER_LOST if lost_peer(error) else Cause.ERROR,
+        shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE, socket.gethostname(),
+        error=type(shown).__name__, message=str(shown), time=time.time(),
     )  # fmt: skip
     exit_files.write_for_torch(launch, exit)
-    if launch.local_rank == 0:
-        log.error("error: %s", error)
+    if not isinstance(shown, HarnessError):
+        log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+    elif launch.local_rank == 0:
+        log.error("error: %s", shown)
     elif launch.elastic:
         time.sleep(_PRINT_S)  # the launcher ends all ranks at the first exit, also local rank 0 before it has printed
-    return error.exit_code
+    return exit.exit_code
 
 
 def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int:

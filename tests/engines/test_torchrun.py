@@ -28,6 +28,7 @@ from harness.engines.torchrun import engine as torchrun
 from harness.engines.torchrun import error_files, rendezvous
 from harness.errors import LaunchError
 from harness.runs import exit_files
+from harness.runs.outcome import ExitCollector
 from tests.end_to_end.experiment import assert_same_run, record, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
 
@@ -171,6 +172,29 @@ def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
     exits = [exit_of(0, exit_code), *([RankExit.lost(lost)] if lost else [])]
     assert report == EngineReport(exits, not is_ended, 2)
     assert not list(tmp_path.glob("harness-torchrun-*"))
+
+
+ENDS_EARLY = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+pathlib.Path(sys.argv[1], "run_x", "attempt_0", "0").mkdir(parents=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("stops", "exit_code"), [(1, 75), (2, 70)])
+def test_stop_before_the_ranks_can_leave_a_record(tmp_path, stripes, monkeypatch, stops, exit_code):
+    """As with engine local: nothing is lost if one signal ends the ranks before they have begun."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torchrun, "_command", lambda _, __, folder: [sys.executable, "-c", ENDS_EARLY, folder])
+    job = launch.plan(str(write_config(tmp_path, stripes)), [])
+    collector = ExitCollector(job.folder)
+    started_ = torchrun.start(job)
+    wait_until(lambda: list(tmp_path.glob("harness-torchrun-*/*/*/0")), START_S, "the launcher")
+    for _ in range(stops):
+        started_.stop()
+    outcome = collector.conclude(started_.follow())
+    assert outcome.exit_code == exit_code, outcome.text
 
 
 # Whole runs

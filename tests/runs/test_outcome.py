@@ -11,6 +11,7 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import exit_files, layout
 from harness.runs.outcome import ExitCollector, judge
+from harness.runs.url_store import UrlStore
 
 
 def own(rank, cause, code=70, step=7, **more):
@@ -182,6 +183,29 @@ def test_records_of_an_earlier_start_are_ignored(folder):
         exit_files.write(folder / layout.LOGS, own(rank, Cause.STOPPED, 75))
     assert collector.conclude(EngineReport()).exit_code == 75
     assert failure_of(folder) == error(1).failure()
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"rank": 0, "cau', "[]", '{"rank": 0, "cause": "error", "exit_code": 70, "time": null}']
+)
+def test_damaged_records_and_those_of_another_version_are_ignored(folder, text):
+    collector = ExitCollector(folder, 2)
+    (folder / layout.LOGS / layout.rank_exit(0)).write_text(text)
+    (folder / layout.FAILURE).write_text(text)
+    exit_files.write(folder / layout.LOGS, error(1))
+    assert collector.conclude(EngineReport(seen((0, 70), (1, 70)))).failure["rank"] == 1
+
+
+def test_record_that_vanishes_from_the_url_is_ignored(tmp_path, monkeypatch):
+    """A rank may replace or remove a file between the listing and its download."""
+    kept = UrlStore(f"file://{tmp_path}/kept")
+    collector = ExitCollector(tmp_path / "scratch", 2, kept.where)
+    kept.write(layout.START, "new")
+    kept.write(f"{layout.LOGS}/{layout.rank_exit(1)}", error(1).to_json())
+    names = {f"{layout.LOGS}/{layout.rank_exit(0)}": "", **kept.files()}
+    monkeypatch.setattr(UrlStore, "files", lambda self: names)
+    assert collector.conclude(EngineReport(seen((0, 70), (1, 70)))).failure["rank"] == 1
+    assert json.loads(kept.read(layout.FAILURE))["message"] == "m1"
 
 
 def test_missing_folder_is_not_created(tmp_path):

@@ -19,6 +19,7 @@ from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import main
 from harness.training.exit_report import ExitReporter, explained
+from tests.conftest import ROOT
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "max_restarts": 3}
 
@@ -58,6 +59,30 @@ def test_error_before_rendezvous_is_printed_once_and_recorded_by_all(tmp_path, c
 
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4000")
+
+
+def test_peer_lost_at_rendezvous_is_a_consequence(tmp_path, caplog):
+    """A killed rank leaves no error file: the one of its peer must not look like the cause."""
+    file = tmp_path / "error.json"
+    assert main.fail_early(Launch(world_size=2, error_file=str(file)), GLOO) == 70
+    exit, _ = from_torch_error_file(file.read_text())
+    assert (exit.cause, exit.error) == (Cause.PEER_LOST, "TrainingError")
+    assert "error: lost contact with the other ranks" in caplog.text
+
+
+def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("CUDA error: device is busy")
+
+    monkeypatch.setattr(main, "open_runtime", fail)
+    monkeypatch.setattr(main.console, "to_terminal", lambda rank: None)  # it replaces the log's handlers
+    file = tmp_path / "error.json"
+    environ = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
+               "TORCHELASTIC_ERROR_FILE": str(file)}  # fmt: skip
+    assert main.main(str(ROOT / "configs" / "digits.yaml"), [], environ, None) == 70
+    exit, _ = from_torch_error_file(file.read_text())
+    assert (exit.rank, exit.cause, exit.message) == (1, Cause.ERROR, "CUDA error: device is busy")
+    assert "Traceback" in caplog.text
 
 
 def failed(tmp_path, error, *, store=None, rank=0):

@@ -137,7 +137,7 @@ class FlyteRun:
         exits = []
         try:
             exits = [RankExit.from_dict(exit) for exit in json.loads(self._exits.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, KeyError, TypeError):  # the runner ended before its ranks
+        except (OSError, ValueError, TypeError):  # the runner ended before its ranks
             if code < 0 and not stopped:
                 exits = [RankExit.lost(f"flytekit's local runner was killed by signal {-code}")]
         finally:

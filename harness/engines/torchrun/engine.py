@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -109,6 +110,8 @@ class TorchrunRun:
         stopped = self._agent.num_stops > 0
         if not exits and code > 0 and not stopped and not error_files.attempts(self._errors):
             raise self._where.failed()
+        if stopped and not exits and code >= 0 and time.monotonic() < self._agent.deadline - KILL_S:
+            exits = [RankExit(None, Cause.STOPPED, -signal.SIGTERM)]  # within the grace period, before a rank could
         world_size = world_size or self._job.world_size
         if lost := self._lost(code, exits, world_size, stopped):
             exits.append(RankExit.lost(lost))
@@ -122,7 +125,7 @@ class TorchrunRun:
             return ""
         known = {exit.rank for exit in exits} | self._exit_files.read().keys()
         silent = [str(rank) for rank in range(world_size) if rank not in known]
-        if not silent or (stopped and codes <= {EXIT_DONE, EXIT_STOPPED}):
+        if not silent or (stopped and codes <= {EXIT_DONE, EXIT_STOPPED, -signal.SIGTERM}):
             return ""
         if code < 0 and self._agent.deadline == float("inf"):
             return f"its launcher on {socket.gethostname()} was killed by signal {-code}"
