@@ -1,7 +1,7 @@
 """The Apex API on plain PyTorch, on CPU and GPU: ``from harness.apex import amp, parallel``.
 
 Mixed precision by opt level (``amp``), gradient averaging across ranks (``parallel``), and the other names that Apex
-scripts import. Written from the Apex contract, a point-by-point description of Apex's behaviour; docstrings name the
+scripts import. Written from the Apex contract, a point-by-point description of Apex's behavior; docstrings name the
 deliberate differences. Imports nothing else from the harness. Start reading in ``amp/initialize.py``.
 
 Scripts that ``import apex`` run unmodified:

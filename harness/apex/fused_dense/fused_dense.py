@@ -30,7 +30,7 @@ def fused_dense_gelu_dense_function(
 
 
 class FusedDense(nn.Linear):
-    """``nn.Linear`` under Apex's name. Apex left ``weight`` and ``bias`` uninitialised."""
+    """``nn.Linear`` under Apex's name. Apex left ``weight`` and ``bias`` uninitialized."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -39,7 +39,7 @@ class FusedDense(nn.Linear):
 class FusedDenseGeluDense(nn.Module):
     """Linear, exact GELU, linear. Parameters ``weight1``, ``bias1``, ``weight2``, ``bias2``.
 
-    They are initialised like those of ``nn.Linear``; Apex left them uninitialised. Biases are mandatory.
+    They are initialized like those of ``nn.Linear``; Apex left them uninitialized. Biases are mandatory.
     """
 
     def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
@@ -58,7 +58,7 @@ class FusedDenseGeluDense(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters like those of ``nn.Linear``."""
+        """Initialize all parameters like those of ``nn.Linear``."""
         init_linear(self.weight1, self.bias1)
         init_linear(self.weight2, self.bias2)
 

@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
     ``mlp_sizes``: number of features of the input, of each hidden layer, and of the output. ``activation``: "relu",
     "sigmoid" or "none". The parameters are ``weight_0`` of shape (mlp_sizes[1], mlp_sizes[0]), ``bias_0``, and so on.
-    They are initialised like those of ``nn.Linear`` (Apex used normal distributions).
+    They are initialized like those of ``nn.Linear`` (Apex used normal distributions).
     """
 
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu") -> None:
@@ -85,7 +85,7 @@ class MLP(nn.Module):
         return [self.get_parameter(f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters like those of ``nn.Linear``."""
+        """Initialize all parameters like those of ``nn.Linear``."""
         for weight, bias in itertools.zip_longest(self.weights, self.biases):
             init_linear(weight, bias)
 

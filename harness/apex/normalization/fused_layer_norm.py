@@ -4,7 +4,7 @@ They differ from ``nn.LayerNorm`` in the dtype of the result if input and parame
 *input's* dtype, the Mixed forms the *parameters'*. Mean and variance are computed in float32 or wider. The rule also
 holds under O1, O4 and ``torch.autocast``, where torch's kernels compute in float32.
 
-``memory_efficient`` is accepted and has no effect: Apex then recomputed the normalised input in backward, but torch's
+``memory_efficient`` is accepted and has no effect: Apex then recomputed the normalized input in backward, but torch's
 kernels only keep the input and two numbers per row anyway.
 """
 

@@ -175,7 +175,7 @@ def _place_on_cpu(storage: Any, location: Any) -> Any:
 
 
 class _StandIn(type):
-    """Metaclass of classes that create, and recognise, instances of ``cpu_class``."""
+    """Metaclass of classes that create, and recognize, instances of ``cpu_class``."""
 
     cpu_class: Any
     path: str
