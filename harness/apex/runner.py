@@ -23,7 +23,7 @@ usage: python -m harness.apex [--device cpu] SCRIPT [ARGS...]
 
 Run a training script written for NVIDIA Apex without changes: its imports of apex resolve to harness.apex.
 
-  --device cpu      run the script's CUDA and NCCL calls on the CPU and gloo, and list them on stderr at the end
+  --device cpu      run the script's CUDA and NCCL calls on the CPU and gloo, and list them on stderr at exit
   --local-rank N    set by torch.distributed.launch; the script gets it in the spelling that it declares
   -h, --help        show this help
 

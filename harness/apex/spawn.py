@@ -24,7 +24,7 @@ _ROOT = str(Path(__file__).parents[2])  # where `harness` is imported from; the 
 
 @dataclass(frozen=True)
 class ScriptContext:
-    """How a script is run. ``name`` is its absolute path, or the name of a module."""
+    """The way a script is run. ``name`` is its absolute path, or the name of a module."""
 
     name: str
     is_module: bool

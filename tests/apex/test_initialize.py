@@ -172,7 +172,7 @@ def test_wrong_types_are_refused(models, optimizers, match):
 
 @pytest.mark.contract("1.2.types")
 def test_level_in_the_position_of_enabled_is_refused():
-    with pytest.raises(TypeError, match="Type opt_level='O2'"):
+    with pytest.raises(TypeError, match="Pass opt_level='O2'"):
         amp.initialize(*pair(), "O2")
 
 

@@ -253,7 +253,7 @@ def _too_few_values() -> None:
     assert out.shape == x.grad.shape == x.shape
     assert sbn.running_mean.tolist() == [0.0] * C
     assert sbn.running_var.tolist() == [1.0] * C
-    with pytest.raises(ValueError, match=r"\(batch, 3, \.\.\.\); seen \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"\(batch, 3, \.\.\.\); got \(2, 4\)"):
         sbn(torch.ones(2, 4))
     with pytest.raises(ValueError, match="channel_last"):
         sbn(torch.ones(3))

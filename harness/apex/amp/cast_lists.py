@@ -1,4 +1,4 @@
-"""Which operations O1 and O4 run in which precision: Apex's lists (contract 4.1), by ATen name.
+"""Lists of operations by the precision in which O1 and O4 run them, as in Apex (contract 4.1), by ATen name.
 
 These are the *differences* to ``torch.autocast``: ``cast_kernels`` registers only what a device's autocast does not
 already do as Apex did. Operations that Apex never had follow autocast's choice for CUDA on every device, so a script

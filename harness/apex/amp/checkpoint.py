@@ -45,7 +45,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     scalers = _amp_state.loss_scalers if enabled else []
     if saved and not enabled:
         _warn(
-            f"the amp state holds {len(saved)} loss scalers, and amp is off here (not initialized, or with "
+            f"the amp state holds {len(saved)} loss scalers, but amp is off here (not initialized, or with "
             "enabled=False): nothing is restored. Call amp.initialize before amp.load_state_dict."
         )
     elif len(saved) != len(scalers):
@@ -63,7 +63,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         else:
             _warn(
                 f"{key} of the checkpoint has a loss scale of {scale:g}; this run's is static "
-                f'({scaler.loss_scale():g}) and stays. Type loss_scale="dynamic" in amp.initialize to continue it.'
+                f'({scaler.loss_scale():g}) and stays. Pass loss_scale="dynamic" to amp.initialize '
+                "to continue from the saved scale."
             )
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     if unexpected:

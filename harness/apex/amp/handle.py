@@ -145,7 +145,7 @@ class OptimWrapper:
         if self._next_loss == len(self._scalers):
             raise RuntimeError(
                 f"scale_loss was called {self._next_loss + 1} times before step(), but the optimizer was wrapped for "
-                f"{len(self._scalers)}. Type handle.wrap_optimizer(optimizer, num_loss={self._next_loss + 1})."
+                f"{len(self._scalers)}. Use handle.wrap_optimizer(optimizer, num_loss={self._next_loss + 1})."
             )
         scaler = self._scalers[self._next_loss]
         self._next_loss += 1
@@ -155,7 +155,7 @@ class OptimWrapper:
     def step(self, closure: Any = None) -> Any:
         """Step, or skip the step after an overflow in any of the losses."""
         if closure is not None:
-            raise NotImplementedError("A wrapped optimizer takes no closure: compute the loss before, call step().")
+            raise NotImplementedError("A wrapped optimizer takes no closure: compute the loss first, then call step().")
         if self._next_loss < len(self._scalers):
             raise RuntimeError(
                 f"step() was called after {self._next_loss} of {len(self._scalers)} losses. Call scale_loss once per "

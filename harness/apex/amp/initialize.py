@@ -53,7 +53,7 @@ def initialize(
     """
     if isinstance(enabled, str):
         raise TypeError(
-            f"enabled={enabled!r}: the third argument of amp.initialize is `enabled`. Type opt_level={enabled!r}."
+            f"enabled={enabled!r}: the third argument of amp.initialize is `enabled`. Pass opt_level={enabled!r}."
         )
     cast_engine.engine.stop()
     function_casts.restore_functions()
@@ -121,7 +121,7 @@ def _properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
 def _model_list(models: Any) -> list[nn.Module]:
     result = [models] if isinstance(models, nn.Module) else models
     if not isinstance(result, list) or not all(isinstance(model, nn.Module) for model in result):
-        raise TypeError(f"models must be either an nn.Module or a list of them; seen: {_describe(models)}.")
+        raise TypeError(f"models must be either an nn.Module or a list of them; got {_describe(models)}.")
     return result
 
 
@@ -136,7 +136,7 @@ def _optimizer_list(optimizers: Any) -> list[Optimizer]:
         )
     if not isinstance(result, list) or not all(isinstance(each, Optimizer) for each in result):
         raise TypeError(
-            f"optimizers must be either a torch.optim.Optimizer or a list of them; seen: {_describe(optimizers)}."
+            f"optimizers must be either a torch.optim.Optimizer or a list of them; got {_describe(optimizers)}."
         )
     return result
 

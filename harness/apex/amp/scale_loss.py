@@ -39,7 +39,7 @@ def scale_loss(
     if not _amp_state.initialized:
         raise RuntimeError(
             "scale_loss was called but amp was never initialized (the internal Amp state has not been initialized). "
-            "Type model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            "Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
         )
     if not _amp_state.opt_properties.enabled:
         return nullcontext(loss)
@@ -113,7 +113,7 @@ def _scaler(loss_id: int) -> LossScaler:
         count = len(_amp_state.loss_scalers)
         raise IndexError(
             f"loss_id={loss_id}, but amp was initialized for {count} loss{'es' if count > 1 else ''} (ids 0 to "
-            f"{count - 1}). Type amp.initialize(..., num_losses={loss_id + 1})."
+            f"{count - 1}). Use amp.initialize(..., num_losses={loss_id + 1})."
         ) from None
 
 

@@ -48,10 +48,10 @@ class FP16_Optimizer(OptimizerProxy):
         verbose: bool = True,
     ) -> None:
         if not isinstance(init_optimizer, Optimizer):
-            raise TypeError(f"init_optimizer must be a torch.optim.Optimizer; seen: {type(init_optimizer).__name__}")
+            raise TypeError(f"init_optimizer must be a torch.optim.Optimizer; got {type(init_optimizer).__name__}")
         if isinstance(init_optimizer, FP16_Optimizer) or hasattr(init_optimizer, "_amp_stash"):
             raise RuntimeError(
-                "The optimizer has masters already, of another FP16_Optimizer or of amp; use one of them."
+                "The optimizer already has masters, from another FP16_Optimizer or from amp; use only one of them."
             )
         self.optimizer, self.verbose = init_optimizer, verbose
         self.dynamic_loss_scale = dynamic_loss_scale

@@ -100,7 +100,7 @@ def scaler_from(saved: Any) -> LossScaler:
         scaler.cur_iter = state.get("_unskipped", 0)
         return scaler
     if "cur_scale" not in state:
-        raise ValueError(f"This is no loss scaler of fp16_utils: it has {', '.join(state) or 'nothing'}.")
+        raise ValueError(f"This is not a loss scaler of fp16_utils: it has {', '.join(state) or 'nothing'}.")
     if "cur_iter" not in state:
         return LossScaler(state["cur_scale"])
     scaler = DynamicLossScaler()

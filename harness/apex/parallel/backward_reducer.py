@@ -88,7 +88,7 @@ class BackwardReducer:
         return handles
 
     def _about_to_accumulate(self, i: int) -> None:
-        """When summing, keep a gradient that was reduced before from being summed again."""
+        """Keep a gradient that was already reduced from being summed again, when reduction sums."""
         if self._pending[i]:
             return
         parameter = self.parameters[i]

@@ -165,7 +165,7 @@ def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
     if communicators is not None and [len(part) for part in communicators] != [streams, streams]:
         raise ValueError(
             f"allreduce_communicators must hold {streams} process groups and as many streams, as num_allreduce_streams "
-            f"requires; seen {[len(part) for part in communicators]}. Leave it out: the default process group is used."
+            f"requires; got {[len(part) for part in communicators]}. Leave it out: the default process group is used."
         )
 
 

@@ -17,7 +17,7 @@ def require_process_group(name: str) -> None:
     """Raise ValueError if there is no default process group, which the class ``name`` needs."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"{name} needs the default process group, and there is none. Call "
+            f"{name} needs the default process group, but none exists. Call "
             'torch.distributed.init_process_group("gloo") (or "nccl") first, under a launcher such as torchrun.'
         )
 
@@ -43,7 +43,7 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
     most, least = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if most != least:
         raise RuntimeError(
-            f"Ranks do not hold the same tensors: rank {dist.get_rank()} has {len(tensors)} tensors with {elements} "
+            f"The ranks hold different tensors: rank {dist.get_rank()} has {len(tensors)} tensors with {elements} "
             f"elements; over all ranks there are {least[0]} to {most[0]} tensors with {least[1]} to {most[1]} elements"
             f"{', of other shapes or dtypes' if most[:2] == least[:2] else ''}. Build the same model on every rank."
         )

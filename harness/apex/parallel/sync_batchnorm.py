@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2 or input.shape[-1 if self.channel_last else 1] != channels:
             expected = f"(batch, ..., {channels})" if self.channel_last else f"(batch, {channels}, ...)"
             raise ValueError(
-                f"SyncBatchNorm({channels}, channel_last={self.channel_last}) takes input of shape {expected}; seen "
+                f"SyncBatchNorm({channels}, channel_last={self.channel_last}) takes input of shape {expected}; got "
                 f"{tuple(input.shape)}. With channel_last=True the channels are the last dimension, as in Apex; for "
                 "input in torch.channels_last memory format leave it False."
             )
