@@ -1,4 +1,4 @@
-"""What all engines share: the job to start, and the protocol that an engine module implements."""
+"""Parts that all engines share: the job to start, and the protocol that an engine module implements."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class Engine(Protocol):
 
     @staticmethod
     def render(job: Job) -> str:
-        """What ``start`` would run or submit, as text. Raises LaunchError for settings that are missing or that have no
-        meaning for this engine."""
+        """The commands or files that ``start`` would run or submit, as text. Raises LaunchError for settings that are
+        missing or that do not apply to this engine."""
         ...
 
     @staticmethod
@@ -110,7 +110,7 @@ def refuse(job: Job, engine: str, **reasons: str) -> None:
     for name, hint in reasons.items():
         value = getattr(job.settings, name)
         if value != getattr(default, name):
-            raise LaunchError(f"launch.{name}={value} has no meaning for engine {engine}", where=job.path, hint=hint)
+            raise LaunchError(f"launch.{name}={value} does not apply to engine {engine}", where=job.path, hint=hint)
 
 
 def shell(command: Sequence[str], environ: dict[str, str]) -> str:

@@ -15,28 +15,28 @@ HELP = "train on an engine, such as local, torchrun, slurm or dask"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_config(parser)
     parser.add_argument(
-        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine of the file)"
+        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine in the file)"
     )
     parser.add_argument(
-        "--nnodes", metavar="N|MIN:MAX", help="machines; with MIN:MAX they may join and leave (torchrun)"
+        "--nnodes", metavar="N|MIN:MAX", help="number of machines; MIN:MAX lets machines join and leave (torchrun)"
     )
     parser.add_argument("--nproc", type=shared.positive(int), metavar="N", help="ranks per machine")
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="how often to restart a failed run")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="maximum number of restarts of a failed run")
     parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
+        "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where the ranks rendezvous (torchrun)"
     )
     parser.add_argument(
         "--node-rank", type=int, metavar="R", help="number of this machine, from 0 (default: assigned on arrival)"
     )
     parser.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler, such as tcp://10.0.0.1:8786")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be started without starting it")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, without starting it")
     parser.add_argument("--detach", action="store_true", help="submit the run (slurm, ...) without following it")
     parser.add_argument(
         "--stopped-code",
         type=int,
         default=EXIT_STOPPED,
         metavar="N",
-        help="exit code of a run that was stopped with a checkpoint (default: 75; Kubernetes restarts 128 and above)",
+        help="exit code for a run that was stopped with a checkpoint (default: 75; Kubernetes restarts 128 and above)",
     )
 
 

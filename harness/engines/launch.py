@@ -40,7 +40,7 @@ def engine_of(job: Job) -> Engine:
     name = job.settings.engine
     engine: Engine = plugins.find("engine", name, "launch.engine")
     if missing := [part for part in ("render", "start") if not callable(getattr(engine, part, None))]:
-        hint = "harness.engines.base.Engine shows what an engine has"
+        hint = "harness.engines.base.Engine documents the interface of an engine"
         raise ConfigError(f"{name} has no function {missing[0]}", where="launch.engine", hint=hint)
     return engine
 

@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parallel",
         type=shared.positive(int),
         metavar="K",
-        help="maximum number of trials at once (default: parallel of the file)",
+        help="maximum number of trials at once (default: parallel in the file)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the command of each trial without running any")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of each trial, without running any")
     parser.add_argument("--retry-failed", action="store_true", help="also retry failed trials, from their checkpoints")
 
 

@@ -52,7 +52,7 @@ def confounders(
     if len(_distinct(trials, "train.evaluate_every")) > 1:
         yield Confounder(
             False,
-            "trials are evaluated at different intervals; the best of more evaluations is better by chance",
+            "trials are evaluated at different intervals; more evaluations give a better best value by chance",
             "set: {train.evaluate_every: 1}",
         )
     if len(_distinct(trials, "task.name")) > 1:
@@ -115,7 +115,7 @@ def _samples(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
         yield Confounder(
             not _is_varied(trials, "train.epochs"),
             f"trials train on different numbers of samples: {_listed(epochs)} epochs",
-            "compare them at equal samples, not at their ends",
+            "compare them after equal numbers of samples, not at their ends",
         )
     if any(trial.config.train.patience for trial in trials):
         yield Confounder(
@@ -125,7 +125,7 @@ def _samples(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
         )
     if len({trial.global_batch for trial in trials}) > 1 and "drop" in _distinct(trials, "data.tail"):
         yield Confounder(
-            False, "with data.tail=drop an epoch has fewer rows the larger the batch is", "set: {data.tail: use}"
+            False, "with data.tail=drop, a larger batch drops more rows per epoch", "set: {data.tail: use}"
         )
 
 
@@ -137,7 +137,7 @@ def _seeds(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
     if len({frozenset(found) for found in seeds.values()}) > 1:
         yield Confounder(
             True,
-            "trials have different seeds, so differences may be chance",
+            "trials have different seeds, so differences may be due to chance",
             "remove the seed from the space, and write seeds: [0, 1, 2] to train every trial with each",
         )
 

@@ -77,7 +77,7 @@ def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) ->
         if study.resumed:
             log.info("resuming %s: %s", folder, display.counts(study.trials(), plan.total))
         if others := study.num_others():
-            log.info("%d earlier trials are outside the present space: they are kept but not listed", others)
+            log.info("%d earlier trials are outside the current space: they are kept but not listed", others)
         if retry_failed and (count := study.retry_failed()):
             log.info("retrying %d failed trials", count)
         runner = Runner(plan, study, display.Display(plan), os.environ, lock, stops)
@@ -121,7 +121,7 @@ def _commands(plan: Plan) -> Iterator[str]:
     best = "highest" if plan.direction == "maximize" else "lowest"
     yield f"# {plan.total} trials in {spec.folder}, at most {plan.parallel} at once, ranked by {best} {plan.metric}"
     if spec.is_search:
-        yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); for example the ends of the space:"
+        yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); examples at the ends of the space:"
     for number, trial in enumerate(plan.trials):
         command = process.command(plan.file.base, plan.words(trial.settings), results.run_folder(spec.folder, number))
         yield shlex.join(["harness", *command[3:]])

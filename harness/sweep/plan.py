@@ -1,4 +1,4 @@
-"""What a sweep would run, checked before anything starts: every configuration, the machine, and comparability.
+"""The plan of a sweep, checked before anything starts: every configuration, the machine, and comparability.
 
 The trials of a search are not known in advance; the corners of its space stand for them.
 """

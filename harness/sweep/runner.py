@@ -185,7 +185,7 @@ class Runner:
             self._message(trial, why)
         elif self._starts[number] < _STARTS:
             self._waiting.append(trial)
-            self._message(trial, f"{why}; it will be started again")
+            self._message(trial, f"{why}; it will be restarted")
         else:
             self._given_up[number] = why
             self._message(trial, f"{why}, {_STARTS} times: not started again")

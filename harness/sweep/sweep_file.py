@@ -104,9 +104,9 @@ def _kind_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
     else:
         for key in ("trials", "sampler_args"):
             if getattr(spec, key):
-                yield Conflict((key, "sampler"), f"{key} is for a search, but this is a grid", "sampler: tpe")
+                yield Conflict((key, "sampler"), f"{key} is only for a search, but this is a grid", "sampler: tpe")
     if spec.pruner == "none" and spec.pruner_args:
-        yield Conflict(("pruner_args", "pruner"), "no pruner takes them", "pruner: median, or remove them")
+        yield Conflict(("pruner_args", "pruner"), "there is no pruner to use them", "pruner: median, or remove them")
 
 
 def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
@@ -122,7 +122,7 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
             yield Conflict((*place, "sampler"), "a grid needs single values", "write [0.01, 0.1], or sampler: tpe")
         if isinstance(axis, Range):
             if axis.low >= axis.high:
-                yield Conflict(place, f"low {axis.low} is not below high {axis.high}", "make low smaller")
+                yield Conflict(place, f"low {axis.low} is not below high {axis.high}", "lower low, or raise high")
             if axis.log and axis.low <= 0:
                 yield Conflict(place, f"log needs a low above 0 (seen: {axis.low})", "log: false, or a larger low")
             if axis.log and axis.step:

@@ -72,7 +72,7 @@ def test_sweep_killed_in_all_its_parts_ends_in_the_same_table(tmp_path, data):
         wait_until(lambda: not sweep.alive(), END_S, "no process of the killed sweep is left")
         terminal = sweep.text()
     assert [trial["state"] for trial in table(broken)] == ["finished", "running"]
-    assert terminal.count("it will be started again") == 2, terminal
+    assert terminal.count("it will be restarted") == 2, terminal
     with started(command, tmp_path / "second.txt") as sweep:
         assert sweep.wait(SWEEP_S) == 0, sweep.text()
         assert "1 finished" in sweep.text()

@@ -85,7 +85,7 @@ def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
 
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
     for call in (engine.render, engine.start):
-        with pytest.raises(LaunchError, match="has no meaning for engine dask"):
+        with pytest.raises(LaunchError, match="does not apply to engine dask"):
             call(job)
 
 

@@ -45,7 +45,7 @@ def test_render(tmp_path, stripes):
 def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
     for call in (local.render, local.start):
-        with pytest.raises(LaunchError, match="has no meaning for engine local"):
+        with pytest.raises(LaunchError, match="does not apply to engine local"):
             call(job)
 
 

@@ -87,9 +87,9 @@ def test_trials_of_the_array_in_launch_are_valid():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["launch.min_nodes=1"], "launch.min_nodes=1 has no meaning for engine slurm"),
-        (["launch.rendezvous=a:1"], "has no meaning for engine slurm"),
-        (["launch.node_rank=0"], "has no meaning for engine slurm"),
+        (["launch.min_nodes=1"], "launch.min_nodes=1 does not apply to engine slurm"),
+        (["launch.rendezvous=a:1"], "does not apply to engine slurm"),
+        (["launch.node_rank=0"], "does not apply to engine slurm"),
         (["launch.slurm.time='2'"], "signal_s=120 must be less than the time limit, 2 \\(120 s\\)"),
         (["launch.slurm.requeue=false", "launch.max_restarts=1"], "contradict each other"),
     ],
@@ -115,7 +115,7 @@ def test_missing_output_folder_is_reported(planned, tmp_path):
 
 
 def test_output_file_without_the_job_id_is_refused(planned):
-    with pytest.raises(LaunchError, match="an earlier job's output in that file"):
+    with pytest.raises(LaunchError, match="also receive the output of other jobs"):
         sbatch.script(planned("launch.slurm.output=run.txt"))
 
 

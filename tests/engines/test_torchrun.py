@@ -93,9 +93,9 @@ def test_render(tmp_path, stripes, monkeypatch, shape):
 
 REFUSED = {
     "no place to meet": (["nnodes=2"], "--rendezvous HOST:PORT"),
-    "a place for one": (["rendezvous=a:1"], "launch.rendezvous is for several machines"),
-    "a number for one": (["node_rank=0"], "launch.node_rank is for several machines"),
-    "a number too high": (["nnodes=2", "rendezvous=a:1", "node_rank=2"], "they are numbered from 0"),
+    "a place for one": (["rendezvous=a:1"], "launch.rendezvous needs several machines"),
+    "a number for one": (["node_rank=0"], "launch.node_rank needs several machines"),
+    "a number too high": (["nnodes=2", "rendezvous=a:1", "node_rank=2"], "use a number from 0 to 1"),
     "numbers and restarts": (["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"], "exclude each other"),
     "a range without restarts": (["nnodes=2", "min_nodes=1", "rendezvous=a:1"], "--max-restarts 3, or --nnodes N"),
     "a range upside down": (["nnodes=2", "min_nodes=3", "rendezvous=a:1"], "is more than launch.nnodes=2"),

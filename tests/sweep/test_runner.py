@@ -98,7 +98,7 @@ def test_killed_trial_resumes_from_its_checkpoint(folder):
     assert sweep(folder) == 0
     assert states(folder) == ["finished"] * 3
     assert starts(folder, 1) == 2
-    assert "trial 0001 killed by SIGKILL; it will be started again" in output(folder)
+    assert "trial 0001 killed by SIGKILL; it will be restarted" in output(folder)
     assert "trial 0001 resumes" in output(folder)
 
 

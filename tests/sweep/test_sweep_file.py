@@ -72,7 +72,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
         ("set: {output: here}\n", "set.output: the sweep sets it for each trial"),
         ("space: {name: [a, b]}\n", "space.name: the sweep sets it for each trial"),
         ("space: {seed: [1, 2]}\nseeds: [3]\n", "seeds: the seed is varied twice"),
-        ("trials: 3\n", "trials: trials is for a search, but this is a grid"),
+        ("trials: 3\n", "trials: trials is only for a search, but this is a grid"),
         ("sampler: tpe\n", "sampler: a search needs a number of trials"),
         ("sampler: tpe\ntrials: 3\nspace: [{optimizer.lr: 1}]\n", "space: a search draws from ranges and choices"),
         ("sampler: tpe\ntrials: 3\nseeds: [1]\n", "seeds: a search trains each draw once"),
@@ -84,7 +84,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
         ("sampler: tpe\ntrials: 3\nspace: {a: {low: 0, high: 2, log: true}}\n", "space.a: log needs a low above 0"),
         ("sampler: tpe\ntrials: 3\nspace: {a: {low: 1, high: 2, log: true, step: 1}}\n", "space.a: log and step"),
         ("sampler: tpe\ntrials: 3\nspace: {a: {low: 1, high: .inf}}\n", "space.a.high: it should be a finite number"),
-        ("pruner_args: {n_warmup_steps: 1}\n", "pruner_args: no pruner takes them"),
+        ("pruner_args: {n_warmup_steps: 1}\n", "pruner_args: there is no pruner to use them"),
     ],
 )
 def test_contradicting_settings_are_refused(tmp_path, text, problem):

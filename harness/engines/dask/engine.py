@@ -71,7 +71,7 @@ def run(
     ConfigError or LaunchError if nothing was started.
     """
     if client.asynchronous:
-        raise LaunchError("this client is asynchronous", hint="give a Client(…) made without asynchronous=True")
+        raise LaunchError("this client is asynchronous", hint="pass a Client(…) created without asynchronous=True")
     job = _job(config, overrides)
     _check(job)
     collector = ExitCollector(job.folder, job.world_size, job.url)

@@ -23,7 +23,7 @@ _Facts = Mapping[str, Mapping[str, Any]]  # the answers of ``worker.describe``, 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank runs."""
+    """The place of a rank: its worker and machine."""
 
     worker: str
     takes: dict[str, float]  # of the worker's resources
@@ -87,7 +87,7 @@ def _reserve(client: Any, job: Job, name: str, deadline: float) -> list[tuple[st
                 f"{count} rank(s) need {count} worker(s) with a free thread{asked}; seen within "
                 f"{settings.timeout_s:g} s:{seen}",
                 where=where,
-                hint="start more workers (dask worker ADDRESS --nthreads 1), or ask for fewer ranks (--nproc N)",
+                hint="start more workers (dask worker ADDRESS --nthreads 1), or request fewer ranks (--nproc N)",
             )
         time.sleep(_PAUSE_S)
 
@@ -111,7 +111,7 @@ def _shared(job: Job, facts: _Facts) -> bool:
         raise LaunchError(
             f"{', '.join(blind)} cannot see {Path(job.config.output).absolute()}",
             where="launch.dask.shared",
-            hint="mount it there, or leave launch.dask.shared out: then files are copied",
+            hint="mount it there, or remove launch.dask.shared, so that files are copied",
         )
     return not blind if wanted is None else wanted
 

@@ -33,7 +33,7 @@ _KEEP_S = 600.0  # how long an abandoned job's files stay, for a client that sti
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What a job's workers need to know about it."""
+    """The description of a job that its workers need."""
 
     job: str
     config: str
@@ -41,12 +41,12 @@ class JobSpec:
     overrides: tuple[str, ...]
     """Further ``key=value`` words; {scratch} in them stands for the worker's folder for this job."""
     run_folder: str
-    """Where rank 0 writes; {scratch} likewise."""
+    """Output folder of rank 0; {scratch} likewise."""
     url: str
-    """Where the run is kept if that is a URL; each machine then has its own working folder for it."""
+    """URL of the run, if it is kept at one; each machine then has its own working folder for it."""
     cache_dir: str | None
     working_folder: str
-    """Where ranks start and find relative paths; empty: where the worker was started."""
+    """Working folder of the ranks, for relative paths; empty: the worker's."""
     python: str | None
     grace_s: float
 

@@ -89,9 +89,11 @@ def render(job: Job) -> str:
 def start(job: Job) -> FlyteRun:
     _check(job)
     if job.settings.nnodes > 1:
-        raise _for_a_cluster(job, f"launch.nnodes={job.settings.nnodes}: flytekit's local runner knows one machine")
+        raise _for_a_cluster(job, f"launch.nnodes={job.settings.nnodes}: flytekit's local runner uses one machine")
     if job.settings.max_restarts:
-        raise _for_a_cluster(job, f"launch.max_restarts={job.settings.max_restarts}: flytekit's local runner has none")
+        raise _for_a_cluster(
+            job, f"launch.max_restarts={job.settings.max_restarts}: flytekit's local runner does not restart tasks"
+        )
     if not job.settings.python and importlib.util.find_spec("flytekit") is None:
         raise LaunchError(
             "engine flyte needs flytekit, which is not installed", hint="pip install 'apex-harness[flyte]'"

@@ -37,7 +37,7 @@ def name_of(job: Job) -> str:
     name = re.sub(r"[._]", "-", job.config.name.lower())
     if not _NAME.fullmatch(name):
         raise LaunchError(
-            f"{name!r} cannot be the name of a job: it must be a letter, then letters, digits and -, 46 at most",
+            f"{name!r} cannot be the name of a job: use a letter, then letters, digits and -, at most 46 in all",
             where=job.path,
             hint="launch.kubernetes.name=…",
         )
@@ -58,7 +58,7 @@ def manifest(job: Job) -> str:
     documents = yaml.dump_all([_config_map(job), _job(job)], Dumper=_Dumper, sort_keys=False, width=100)
     if _outlives_pods(job):
         return documents
-    return f"# output={job.config.output} is on no claim: the run folder is lost with the pods.\n{documents}"
+    return f"# output={job.config.output} is not on a volume claim: the run folder is lost with the pods.\n{documents}"
 
 
 def _config_map(job: Job) -> dict[str, Any]:
@@ -171,7 +171,9 @@ def _check(job: Job) -> None:
                     "--nnodes MIN:MAX sets both")  # fmt: skip
     if _elastic(job):
         if not settings.max_restarts:
-            raise wrong("a range of machines needs launch.max_restarts: each lost machine uses one", "--max-restarts 3")
+            raise wrong(
+                "a range of machines needs launch.max_restarts: each lost machine uses one restart", "--max-restarts 3"
+            )
         rendezvous.check_batch(job, settings.min_nodes or settings.nnodes)
     if section.workdir and not posixpath.isabs(section.workdir):
         raise wrong(f"launch.kubernetes.workdir is {section.workdir!r}", _ABSOLUTE)

@@ -124,7 +124,7 @@ class SlurmRun:
         return self._report(self._lost(state, nodes))
 
     def _failed(self) -> bool:
-        """Whether a rank has failed in this start. Also by failure.json: srun may be gone with the first node."""
+        """True if a rank has failed in this start. Also checks failure.json: srun may be lost with the first node."""
         failure = identity(self._job.folder / layout.FAILURE)
         if self._output.start != self._seen_start:
             self._seen_start, self._earlier_failure = self._output.start, failure
@@ -145,7 +145,7 @@ class SlurmRun:
         return EngineReport([*exits, *([RankExit.lost(lost)] if lost else [])], self._num_stops > 0)
 
     def _lost(self, state: JobState | None, nodes: str) -> str:
-        """Why some ranks left no record, if that is so and nobody stopped the job."""
+        """The reason why some ranks left no record, if the job was not stopped on request."""
         known = self._exit_files.read()
         silent = [rank for rank in range(self._job.world_size) if rank not in known]
         if self._num_stops or not silent:

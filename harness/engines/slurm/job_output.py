@@ -23,7 +23,7 @@ class JobOutput:
     def __init__(self) -> None:
         self.path = ""
         self.exits: dict[int, int] = {}
-        """Exit codes, or minus the signal number, of the failed tasks of the newest start, the first to end first."""
+        """Exit codes, or minus signal numbers, of the newest start's failed tasks, in the order in which they ended."""
         self.lost = ""
         self.killed = ""
         """The report that srun itself was killed, for when nothing else explains the end."""

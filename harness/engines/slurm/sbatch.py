@@ -96,14 +96,14 @@ def _check(job: Job) -> None:
     slurm = job.settings.slurm
     if not re.search(r"%\d*[jA]", slurm.output):
         raise LaunchError(
-            f"launch.slurm.output={slurm.output}: an earlier job's output in that file would be read as this one's",
+            f"launch.slurm.output={slurm.output}: that file would also receive the output of other jobs",
             where=job.path,
             hint="use %j, the job id, in the file name",
         )
     if slurm.requeue and slurm.time is not None and 0 < seconds(slurm.time) <= slurm.signal_s:
         raise LaunchError(
             f"launch.slurm.signal_s={slurm.signal_s} must be less than the time limit, {slurm.time} "
-            f"({seconds(slurm.time)} s): the run would be stopped as soon as it begins",
+            f"({seconds(slurm.time)} s): the run would be stopped as soon as it starts",
             where=job.path,
             hint="raise launch.slurm.time, or lower launch.slurm.signal_s",
         )

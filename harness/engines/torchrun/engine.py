@@ -93,7 +93,7 @@ class TorchrunRun:
             self._agent.end(within_s=KILL_S)
 
     def _ended_here(self) -> Cause | None:
-        """How the run has ended on this machine, by its ranks' exits; None if it has not, or may be restarted."""
+        """The end of the run on this machine, by its ranks' exits; None while it runs, or if it may be restarted."""
         attempt, exits, _ = error_files.read(self._errors)
         codes = [exit.exit_code for exit in exits]
         if not codes:
@@ -118,7 +118,7 @@ class TorchrunRun:
         return EngineReport(exits, stopped, world_size)
 
     def _lost(self, code: int, exits: list[RankExit], world_size: int, stopped: bool) -> str:
-        """Why some ranks left no record, if that is so and the run has failed."""
+        """The reason why some ranks left no record, if the run has failed."""
         codes = {exit.exit_code for exit in exits}
         # All ranks finish together, and a rank of this machine that was refused has printed why.
         if code == 0 or codes == {EXIT_DONE} or EXIT_USAGE in codes:

@@ -59,7 +59,7 @@ class Rendezvous:
         least = f"{self.min_nodes} to {self.nnodes}" if self.elastic else str(self.nnodes)
         return LaunchError(
             f"torchrun started no rank on {self.address}: {least} machines did not meet at {self.host}:{self.port} "
-            f"within {self.wait_s} s, or the others had ended",
+            f"within {self.wait_s} s, or the others had already exited",
             hint="start the same command on every machine; the port must be free on the first and open to the others, "
             "and launch.interface (a name such as eth0) must lead to them",
         )
@@ -96,21 +96,27 @@ def _check(job: Job, least: int) -> None:
     if settings.nnodes == 1:
         for key in ("rendezvous", "node_rank"):
             if getattr(settings, key) is not None:
-                refuse(f"launch.{key} is for several machines, and launch.nnodes is 1", "add --nnodes N, or remove it")
+                refuse(f"launch.{key} needs several machines, but launch.nnodes is 1", "add --nnodes N, or remove it")
         return
     if settings.rendezvous is None:
-        refuse(f"{settings.nnodes} machines need a place to meet", "--rendezvous HOST:PORT, of the first machine")
+        refuse(
+            f"{settings.nnodes} machines need a rendezvous address",
+            "add --rendezvous HOST:PORT, with the address of the first machine",
+        )
     if settings.node_rank is not None:
         if settings.node_rank >= settings.nnodes:
-            refuse(f"launch.node_rank={settings.node_rank} with {settings.nnodes} machines", "they are numbered from 0")
+            refuse(
+                f"launch.node_rank={settings.node_rank} is out of range",
+                f"use a number from 0 to {settings.nnodes - 1}",
+            )
         if settings.max_restarts:
             refuse(
                 "launch.node_rank and launch.max_restarts exclude each other: a restart may change the first machine",
-                "leave out launch.node_rank: the machines are then numbered in the order of their addresses",
+                "remove launch.node_rank: machines are then numbered in the order of their addresses",
             )
     if least < settings.nnodes:
         if not settings.max_restarts:
-            refuse("a range of machines needs launch.max_restarts: each lost machine uses one",
+            refuse("a range of machines needs launch.max_restarts: each lost machine uses one restart",
                    "--max-restarts 3, or --nnodes N")  # fmt: skip
         check_batch(job, least)
 
