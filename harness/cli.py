@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="harness", description="Train PyTorch models from a YAML file, and work with the runs."
+        prog="harness",
+        description="Train PyTorch models from a YAML file, and compare, report, predict with and export the runs.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, command in sorted(_commands(words).items()):

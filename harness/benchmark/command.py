@@ -14,7 +14,7 @@ HELP = "measure the parallel strategies on this machine"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = shared.positive(int)
-    parser.add_argument("what", choices=["strategies"], help="what to measure")
+    parser.add_argument("what", choices=["strategies"], help="benchmark to run")
     shared.add_config(parser)
     parser.add_argument(
         "--world", type=count, nargs="+", default=[1, 2], metavar="N", help="numbers of processes (default: 1 2)"

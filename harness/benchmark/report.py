@@ -28,9 +28,9 @@ from harness.runs.files import write_atomically
 Figures = dict[str, Any]  # of one case in one round, see harness.benchmark.case.measure
 PARTS = ("ideal", "batch", "contention", "overhead", "communication")
 _CAUSES = {
-    "batch": "costs that do not shrink with the batch (one process alone takes that much longer than its share)",
-    "contention": "processes that share the machine (without communication they slow each other down by that much)",
-    "overhead": "copies and hooks of the strategy (it takes that long without communication)",
+    "batch": "costs that do not shrink with the batch (one process alone takes this much longer than its share)",
+    "contention": "processes that share the machine (without communication they slow each other down by this much)",
+    "overhead": "copies and hooks of the strategy (it takes this long without communication)",
     "communication": "communication and waiting for the slowest rank",
 }
 

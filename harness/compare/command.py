@@ -8,7 +8,7 @@ import json
 from harness.errors import EXIT_DONE
 
 VERB = "compare"
-HELP = "show what differs between two runs, and whether they are bitwise equal"
+HELP = "compare the settings and results of two runs, and check whether they are bitwise equal"
 
 EXIT_DIFFERENT = 1  # as in diff
 

@@ -162,7 +162,7 @@ def _code(code: Code) -> str:
     if not any(code.changed):
         return "unknown: the runs were started outside a repository"
     whose = "both" if all(code.changed) else "A" if code.changed[0] else "B"
-    return f"the same commit, {names[0]}, but {whose} with uncommitted changes: the code may differ"
+    return f"the same commit, {names[0]}, but {whose} had uncommitted changes: the code may differ"
 
 
 # Results

@@ -13,7 +13,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "-c", "--config", required=True, metavar="CONFIG", help="a YAML file, such as configs/digits.yaml"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file: train.epochs=3"
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file, such as train.epochs=3"
     )
 
 
@@ -21,7 +21,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """``RUN`` and ``key=value`` overrides, as ``arguments.folder`` and ``arguments.overrides``."""
     parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/digits, or its URL")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run: task.root=photos"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override those of the run, such as task.root=photos",
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings that contradict each other on any machine and any data, each with what to type instead."""
+"""Settings that contradict each other regardless of machine and data, each with a fix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _batch(config: Config) -> Iterator[Conflict]:
         seen = "neither is set" if batch.global_ is None else "both are set"
         yield Conflict(
             ("batch.global", "batch.per_rank"),
-            f"the batch size is set by exactly one of batch.global and batch.per_rank; {seen}",
+            f"set exactly one of batch.global and batch.per_rank; {seen}",
             "for example batch.global=128 (examples per step over all ranks)",
         )
     size = batch.global_ or batch.per_rank
@@ -57,7 +57,7 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     if (optimizer.lr_scaling != "none") != (optimizer.lr_base_batch is not None):
         yield Conflict(
             ("optimizer.lr_scaling", "optimizer.lr_base_batch"),
-            "lr_scaling and lr_base_batch are only used together",
+            "lr_scaling and lr_base_batch must be set together",
             "set both (lr_base_batch is the global batch that lr was tuned for), or neither",
         )
     for key in ("lr", "momentum", "weight_decay"):
@@ -75,14 +75,14 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("schedule.name", "schedule.milestones"),
             f"schedule {schedule.name} with milestones {list(schedule.milestones)}",
-            "the step schedule, and no other, needs milestones: schedule.name=step schedule.milestones=[30,60]",
+            "milestones and the step schedule need each other: schedule.name=step schedule.milestones=[30,60]",
         )
     if list(schedule.milestones) != sorted(set(schedule.milestones)):
         yield Conflict(("schedule.milestones",), "milestones must increase", "sort them and remove duplicates")
     if schedule.warmup_epochs > epochs:
         yield Conflict(
             ("schedule.warmup_epochs", "train.epochs"),
-            f"warm-up of {schedule.warmup_epochs} epochs in a run of {epochs}",
+            f"warm-up of {schedule.warmup_epochs} epochs is longer than the run of {epochs}",
             "lower schedule.warmup_epochs or raise train.epochs",
         )
     if schedule.min_lr > config.optimizer.lr:
@@ -128,18 +128,18 @@ def _parallel(config: Config) -> Iterator[Conflict]:
     if strategy in ("fsdp", "dp") and config.model.compile:
         yield Conflict(
             ("parallel.strategy", "model.compile"),
-            f"{strategy} replaces the weights in every forward pass, and a compiled model is bound to its weights",
+            f"{strategy} replaces the weights in every forward pass, but a compiled model is bound to its weights",
             "use model.compile=false, or parallel.strategy=ddp",
         )
     if strategy == "dp" and config.parallel.sync_batchnorm:
         yield Conflict(
             ("parallel.sync_batchnorm", "parallel.strategy"),
-            "sync_batchnorm is for several processes, and dp is one",
+            "sync_batchnorm needs several processes, but dp runs in one",
             "use parallel.strategy=ddp, with one process per device",
         )
 
 
-# Optimizers that compute norms or flat buffers of whole parameters, of which a rank under fsdp holds only a part.
+# Optimizers that need complete parameters, for norms or flat buffers. Under fsdp each rank holds only a shard.
 _NEEDS_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harness\.)?apex\.optimizers\.\w+")
 
 
@@ -149,7 +149,7 @@ def _fsdp(config: Config) -> Iterator[Conflict]:
     if precision.opt_level in ("O2", "O3", "O5") or cast or precision.master_weights:
         yield Conflict(
             ("parallel.strategy", "precision.opt_level"),
-            "fsdp shards float32 weights, and this level keeps the model in half precision next to float32 masters",
+            "fsdp shards float32 weights, but this level keeps the model in half precision, with float32 masters",
             "use precision.opt_level=O1 (float16) or O4 (bfloat16), whose weights are the masters; or O0",
         )
     if config.model.channels_last:
@@ -161,12 +161,12 @@ def _fsdp(config: Config) -> Iterator[Conflict]:
     if config.optimizer.larc is not None:
         yield Conflict(
             ("parallel.strategy", "optimizer.larc"),
-            "LARC computes norms of whole parameters, of which a rank holds only a part under fsdp",
+            "LARC needs the norms of complete parameters, but under fsdp each rank holds only a shard",
             "use parallel.strategy=ddp, or remove optimizer.larc",
         )
     if _NEEDS_WHOLE_PARAMETERS.fullmatch(config.optimizer.name):
         yield Conflict(
             ("parallel.strategy", "optimizer.name"),
-            "this optimizer works on whole parameters or flat buffers, and fsdp gives it shards",
+            "this optimizer needs complete parameters or flat buffers, but fsdp passes it shards",
             "use sgd, adam or adamw (optimizer.args={fused: true} for torch's fused kernel), or parallel.strategy=ddp",
         )

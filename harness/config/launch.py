@@ -53,7 +53,7 @@ class SlurmSection(Section):
     requeue: bool = True
     """Requeue the job after its time limit, a preemption or a node failure; it resumes from its newest checkpoint."""
     signal_s: Positive = 120
-    """How long before the time limit the ranks are asked to write a checkpoint and exit, in seconds."""
+    """Seconds before the time limit at which the ranks are asked to write a checkpoint and exit."""
     output: Word = "slurm-%j.out"
     """File for the job's output, relative to the working folder; %j is the job number. Its folder must exist."""
     setup: tuple[Line, ...] = Field(default=(), strict=False)
@@ -70,9 +70,9 @@ class DaskSection(Section):
     resources: Amounts = {}
     """Worker resources per rank, such as {GPU: 1}. On workers that announce GPUs, a rank always takes one."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """How long to wait for the scheduler, and for enough free workers, in seconds."""
+    """Seconds to wait for the scheduler, and for enough free workers."""
     shared: bool | None = None
-    """Whether the workers share this machine's run folder; null: detected. If they do not, its files are copied."""
+    """true: the workers share this machine's run folder; false: its files are copied; null: detected."""
     working_folder: str | None = None
     """Working folder of the ranks, which relative data paths start from; null: the current one if the disk is shared,
     else the folder in which the worker was started.
@@ -117,7 +117,7 @@ class KubernetesSection(Section):
 
 class LaunchSection(Section):
     engine: Annotated[str, NameOf("engine")] = "local"
-    """What starts the ranks: local (processes on this machine), torchrun, slurm, dask, flyte, kubernetes, or
+    """Launcher of the ranks: local (processes on this machine), torchrun, slurm, dask, flyte, kubernetes, or
     package.module of your own.
     """
     nnodes: Positive = 1
@@ -126,26 +126,26 @@ class LaunchSection(Section):
     """For torchrun: continue with this many machines when others are lost, and with more when they join; null: nnodes.
     """
     nproc: Positive = 1
-    """Ranks per machine: one per GPU, or per few CPU cores."""
+    """Ranks per machine: typically one per GPU, or one per few CPU cores."""
     threads: Positive = 1
-    """CPU threads per rank (OMP_NUM_THREADS). Not taken from the machine, since the last bits of a result depend on it.
+    """CPU threads per rank (OMP_NUM_THREADS), the same on any machine, since the last bits of a result depend on it.
     """
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often to restart a failed run, from its newest checkpoint."""
+    """Maximum number of restarts of a failed run, each from its newest checkpoint."""
     interface: str | None = None
     """Network interface for communication between ranks, such as eth0; null: the one that reaches rank 0's machine."""
     rendezvous: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}$")] | None = None
     """For torchrun: HOST:PORT of the first machine, where all machines meet; null: one machine."""
     join_s: Annotated[float, Field(gt=0)] = 600.0
-    """For torchrun: how long to wait for the other machines, at the start and after one was lost, in seconds."""
+    """For torchrun: seconds to wait for the other machines, at the start and after one was lost."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """For torchrun: number of this machine, from 0; null: assigned on arrival."""
     grace_s: Annotated[float, Field(gt=0)] = 60.0
-    """How long ranks may take to write a checkpoint when they are asked to stop, in seconds."""
+    """Seconds that ranks may take to write a checkpoint when they are asked to stop."""
     python: str | None = None
     """Interpreter that runs driver.py; null: the current one."""
     env: Variables = {}
-    """Environment variables of every rank, such as {NCCL_DEBUG: INFO}; null: none."""
+    """Environment variables to set for every rank, such as {NCCL_DEBUG: INFO}; null: none."""
     slurm: SlurmSection = SlurmSection()
     """Settings of the engine slurm."""
     dask: DaskSection = DaskSection()
@@ -155,4 +155,4 @@ class LaunchSection(Section):
     kubernetes: KubernetesSection = KubernetesSection()
     """Settings of the engine kubernetes."""
     options: Arguments = {}
-    """Settings of an engine of your own, checked against its class Options."""
+    """Settings of a custom engine, checked against its class Options."""

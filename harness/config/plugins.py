@@ -28,7 +28,7 @@ _HARNESS = Path(__file__).parents[1]
 
 
 class Kind(NamedTuple):
-    """Where the built-in parts of one kind are."""
+    """The place of the built-in parts of one kind."""
 
     folder: str
     holds: str = ""  # the name to take from a module; empty: the module is the part
@@ -91,4 +91,4 @@ def unknown(kind: str, name: str, known: Iterable[str], where: str) -> ConfigErr
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}; or package.module of your own"
-    return ConfigError(f"there is no {kind} {name!r}", where=where, hint=hint)
+    return ConfigError(f"unknown {kind} {name!r}", where=where, hint=hint)

@@ -34,7 +34,7 @@ class TaskSection(Section):
 
 class DataSection(Section):
     shard: Literal["contiguous", "strided", "global"] = "contiguous"
-    """How rows are assigned to ranks. `contiguous`: one block of the file per rank, shuffled inside, so that a rank
+    """Assignment of rows to ranks. `contiguous`: one block of the file per rank, shuffled within, so that a rank
     reads only its own rows. `strided`: every world-size-th row. `global`: one permutation per epoch, which gives the
     same global batches at any world size.
     """
@@ -45,7 +45,7 @@ class DataSection(Section):
     or drop them.
     """
     cache_dir: str | None = None
-    """Folder for converted annotation tables, best on a disk of the node; null: the user's cache folder."""
+    """Folder for converted annotation tables, ideally on a local disk of the node; null: the user's cache folder."""
 
 
 class ModelSection(Section):
@@ -65,7 +65,7 @@ class BatchSection(Section):
     per_rank: Positive | None = None
     """Examples per optimizer step on each rank; the global batch then grows with the number of ranks."""
     accumulate: Positive = 1
-    """Micro-batches per step on each rank. More of them need less memory; the batch size stays the same."""
+    """Micro-batches per step on each rank. More micro-batches need less memory; the batch size stays the same."""
     eval_per_rank: Positive | None = None
     """Examples per evaluation batch on each rank; null: as many as in a training micro-batch."""
 
@@ -172,7 +172,7 @@ class TrainSection(Section):
     max_steps: Positive | None = None
     """Stop after this many optimizer steps, with a checkpoint and a final evaluation; null: after `epochs`."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Largest 2-norm of all gradients together, computed on the unscaled gradients of the master weights; null: no
+    """Maximum 2-norm of all gradients together, computed on the unscaled gradients of the master weights; null: no
     clipping.
     """
     log_every: Positive = 10
@@ -196,7 +196,7 @@ class CheckpointSection(Section):
     every_steps: Positive | None = None
     """Optimizer steps between checkpoints within an epoch; null: only at the end of each epoch."""
     keep: Positive = 3
-    """How many of the newest checkpoints to keep; the best one is kept as well."""
+    """Number of newest checkpoints to keep; the best one is kept as well."""
     resume: str = "auto"
     """auto: resume the run in the run folder, if there is one. never: start a new run and move the old folder aside.
     Or the path of a checkpoint folder to start from.
@@ -209,7 +209,7 @@ class RuntimeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: CUDA if available."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long a rank waits for the others in a collective before it fails, in seconds."""
+    """Seconds that a rank waits for the others in a collective before it fails."""
 
 
 class Config(Section):
@@ -220,7 +220,7 @@ class Config(Section):
     output: str = "runs"
     """Folder for run folders, or a URL such as s3://bucket/runs if the machines share no disk (docs/engines.md)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of everything that is random."""
+    """Seed of all random numbers."""
     task: TaskSection
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
@@ -244,7 +244,7 @@ class Config(Section):
 
     @property
     def needs_our_amp(self) -> bool:
-        """Whether a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
+        """True if a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
         return self.parallel.strategy == "fsdp" or self.parallel.sync_batchnorm or self.optimizer.larc is not None
 
 

@@ -12,13 +12,15 @@ HELP = "download a data set into a folder"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", choices=["digits", "mnist", "fashion_mnist", "pet_names"], help="which data set")
-    parser.add_argument("folder", type=Path, help="where to write it")
+    parser.add_argument(
+        "dataset", choices=["digits", "mnist", "fashion_mnist", "pet_names"], help="data set to download"
+    )
+    parser.add_argument("folder", type=Path, help="folder to write it to")
     parser.add_argument(
         "--from",
         dest="source",
         metavar="PATH_OR_URL",
-        help="folder or URL with the original files (default: where they are published)",
+        help="folder or URL with the original files (default: their published location)",
     )
 
 
@@ -27,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
         from harness.data import digits
 
         if arguments.source is not None:
-            raise ConfigError("the digits are part of scikit-learn", where="--from", hint="remove --from")
+            raise ConfigError(
+                "the digits come with scikit-learn and have no other source", where="--from", hint="remove --from"
+            )
         print(digits.write(arguments.folder))
     else:
         from harness.data import published

@@ -1,4 +1,4 @@
-"""Download published files into a folder: checked by hash, whole or not at all, by one process at a time.
+"""Download published files into a folder: verified by hash, completely or not at all, by one process at a time.
 
 ``harness.data.published`` lists the files of each data set.
 """
@@ -37,7 +37,7 @@ class PublishedFile:
         return f"{self.name}  {self.num_bytes} bytes  sha256 {self.sha256}"
 
     def mismatch(self, path: Path) -> str:
-        """How ``path`` differs from this file; "" if it does not."""
+        """The difference between ``path`` and this file; "" if there is none."""
         try:
             size = path.stat().st_size
             if size != self.num_bytes:

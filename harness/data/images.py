@@ -108,7 +108,7 @@ class ImageTable:
             names = {other.lower(): other for other in there}  # a frequent reason is .JPG instead of .jpg
             near = difflib.get_close_matches(name.lower(), names, n=1)
             hint = (
-                f"the most similar file there is {names[near[0]]}"
+                f"the most similar file in that folder is {names[near[0]]}"
                 if near
                 else "check task.root: paths in the CSV are relative to it"
             )

@@ -1,4 +1,4 @@
-"""Ranks: who this process is, what the ranks do together, how they stop, and the processes that run them.
+"""Ranks: identity, collectives, stopping, and supervision of the processes that run them.
 
 Not here: gradients (training/strategy.py), or where ranks are started (engines).
 Start at launch_env.py, then runtime.py (collectives) and watchdog.py (lost peers).

@@ -20,7 +20,7 @@ _HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N dri
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process about its place among the ranks."""
+    """The place of this process among the ranks, as set by its launcher."""
 
     rank: int = 0
     local_rank: int = 0
@@ -56,7 +56,7 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
     if local_rank is not None and local_rank != launch.local_rank:
         raise LaunchError(
             f"--local_rank={local_rank} contradicts local rank {launch.local_rank} of the environment ({launch.by})",
-            hint="drop --local_rank, or start the script with the launcher that sets both",
+            hint="remove --local_rank, or start the script with a launcher that sets both",
         )
     return launch
 

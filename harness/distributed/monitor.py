@@ -17,10 +17,10 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine saw of a run that is over."""
+    """The end of a run, as its engine observed it."""
 
     exits: list[RankExit] = field(default_factory=list)
-    """The rank exits that the engine saw, the first to end first. Ranks that it cannot observe are absent."""
+    """The rank exits that the engine saw, in the order in which they ended. Ranks that it cannot observe are absent."""
     stopped: bool = False
     """A user or a scheduler asked for the end."""
     world_size: int | None = None

@@ -31,7 +31,7 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended, as the rank itself or an engine reports it."""
+    """The end of one rank, as reported by the rank itself or by an engine."""
 
     rank: int | None
     """None: the engine does not know which rank was lost."""
@@ -69,7 +69,7 @@ class RankExit:
 
     @property
     def by_rank(self) -> bool:
-        """Whether the rank itself wrote this record."""
+        """True if the rank itself wrote this record."""
         return bool(self.host)
 
     def to_json(self) -> str:

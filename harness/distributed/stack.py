@@ -1,4 +1,4 @@
-"""Where a thread is, or where an exception was raised, as one short phrase; and the names of signals."""
+"""Location of a thread or of a raised exception, as one short phrase; and the names of signals."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HELPERS = ("wait", "main_thread_at")  # frames that say nothing about what the 
 
 
 def main_thread_at() -> str:
-    """Where the main thread is, such as "step (harness/training/loop.py:97) calling all_reduce"."""
+    """The location of the main thread, such as "step (harness/training/loop.py:97) calling all_reduce"."""
     return describe(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def raised_at(error: BaseException) -> str:
-    """Where ``error`` was raised, in the same form."""
+    """The location at which ``error`` was raised, in the same form."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -104,13 +104,13 @@ class Watchdog:
         return self._first
 
     def acknowledge(self) -> None:
-        """Publish that this rank knows of the failure."""
+        """Publish that this rank has seen the failure."""
         with suppress(Exception):
             if self._runtime.store is not None:
                 self._runtime.store.set(f"heard/{self._runtime.rank}", "")
 
     def linger(self) -> None:
-        """Wait until all peers know of the failure, at most NEWS_S: the store or the launcher may end with this
+        """Wait until all peers have seen the failure, at most NEWS_S: the store or the launcher may end with this
         rank."""
         with suppress(Exception):
             if self._runtime.store is not None:
@@ -144,7 +144,7 @@ class Watchdog:
     def _end(self, cause: Cause, message: str) -> None:
         self._stop.request(message)
         if not self._finished.wait(GRACE_S):
-            log.error("%s, and this rank is blocked in a wait for it: exiting", message)
+            log.error("%s, and this rank is blocked waiting for it: exiting", message)
             self._on_blocked(cause, message, self.doing or stack.main_thread_at())
             logging.shutdown()
             time.sleep(0.1)

@@ -53,12 +53,12 @@ class WorkerGroup:
     ) -> None:
         self._grace_s, self._lock = grace_s, threading.Lock()
         self.deadline = float("inf")
-        """When (time.monotonic) what is left is killed; infinite until the group is told to end."""
+        """Time (time.monotonic) at which remaining processes are killed; infinite until the group is stopped."""
         self._failed_at = float("inf")
         self._peers_stopped = False
         self.num_stops = 0
         self.exits: dict[int, int] = {}
-        """Exit codes, or minus the signal number, the first to end first."""
+        """Exit codes, or minus the signal number, in the order in which the processes ended."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, worker in workers.items():
@@ -96,7 +96,7 @@ class WorkerGroup:
             process.send_signal(number)  # does nothing to a process that has ended
 
     def poll(self) -> bool:
-        """Do what is due, and return whether all have ended. Call it every moment until they have."""
+        """Send the signals that are due; return True once all have ended. Call it repeatedly until then."""
         for rank, process in self.processes.items():
             if rank not in self.exits and (code := process.poll()) is not None:
                 self.exits[rank] = code

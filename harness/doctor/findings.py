@@ -23,7 +23,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class System:
-    """What the checks examine: environment variables, the root of the file system, the folder to train in."""
+    """Inputs of the checks: environment variables, the root of the file system, the folder to train in."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path("/")

@@ -58,7 +58,7 @@ def _device(torch_cuda: Any, index: int) -> Finding:
     text = f"cuda:{index} {it.name}, {it.total_memory / GIB:.1f} GiB, compute capability {it.major}.{it.minor}"
     architectures = torch_cuda.get_arch_list()
     if architectures and not _runs_on(it.major, it.minor, architectures):
-        text += f", which this torch has no kernels for ({' '.join(architectures)})"
+        text += f", for which this torch has no kernels ({' '.join(architectures)})"
         return Finding(
             "cuda", "problem", text, ("install another build: https://pytorch.org/get-started/previous-versions",)
         )

@@ -28,7 +28,7 @@ def cpu(system: System) -> Iterator[Finding]:
     text += f" (the cgroup allows the time of {quota:g} cores)" if quota and quota < allowed else ""
     text += f"; torch uses {threads} thread{'s' if threads > 1 else ''}"
     if threads > usable:
-        yield Finding("cpu", "note", f"{text}, which will compete", (f"export OMP_NUM_THREADS={usable}",))
+        yield Finding("cpu", "note", f"{text}, which will compete for them", (f"export OMP_NUM_THREADS={usable}",))
     else:
         yield Finding("cpu", "ok", text)
 
@@ -56,7 +56,7 @@ def shared_memory(system: System) -> Iterator[Finding]:
     try:
         usage = shutil.disk_usage(system.root / "dev/shm")
     except OSError:
-        text = "there is no /dev/shm, which data loader workers need"
+        text = "/dev/shm does not exist, but data loader workers need it"
         yield Finding("shared_memory", "problem", text, ("mount -t tmpfs shm /dev/shm", without))
         return
     text = f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free"

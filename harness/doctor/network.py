@@ -86,7 +86,7 @@ def launch(system: System) -> Iterator[Finding]:
         yield Finding("launch", "problem", error.message, (error.hint,) if error.hint else ())
         return
     if found.by == "one process":
-        yield Finding("launch", "ok", "no variables of a launcher: one process")
+        yield Finding("launch", "ok", "no launcher variables: one process")
     else:
         where = f"{found.master_addr}:{found.master_port}"
         yield Finding("launch", "ok", f"rank {found.rank} of {found.world_size} by {found.by}, rendezvous at {where}")

@@ -57,7 +57,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     out = out or run / f"model{SUFFIX[kind]}"
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(
-            "cannot write there", where=str(out), hint="choose a file in an existing folder: --out model.onnx"
+            "cannot write this file", where=str(out), hint="choose a file in an existing folder: --out model.onnx"
         )
     task = build.open_task(config, Runtime())
     if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):

@@ -9,7 +9,7 @@ from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
 
 VERB = "export"
-HELP = "write a trained model as a file that other programs load"
+HELP = "export a trained model to a file that other programs can load"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ HELP = "print new names from a model of the task pet_names"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/pet_names, or its URL")
     parser.add_argument(
-        "-n", dest="num", type=shared.positive(int), default=20, metavar="N", help="how many names (default: 20)"
+        "-n", dest="num", type=shared.positive(int), default=20, metavar="N", help="number of names (default: 20)"
     )
     parser.add_argument(
         "--temperature",
@@ -24,9 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="below 1: more typical names; above 1: more unusual ones (default: 0.8)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="random seed; a seed always gives the same names (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="random seed; the same seed always gives the same names (default: 0)",
     )
-    parser.add_argument("--start", default="", metavar="TEXT", help="how every name begins")
+    parser.add_argument("--start", default="", metavar="TEXT", help="letters that every name begins with")
     parser.add_argument("--keep-existing", action="store_true", help="also print names that are in the data")
 
 

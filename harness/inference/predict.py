@@ -112,7 +112,7 @@ def _rank(request: PredictRequest, config: Config, launch: Launch) -> int:
             log.error("error: %s", error)
         return error.exit_code
     except RuntimeError as error:  # from a collective, if another rank has died
-        log.error("error: %s\n  -> if another rank failed or was killed, look at its message", first_line(error))
+        log.error("error: %s\n  -> if another rank failed or was killed, see its message", first_line(error))
         return EXIT_FAILURE
 
 

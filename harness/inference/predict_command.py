@@ -14,7 +14,9 @@ HELP = "write a trained model's predictions for the rows of a CSV"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_run(parser)
-    parser.add_argument("--csv", required=True, metavar="CSV", help="rows like the training rows; labels are optional")
+    parser.add_argument(
+        "--csv", required=True, metavar="CSV", help="CSV with rows like the training rows; labels are optional"
+    )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="a .csv or .parquet file, written when complete"
     )

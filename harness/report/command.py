@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 VERB = "report"
-HELP = "write one page about runs or a sweep: curves, speed-up, where the time went"
+HELP = "write one page about runs or a sweep: curves, speed-up, and where the time went"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,8 @@ def main(paths: Sequence[Path], out: Path | None, form: str, target: float | Non
     try:
         write_atomically(out, text)
     except OSError as error:
-        raise ConfigError(f"cannot write: {error.strerror}", where=str(out), hint="name another -o") from None
+        raise ConfigError(
+            f"cannot write: {error.strerror}", where=str(out), hint="choose another file with -o"
+        ) from None
     print(out)
     return EXIT_DONE

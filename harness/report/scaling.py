@@ -55,7 +55,7 @@ class ScalingSeries:
 
 
 def reached(run: ReportedRun, target: float, direction: Direction) -> Reached | None:
-    """When ``run`` first reached ``target``; None if it never did."""
+    """The evaluation at which ``run`` first reached ``target``; None if it never did."""
     improvements = run.history.improvements
     for place, value in enumerate(improvements.values.get("value", [])):
         if (value >= target) if direction == "max" else (value <= target):

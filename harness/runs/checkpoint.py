@@ -146,7 +146,7 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
 
 
 def damage(path: Path) -> str:
-    """What is wrong with the checkpoint folder ``path``; empty if nothing is."""
+    """The reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
     try:
         manifest = json.loads((path / layout.MANIFEST).read_text(encoding="utf-8"))
         size, digest, form = manifest["bytes"], manifest["sha256"], manifest["format"]
@@ -155,7 +155,7 @@ def damage(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return "its manifest.json cannot be read"
     if form != FORMAT:
-        return f"it has format {form}, this version reads {FORMAT}"
+        return f"its format is {form}, but this version reads {FORMAT}"
     file = path / layout.STATE
     if not file.exists():
         return "state.pt is missing"

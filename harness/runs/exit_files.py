@@ -1,4 +1,4 @@
-"""Where a rank leaves its RankExit: ``logs/rank-N.exit.json`` in the run folder, and the error file of torch's
+"""Files that hold the RankExit of each rank: ``logs/rank-N.exit.json`` in the run folder, and the error file of torch's
 launcher.
 
 A rank that was killed leaves neither.

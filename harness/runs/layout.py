@@ -1,4 +1,4 @@
-"""Every file name of a run folder, spelled once.
+"""The file names of a run folder, each defined only here.
 
 config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
 weights.safetensors  report.html  trackers.json  start.json (runs at a URL)

@@ -17,7 +17,7 @@ _KNOWN = pa.schema(
      "loss": _REAL, "lr": _REAL, "loss_scale": _REAL, "samples_per_s": _REAL, "data_wait": _REAL}
 )  # fmt: skip
 _TAIL_BYTES = 1 << 16  # enough for the last line
-_HALF = "metrics.jsonl ends in mid-line: the run was killed while it wrote, or is writing"
+_HALF = "metrics.jsonl ends mid-line: the run was killed during a write, or is still writing"
 
 
 def read_metrics(path: Path) -> tuple[pa.Table, str]:

@@ -46,7 +46,7 @@ def judge(
     folder: str = "",
     summary: Mapping[str, Any] | None = None,
 ) -> RunOutcome:
-    """The outcome of the run in ``folder``, whose ranks ended as ``exits`` says, the first to end first.
+    """The outcome of the run in ``folder``, from ``exits``, the exits of its ranks in the order in which they ended.
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
     library that aborts after training does no harm. ``stopped``: a user asked for the end. ``summary``: the content of

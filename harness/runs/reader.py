@@ -142,7 +142,7 @@ def sweep(path: Path) -> Sweep | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` has any file of a run."""
+    """True if ``path`` has any file of a run."""
     return any((path / name).is_file() for name in (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE))
 
 
@@ -205,7 +205,7 @@ def known_runs(*folders: Path) -> str:
         *(f for folder in folders for f in folder.glob(f"*/{layout.CONFIG}")),
     ]
     runs = sorted({str(config.parent) for config in configs})
-    return "; there are " + ", ".join(runs[:5]) if runs else ""
+    return ", such as " + ", ".join(runs[:5]) if runs else ""
 
 
 # Reading

@@ -1,4 +1,4 @@
-"""A run folder at a URL. Training works in a scratch folder of this machine's cache; the URL is the only truth.
+"""A run folder at a URL. Training works in a scratch folder of this machine's cache; the URL is authoritative.
 
 Each start fills the scratch folder from the URL, and a background thread uploads what training writes. A kill during
 an upload costs at most the checkpoint that was on its way, which is trained again with the same result.
@@ -102,7 +102,7 @@ class RemoteRunFolder(RunFolder):
         return _download(UrlStore(f"{self.where}/{layout.CHECKPOINTS}/{name}"), self.checkpoints.folder / name)
 
     def _take_over(self, files: Mapping[str, str], newest: str) -> None:
-        """Make the URL this start's: an older start that still runs finds out at its next upload."""
+        """Claim the URL for this start: an older start that is still running detects this at its next upload."""
         self._filled = True
         ends = f"{layout.LOGS}/{layout.RANK_EXITS}"
         self.store.remove(name for name in files if name == layout.FAILURE or fnmatch(name, ends))
@@ -177,7 +177,7 @@ class RemoteRunFolder(RunFolder):
         return name not in (layout.START, layout.FAILURE)
 
     def _check_owner(self, step: str = "") -> str:
-        """Raise TakenOver if a later start writes at the URL: their files would mix. Otherwise there is no problem."""
+        """Raise TakenOver if a later start writes at the URL: their files would mix."""
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             by = f" on {json.loads(start)['host']}" if start else ", or somebody removed the run"
             raise TakenOver(f"another start of this run{by} has taken it over")

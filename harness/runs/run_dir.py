@@ -78,7 +78,7 @@ class RunFolder:
                 raise ConfigError(
                     "another start is training in this run folder",
                     where=self.where,
-                    hint="wait for it or stop it, and type the same again; or give this one a name=NAME",
+                    hint="wait for it or stop it, then run the same command again; or give this run another name=NAME",
                 ) from None
             self._lock = lock
 
@@ -87,7 +87,7 @@ class RunFolder:
             self._lock.release(force=True)
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
-        """Make the folder this run's; return a note for the user if an earlier run had to give way.
+        """Claim the folder for this run; return a note for the user if an earlier run was moved aside.
 
         The same recipe resumes. Another recipe, or ``resume: never``, moves the earlier run aside to NAME.1 (or the
         next free number), so that nothing is lost; before that ``rehearse`` raises any error that would keep the new
@@ -185,7 +185,7 @@ class RunFolder:
             write_atomically(self.path / layout.CONFUSION, table.to_csv())
 
     def failure(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Write ``report`` as failure.json, unless another rank was first; return the report that is there."""
+        """Write ``report`` as failure.json, unless another rank was first; return the report in the file."""
         path = self.path / layout.FAILURE
         try:
             with open(path, "x", encoding="utf-8") as file:

@@ -21,7 +21,7 @@ Progress = Callable[[], None]  # called while a transfer advances: a slow store 
 
 
 def no_progress() -> None:
-    """Report progress to nobody."""
+    """Discard progress reports."""
 
 
 class Store(Protocol):

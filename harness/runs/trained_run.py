@@ -52,12 +52,12 @@ def best(run: Path) -> dict[str, Tensor]:
 
 
 def learned(run: Path) -> dict[str, Any]:
-    """What the task learned from the training data. Raises ConfigError if it cannot be read."""
+    """The facts that the task kept from its training data. Raises ConfigError if they cannot be read."""
     try:
         facts = json.loads((run / layout.TASK).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the facts that the task learned from its data cannot be read: {error}",
+            f"the facts that the task kept from its training data cannot be read: {error}",
             where=str(run / layout.TASK),
             hint=f"start the run again to write the file: python driver.py -c {run / layout.CONFIG}",
         ) from None

@@ -61,7 +61,8 @@ class Forwarder:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self._turn_off(
-                    f"did not process everything within {timeout_s:.0f} s, so it is incomplete (metrics.jsonl is not)"
+                    f"did not process everything within {timeout_s:.0f} s, so its copy is incomplete "
+                    "(metrics.jsonl is complete)"
                 )
 
     def _put(self, call: Callable[[], object] | None) -> None:
@@ -70,7 +71,7 @@ class Forwarder:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(RuntimeError(f"it is {MAX_QUEUED} entries behind"))
+            self._fail(RuntimeError(f"it fell {MAX_QUEUED} entries behind"))
 
     def _run(self) -> None:
         while not self._off.is_set():

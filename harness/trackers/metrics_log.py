@@ -41,7 +41,7 @@ def require(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"{name} is not installed",
                 where="trackers",
-                hint=f"type pip install 'apex-harness[{name}]' (or pip install {name}), or remove it from trackers",
+                hint=f"run pip install 'apex-harness[{name}]' (or pip install {name}), or remove it from trackers",
             )
 
 
@@ -80,7 +80,7 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115 - closed by close()
 
     def log(self, split: str, values: dict[str, Any]) -> None:
-        """Append an entry. Numbers that are not finite are written as null: JSON has no other way."""
+        """Append an entry. Numbers that are not finite are written as null: JSON has no representation for them."""
         if self._file is None:
             return
         entry = finite({"split": split, **values})

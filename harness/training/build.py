@@ -119,7 +119,8 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     steps = num_steps(num_rows, world_size, per_rank, config.data.tail)
     if steps == 0:
         raise DataError(
-            f"{num_rows} training rows do not fill one global batch of {per_rank * world_size}, and data.tail=drop",
+            f"{num_rows} training rows do not fill one global batch of {per_rank * world_size},"
+            " and data.tail=drop discards them",
             where="batch",
             hint="make the batch smaller, or set data.tail=use",
         )
@@ -167,7 +168,7 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
 
 
 def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
-    """Warn if the labels of a rank's shard differ from the whole, which pulls its gradients aside. Collective."""
+    """Warn if the labels of a rank's shard differ from all labels, which biases its gradients. Collective."""
     if config.data.shard != "contiguous" or runtime.world_size == 1:
         return
     with runtime.together("counting labels"):

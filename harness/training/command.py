@@ -9,7 +9,7 @@ from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
 
 VERB = "check"
-HELP = "show what a configuration would do, or every error in it"
+HELP = "validate a configuration: print the planned run, or every error in the file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

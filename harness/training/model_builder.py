@@ -35,7 +35,7 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
             f"cannot build model {name}: {error}", where="model.args", hint=f"it takes: {takes}"
         ) from None
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{name} makes a {type(model).__name__}, not a torch.nn.Module", where="model.name")
+        raise ConfigError(f"{name} returns a {type(model).__name__}, not a torch.nn.Module", where="model.name")
     _try(model, name, known, example)
     return model.train()
 
@@ -56,7 +56,7 @@ def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor)
         raise ConfigError(
             f"model {name} returns {shape} for {len(example)} images, not {known['num_classes']} logits per image",
             where="model.name",
-            hint="give your model an argument num_classes, which is passed to it, or set the number in model.args",
+            hint="add an argument num_classes to your model (the harness sets it), or set the number in model.args",
         )
 
 

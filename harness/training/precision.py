@@ -57,7 +57,7 @@ class Precision:
         return params
 
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the next ``optimizer.step()`` will be skipped because of an overflow. The same on all ranks."""
+        """True if the next ``optimizer.step()`` will be skipped because of an overflow. The same on all ranks."""
         # A private attribute of Apex and of harness.apex, which have no public one that is set before the step.
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))
@@ -87,7 +87,7 @@ def choose(section: PrecisionSection, device: torch.device, ours: bool = False) 
         raise ConfigError(
             f"precision.backend=apex, but {why_not}",
             where="precision.backend",
-            hint="use precision.backend=harness, or follow NVIDIA's instructions for an Apex with amp (25.05 or older)",
+            hint="use precision.backend=harness, or install an NVIDIA Apex that has amp (25.05 or older)",
         )
     if section.opt_level in ("O4", "O5") and not hasattr(apex[0], "bfloat16_function"):
         raise ConfigError(

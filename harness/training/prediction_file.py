@@ -20,7 +20,7 @@ FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other co
 
 @dataclass(frozen=True)
 class Written:
-    """What rank 0 has written; other ranks have the defaults."""
+    """The totals of the written file on rank 0; other ranks have the defaults."""
 
     rows: int = 0
     bad: int = 0  # rows without a prediction, because they could not be read

@@ -57,7 +57,7 @@ def block_rows(config: Config) -> int:
 
 
 def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Written | None:
-    """Predict every row of ``loader`` into ``out`` (.csv or .parquet), which appears whole or not at all.
+    """Predict every row of ``loader`` into ``out`` (.csv or .parquet), which appears complete or not at all.
 
     Returns None if the ranks agreed to stop. Collective; an error on any rank is raised on all.
     """

@@ -134,7 +134,7 @@ class Meter:
         self._mark = time.perf_counter()
 
     def tick(self) -> None:
-        """Bring the times up to now. The host waits for the device."""
+        """Update the times. The host waits for the device."""
         self.timer.settle()
         now = time.perf_counter()
         self.time_s, self._mark = self.time_s + now - self._mark, now

@@ -71,7 +71,7 @@ class Run:
         return self.state.rows / self.state.train_s if self.state.train_s else 0.0
 
     def finished(self) -> bool:
-        """Whether training is over, by epochs, steps or patience. The same on every rank."""
+        """True if training is over, by epochs, steps or patience. The same on every rank."""
         state, train = self.state, self.config.train
         return (
             state.epoch >= train.epochs
@@ -116,7 +116,7 @@ class Run:
                 f"the loss became {loss} within the last {steps} steps (step {state.step}, epoch {state.epoch})",
                 where=self.folder.where,
                 hint="lower optimizer.lr, set train.clip_norm or a warm-up, or use train.on_nan=skip; "
-                "the same recipe resumes from the last checkpoint",
+                "an unchanged recipe resumes from the last checkpoint",
             )
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(

@@ -55,7 +55,7 @@ class ParallelModel:
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients cross ranks at all."""
+        """True if gradients cross ranks at all."""
         return self.switch_sync is not None
 
     @property
@@ -68,7 +68,7 @@ def check_world(section: ParallelSection, world_size: int) -> None:
     """Raise ConfigError if the strategy does not support ``world_size`` processes."""
     if section.strategy in ("none", "dp") and world_size > 1:
         raise ConfigError(
-            f"parallel.strategy={section.strategy} is for one process, but there are {world_size}",
+            f"parallel.strategy={section.strategy} runs in one process, but {world_size} were started",
             where="parallel.strategy",
             hint="use parallel.strategy=ddp, or start one process",
         )

@@ -56,7 +56,7 @@ class OpenedTask(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences about data that is usable but odd; printed as warnings."""
+        """Warnings about data that is usable but unusual, one sentence each."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class OpenedTask(Protocol):
         ...
 
     def label_counts(self, start: int, stop: int) -> np.ndarray | None:
-        """How often each class occurs in training rows [start, stop); None if the task has no classes."""
+        """The number of training rows in [start, stop) per class; None if the task has no classes."""
         ...
 
     def model(self, section: ModelSection) -> nn.Module:
@@ -91,7 +91,7 @@ class OpenedTask(Protocol):
 
 @runtime_checkable
 class SupportsPredictions(Protocol):
-    """An opened task whose evaluation rows get a table of predictions, ``predictions.csv``."""
+    """An opened task with a table of predictions for its evaluation rows, ``predictions.csv``."""
 
     def predictions(self, outputs: Tensor) -> Columns:
         """Columns that the model adds: ``prediction`` and scores."""

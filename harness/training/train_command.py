@@ -10,7 +10,7 @@ import signal
 from harness.config import arguments as shared
 
 VERB = "train"
-HELP = "train the experiment of a YAML file, as one process or as one rank of a launcher"
+HELP = "train the experiment of a YAML file, as a single process or as one rank under a launcher"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -730,7 +730,7 @@ def test_state_that_does_not_fit_changes_nothing():
     state["fp32_from_fp16"][0].pop()
     with pytest.raises(ValueError, match="saved masters do not fit"):
         optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match="no loss scaler of fp16_utils"):
+    with pytest.raises(ValueError, match="not a loss scaler of fp16_utils"):
         optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": {"scale": 1}})
     assert str((model.state_dict(), optimizer.state_dict())) == str(before)
 

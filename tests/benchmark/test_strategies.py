@@ -56,7 +56,7 @@ def test_strategies_that_do_not_fit_are_left_out_with_a_reason(config):
     assert "fsdp" not in {case.name for case in cases}
     assert "use precision.opt_level=O1" in left_out["fsdp"]
     assert left_out["3 processes"] == "batch.global=8 cannot be divided among 3 ranks"
-    with pytest.raises(ConfigError, match="there is no task"):
+    with pytest.raises(ConfigError, match="unknown task"):
         strategies.strategies(config, ["task.name=nope"], [1], 1, 1, 1, None)
 
 

@@ -154,7 +154,7 @@ def test_killed_run_is_equal_so_far(runs, tmp_path, capsys):
     assert plain["equality"]["verdict"] == "equal so far"
     assert "Bitwise equal as far as both runs go" in text
     assert "(unfinished, 1 rank)" in text
-    assert "metrics.jsonl ends in mid-line" in text
+    assert "metrics.jsonl ends mid-line" in text
     assert "weights      not compared: B has no weights yet" in text
     assert "equal at steps 8, 10" in text
     assert f"(A ends at step {LAST}, B at step 10)" in text

@@ -198,8 +198,8 @@ def test_first_entry_that_differs(tmp_path):
     ("commits", "changed", "same", "words"),
     [
         (("a", "a"), (False, False), True, "the same commit, aaaaaaaaaaaa"),
-        (("a", "a"), (False, True), None, "but B with uncommitted changes: the code may differ"),
-        (("a", "a"), (True, True), None, "but both with uncommitted changes"),
+        (("a", "a"), (False, True), None, "but B had uncommitted changes: the code may differ"),
+        (("a", "a"), (True, True), None, "but both had uncommitted changes"),
         (
             ("a", "bc"),
             (True, False),

@@ -71,18 +71,18 @@ CASES = {
         {"parallel": {"strategy": "dp"}, "model": {"compile": True}}, ["parallel.strategy"], "compiled", "strategy=ddp",
     ),
     "fsdp with LARC": (
-        {"parallel": FSDP, "optimizer": {"larc": {}}}, ["parallel.strategy"], "whole parameters", "optimizer.larc",
+        {"parallel": FSDP, "optimizer": {"larc": {}}}, ["parallel.strategy"], "complete parameters", "optimizer.larc",
     ),
     "fsdp with a fused optimizer": (
         {"parallel": FSDP, "optimizer": {"name": "fused_lamb"}},
-        ["parallel.strategy"], "whole parameters", "fused: true",
+        ["parallel.strategy"], "complete parameters", "fused: true",
     ),
     "fsdp with a fused optimizer by its path": (
         {"parallel": FSDP, "optimizer": {"name": "harness.apex.optimizers.FusedAdam"}},
-        ["parallel.strategy"], "whole parameters", "adamw",
+        ["parallel.strategy"], "complete parameters", "adamw",
     ),
     "dp with synchronized batch norm": (
-        {"parallel": {"strategy": "dp", "sync_batchnorm": True}}, ["parallel.sync_batchnorm"], "dp is one", "ddp",
+        {"parallel": {"strategy": "dp", "sync_batchnorm": True}}, ["parallel.sync_batchnorm"], "dp runs in one", "ddp",
     ),
     "NVIDIA's Apex with fsdp": (
         {"parallel": FSDP, "precision": {"backend": "apex"}}, ["precision.backend"], "harness.apex", "auto",

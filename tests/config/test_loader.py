@@ -179,7 +179,7 @@ trackers: [wandbb]
         17: "parallel.strategy: 'fsdpp' is not allowed; use 'ddp', 'dp', 'fsdp' or 'none'; did you mean fsdp?",
         19: "precision.loss_scale: 'dynamite' is not allowed",
         21: "schedule.milestones.1: ",
-        22: "trackers.0: there is no tracker 'wandbb'; did you mean wandb?",
+        22: "trackers.0: unknown tracker 'wandbb'; did you mean wandb?",
     }
     for line, problem in expected.items():
         assert f"x.yaml:{line}: {problem}" in message, message
@@ -240,7 +240,7 @@ def test_keys_that_are_not_text(tmp_path, line):
 
 def test_unknown_task_is_reported_with_the_other_errors(tmp_path):
     message = refused(tmp_path, GOOD.replace("image_csv", "imagecsv") + "seed: -1\n")
-    assert "x.yaml:3: task.name: there is no task 'imagecsv'; did you mean image_csv?" in message
+    assert "x.yaml:3: task.name: unknown task 'imagecsv'; did you mean image_csv?" in message
     assert "x.yaml:8: seed: " in message
     assert "2 problems in" in message  # the options of an unknown task are not judged
     for text in ("", "name: x\n", GOOD.split("task:")[0] + "task: image_csv\n"):
@@ -255,7 +255,7 @@ def test_unknown_task_is_reported_with_the_other_errors(tmp_path):
 def test_constraints_are_checked_when_the_schema_holds(tmp_path):
     text = GOOD.replace("global: 8", "global: 8\n  per_rank: 2")
     message = refused(tmp_path, text + "checkpoint: {best_metric: f1}\n")
-    assert "x.yaml:7: batch.global: the batch size is set by exactly one of" in message
+    assert "x.yaml:7: batch.global: set exactly one of batch.global and batch.per_rank" in message
     assert "both are set\n     -> for example batch.global=128" in message
     assert "x.yaml:9: checkpoint.best_metric: task image_csv has no metric 'f1'" in message
     assert "2 problems" in message

@@ -106,7 +106,7 @@ def test_missing_image_suggests_a_similar_name(tmp_path):
     with pytest.raises(DataError) as caught:
         table(tmp_path).batch(np.asarray([11]), epoch=None)
     assert f"{csv}:13: image not found: {tmp_path}/train_images/11.png" in str(caught.value)
-    assert "the most similar file there is 11.PNG" in str(caught.value)
+    assert "the most similar file in that folder is 11.PNG" in str(caught.value)
 
 
 def test_missing_folder_suggests_task_root(tmp_path):

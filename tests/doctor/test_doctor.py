@@ -286,7 +286,7 @@ def test_devices_are_listed(gpus_of, tmp_path):
     assert first.text == "2 devices; torch is built for CUDA 12.6, driver 535.104.05"
     assert second == Finding("cuda", "ok", "cuda:0 H200, 141.0 GiB, compute capability 9.0")
     assert third.mark == "problem"
-    assert "compute capability 7.0, which this torch has no kernels for (sm_75 sm_80" in third.text
+    assert "compute capability 7.0, for which this torch has no kernels (sm_75 sm_80" in third.text
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,8 @@ def test_cpu_limits(monkeypatch, tmp_path):
     assert only(limits.cpu, system) == Finding(
         "cpu",
         "note",
-        "3 of 64 cores are usable (the cgroup allows the time of 2.5 cores); torch uses 16 threads, which will compete",
+        "3 of 64 cores are usable (the cgroup allows the time of 2.5 cores); "
+        "torch uses 16 threads, which will compete for them",
         ("export OMP_NUM_THREADS=3",),
     )
 
@@ -530,7 +531,7 @@ def test_loopback_only_and_unknown_networks(monkeypatch, name, mark):
 
 
 def test_launch():
-    assert only(network.launch).text == "no variables of a launcher: one process"
+    assert only(network.launch).text == "no launcher variables: one process"
     half = only(network.launch, System({"RANK": "1", "WORLD_SIZE": "2"}))
     assert half.mark == "problem"
     assert "found RANK=1, WORLD_SIZE=2; missing LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in half.text

@@ -63,7 +63,7 @@ WRONG_SETTINGS = {
         ["train.epoch=3", "precision.opt_level=O7"],
         ["2 problems", "command line: train.epoch: unknown key; did you mean train.epochs?", "'O7'"],
     ),
-    "strategy": (["parallel.strategy=none"], ["parallel.strategy=none is for one process, but there are 2"]),
+    "strategy": (["parallel.strategy=none"], ["parallel.strategy=none runs in one process, but 2 were started"]),
 }
 
 

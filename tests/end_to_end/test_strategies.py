@@ -151,6 +151,6 @@ def test_dp_with_several_processes_is_refused_by_all_ranks(tmp_path, data):
     config = write_config(tmp_path, data, parallel={"strategy": "dp"})
     assert run(config, 2) == [2, 2]
     terminal = (tmp_path / "terminal-0.txt").read_text()
-    assert "parallel.strategy=dp is for one process, but there are 2" in terminal
+    assert "parallel.strategy=dp runs in one process, but 2 were started" in terminal
     failure = json.loads((run_folder(config) / "failure.json").read_text())
     assert "parallel.strategy=ddp" in failure["message"]

@@ -165,7 +165,7 @@ def test_run_in_any_state_has_a_page(tmp_path, state):
     text = render(write_run(tmp_path / "run", Fake(state=state)))
     Elements(text)
     if state == "unfinished":
-        assert "metrics.jsonl ends in mid-line" in text
+        assert "metrics.jsonl ends mid-line" in text
     if state == "failed":
         assert "TrainingError (rank 0 at step 7): the loss became nan" in text
 

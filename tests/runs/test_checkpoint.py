@@ -160,7 +160,7 @@ DAMAGES = {
     "manifest cut": (lambda path: (path / "manifest.json").write_text('{"bytes"'), "manifest.json cannot be read"),
     "manifest foreign": (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "manifest without": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json cannot be read"),
-    "of the future": (edit(format=99), "it has format 99, this version reads 1"),
+    "of the future": (edit(format=99), "its format is 99, but this version reads 1"),
 }
 
 

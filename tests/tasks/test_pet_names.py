@@ -159,7 +159,7 @@ def test_context_for_generation_matches_training_rows(path):
 def test_notes_and_unusable_files(path, tmp_path):
     with open(path, "a") as file:
         file.write("r2d2\n\n")
-    assert opened(path).notes == [f"{path}: skipped 2 lines that are not names of a-z, blank, - and ."]
+    assert opened(path).notes == [f"{path}: skipped 2 lines with characters other than a-z, space, - and ."]
     assert opened(path).label_counts(0, 3) is None
     assert opened(path).signature["classes"] == list(ALPHABET)
     with pytest.raises(DataError, match="type: harness data pet_names"):

@@ -153,7 +153,7 @@ def test_tracker_that_falls_behind_is_turned_off(open_log, tracker, monkeypatch,
     for step in range(100):
         log.log("train", {"step": step})
     (warning,) = warnings()
-    assert "it is 10 entries behind" in warning
+    assert "it fell 10 entries behind" in warning
     tracker.gate.set()
     log.close()
     assert len(tracker.calls) <= 1

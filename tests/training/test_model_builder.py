@@ -118,7 +118,7 @@ def test_first_weights_depend_on_the_seed_alone():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("small_cnm", {}, "model.name: there is no model 'small_cnm'\n  -> did you mean small_cnn?"),
+        ("small_cnm", {}, "model.name: unknown model 'small_cnm'\n  -> did you mean small_cnn?"),
         ("resnet81", {}, "did you mean resnet"),
         (
             "zzzzzzzz",
@@ -129,7 +129,7 @@ def test_first_weights_depend_on_the_seed_alone():
         ("no_such_package.Model", {}, "cannot be imported"),
         ("os.path", {}, "cannot be imported"),
         ("..x", {}, "cannot be imported"),
-        ("tests.training.test_model_builder.not_a_module", {}, "makes a dict, not a torch.nn.Module"),
+        ("tests.training.test_model_builder.not_a_module", {}, "returns a dict, not a torch.nn.Module"),
         ("small_cnn", {"widht": 8}, "model.args: cannot build model small_cnn: got an unexpected keyword argument"),
         ("small_cnn", {"widht": 8}, "-> it takes: num_classes, in_channels, width, dropout, batch_norm"),
         ("small_cnn", {"width": 0.5}, "cannot build model"),

@@ -69,11 +69,11 @@ def test_fused_by_short_name(name):
     ("section", "message"),
     [
         ({"name": "fused_adm"}, "did you mean fused_adam?"),
-        ({"name": "SGD"}, "there is no optimizer 'SGD'\n  -> did you mean sgd?"),
+        ({"name": "SGD"}, "unknown optimizer 'SGD'\n  -> did you mean sgd?"),
         ({"name": "adamm"}, "did you mean adam"),
         ({"name": "zzz"}, "use one of adadelta"),
-        ({"name": "lbfgs"}, "there is no optimizer"),  # needs a closure
-        ({"name": "optimizer"}, "there is no optimizer"),
+        ({"name": "lbfgs"}, "unknown optimizer"),  # needs a closure
+        ({"name": "optimizer"}, "unknown optimizer"),
         ({"name": "torch.optim.Nope"}, "cannot be imported"),
         ({"name": "no.such.module"}, "cannot be imported"),
         ({"name": "os.path"}, "os.path is not a class or function"),

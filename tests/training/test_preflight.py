@@ -47,9 +47,9 @@ def test_independent_errors_are_reported_together(folder):
         "precision.backend=apex, but",
         "4 examples cannot be divided among 3 ranks",
         "the nearest possible: 3 or 6",
-        "there is no model 'small_cnm'",
-        "there is no optimizer 'adamm'",
-        "parallel.strategy=none is for one process, but there are 3",
+        "unknown model 'small_cnm'",
+        "unknown optimizer 'adamm'",
+        "parallel.strategy=none runs in one process, but 3 were started",
     ):
         assert words in text
     assert len(problems) == 5

@@ -25,7 +25,7 @@ def ours():
 @pytest.mark.parametrize("name", ["none", "dp"])
 def test_strategy_for_one_process(name):
     strategy.check_world(ParallelSection(strategy=name), 1)
-    with pytest.raises(ConfigError, match="is for one process, but there are 2\n  -> use parallel.strategy=ddp"):
+    with pytest.raises(ConfigError, match="runs in one process, but 2 were started\n  -> use parallel.strategy=ddp"):
         strategy.check_world(ParallelSection(strategy=name), 2)
 
 

@@ -33,7 +33,7 @@ _READ_AHEAD = 4  # batches
 
 
 def converted(source: Source, entry: CacheEntry, text: Sequence[str], label: str | None) -> dict[str, Any]:
-    """Return the manifest of ``entry``, converting ``source`` first if nobody has. Raises DataError."""
+    """Return the manifest of ``entry``, converting ``source`` first if necessary. Raises DataError."""
     earlier_failure = read_json(entry.failure)
     while (manifest := entry.load()) is None:
         lock = entry.try_lock()
@@ -97,7 +97,9 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], 
             stack.enter_context(contextlib.closing(labels))
         num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns))
         if not num_rows:
-            raise DataError("the file has a header but no rows", where=source.name, hint="was it written completely?")
+            raise DataError(
+                "the file has a header but no rows", where=source.name, hint="check that it was written completely"
+            )
         if labels is not None:
             _require_labels(labels.coder, path, kind)
         manifest = _manifest(texts, labels, columns, num_rows)

@@ -166,7 +166,7 @@ def _check_quotes(path: Path, name: str, columns: list[str]) -> None:
     line = csv_lines.unclosed_quote(path, len(columns))
     if line is not None:
         raise DataError(
-            "a quote is opened in this row and never closed, so it swallows the rest of the file",
+            "a quote opened in this row is never closed, so it consumes the rest of the file",
             where=f"{name}:{line}",
             hint='close the quote, or double a quote inside a quoted field: "a 5"" pipe"',
         )

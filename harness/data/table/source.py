@@ -69,7 +69,9 @@ def locate(source: str | os.PathLike[str]) -> Source:
     if os.path.isdir(name):
         raise DataError("this is a folder, not an annotation file", where=name, hint=_files_in(Path(name)))
     if stat.st_size == 0:
-        raise DataError("the annotation file is empty (0 bytes)", where=name, hint="was it written completely?")
+        raise DataError(
+            "the annotation file is empty (0 bytes)", where=name, hint="check that it was written completely"
+        )
     return Source(name, os.path.realpath(name), (stat.st_size, stat.st_mtime_ns))
 
 
@@ -130,7 +132,7 @@ def _files_in(folder: Path) -> str:
 
 
 def download(source: Source, target: Path) -> None:
-    """Download a remote source, whole or not at all. Raises DataError if the file is no longer this version."""
+    """Download a remote source, completely or not at all. Raises DataError if the file is no longer this version."""
     import fsspec
 
     url, expected = source.identity, source.version
@@ -156,7 +158,9 @@ def _remote_version(url: str) -> tuple[int | str, ...]:
     if info.get("type") == "directory":
         raise DataError("this is a folder, not an annotation file", where=url)
     if info.get("size") == 0:
-        raise DataError("the annotation file is empty (0 bytes)", where=url, hint="was it written completely?")
+        raise DataError(
+            "the annotation file is empty (0 bytes)", where=url, hint="check that it was written completely"
+        )
     size = info.get("size")
     mark = next((str(info[mark]) for mark in _MARKS if info.get(mark)), "")
     return (int(size) if size is not None else -1), mark or str(filesystem.ukey(path))

@@ -38,7 +38,7 @@ class Task(TaskSection):
     window: Positive = 8
     """Length of a window in characters. window_loss uses it with rows=names, too."""
     repeats: bool = False
-    """Train on a name as often as it is in the file instead of once. Validation names always count once."""
+    """Train on each name as often as it occurs in the file, rather than once. Validation names always count once."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
         "char_loss": "min",

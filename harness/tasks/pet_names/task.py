@@ -107,7 +107,9 @@ class PetNames:
     def notes(self) -> list[str]:
         if not self.num_skipped:
             return []
-        return [f"{self.options.names}: skipped {self.num_skipped} lines that are not names of a-z, blank, - and ."]
+        return [
+            f"{self.options.names}: skipped {self.num_skipped} lines with characters other than a-z, space, - and ."
+        ]
 
     @property
     def fingerprint(self) -> str:

@@ -157,7 +157,7 @@ def test_too_many_labels(refused, monkeypatch):
 def test_unclosed_quote(refused, monkeypatch, record, after, block):
     monkeypatch.setattr(csv_reader, "BLOCK_BYTES", block)
     message, place, hint = refused(HEADER + GOOD + record + after)
-    assert message == "a quote is opened in this row and never closed, so it swallows the rest of the file"
+    assert message == "a quote opened in this row is never closed, so it consumes the rest of the file"
     assert place == "502"
     assert "close the quote" in hint
 
