@@ -585,7 +585,7 @@ def test_optimizers_that_have_masters_are_refused():
         FP16_Optimizer(build()[1])
     net = nn.Linear(2, 2)
     _, optimizer = amp.initialize(net, MAKERS["sgd"](net.parameters()), opt_level="O2", verbosity=0)
-    with pytest.raises(RuntimeError, match="of amp"):
+    with pytest.raises(RuntimeError, match="from amp"):
         FP16_Optimizer(optimizer)
 
 
