@@ -66,7 +66,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _commands(words: Sequence[str]) -> dict[str, Any]:
-    """{verb: command module}: those of the project, and the one of the user's own that ``words`` starts with."""
+    """{verb: command module} of all built-in verbs, and of the user's own verb if ``words`` starts with one."""
     files = Path(__file__).parent.glob("*/*command.py")
     modules = [importlib.import_module(f"harness.{file.parent.name}.{file.stem}") for file in files]
     found: dict[str, Any] = {module.VERB: module for module in modules}
@@ -81,7 +81,7 @@ def drive(argv: Sequence[str]) -> int:
 
 
 def _import_from_working_folder() -> None:
-    """Let models, tasks and other parts of the user's own be imported, after everything that is installed."""
+    """Make the user's own models, tasks and other parts importable, after all installed packages."""
     if "" not in sys.path:
         sys.path.append("")
 

@@ -54,6 +54,6 @@ def write(folder: Path) -> str:
         if (folder / "train.csv").exists():
             return f"{folder} already has the digits"  # another process was faster
         raise DataError(
-            f"the digits cannot be written: {error.strerror}", where=str(folder), hint="name an empty or new folder"
+            f"the digits cannot be written: {error.strerror}", where=str(folder), hint="choose an empty or new folder"
         ) from None
     return f"wrote {len(train)} training and {len(validation)} validation rows to {folder}"

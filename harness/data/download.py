@@ -61,7 +61,7 @@ def locked(folder: Path) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:  # the latter on a file system without locks
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"the data cannot be written: {reason}", where=str(folder), hint="name a folder that can be written"
+            f"the data cannot be written: {reason}", where=str(folder), hint="choose a writable folder"
         ) from None
 
 

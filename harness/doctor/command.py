@@ -1,4 +1,4 @@
-"""``harness doctor``: what this machine has for training, and what is wrong with it."""
+"""``harness doctor``: check whether this machine is ready to train."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     """
     if kind == "onnx" and (missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if not find_spec(name)]):
         raise ConfigError(
-            f"{', '.join(missing)} not installed",
+            f"missing packages: {', '.join(missing)}",
             where="--format onnx",
             hint="run pip install 'apex-harness[onnx]', or use --format torch_export",
         )

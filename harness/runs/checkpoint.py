@@ -34,7 +34,7 @@ from harness.runs.files import commit, replacing, temporary_for, write_atomicall
 log = logging.getLogger("harness")
 
 FORMAT = 1
-_ANOTHER = "name another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
+_ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
 class Checkpoints:

@@ -293,7 +293,7 @@ def borrow(config: Config) -> Path:
             )
         problem = damage(path)
     if problem:
-        raise CheckpointError(problem, where=wanted, hint="name another one, or use checkpoint.resume=auto")
+        raise CheckpointError(problem, where=wanted, hint="choose another, or use checkpoint.resume=auto")
     return path
 
 

@@ -34,7 +34,7 @@ _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by th
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"the run folder cannot be written: {error.strerror}", where=str(path), hint="name another with output=FOLDER"
+        f"the run folder cannot be written: {error.strerror}", where=str(path), hint="choose another with output=FOLDER"
     )
 
 
@@ -133,7 +133,7 @@ class RunFolder:
             raise ConfigError(
                 f"the earlier run cannot be moved aside: {error.strerror}",
                 where=str(self.path),
-                hint="name this one with name=NAME",
+                hint="give this run another name with name=NAME",
             ) from None
         return str(aside)
 

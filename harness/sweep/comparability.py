@@ -96,7 +96,7 @@ def _world_sizes(
         yield Confounder(
             False,
             f"up to {parallel} trials at once share memory and caches, so their times are not comparable",
-            "parallel: 1 for comparable times",
+            "use parallel: 1 for comparable times",
         )
 
 

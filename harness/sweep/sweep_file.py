@@ -69,7 +69,7 @@ def conflicts(spec: SweepSpec) -> Iterator[Conflict]:
     yield from _kind_conflicts(spec)
     yield from _axis_conflicts(spec)
     if is_url(spec.output):
-        yield Conflict(("output",), "a sweep needs a local folder to follow its trials", "name one: output=runs")
+        yield Conflict(("output",), "a sweep needs a local folder to follow its trials", "for example output=runs")
     if not spec.space:
         yield Conflict(("space",), "nothing varies", "for example space: {optimizer.lr: [0.01, 0.1]}")
     if isinstance(spec.space, list) and len({identity(trial) for trial in spec.space}) < len(spec.space):
@@ -98,15 +98,21 @@ def _kind_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
                 "use sampler: grid, or space: {optimizer.lr: {low: 0.01, high: 1.0, log: true}}",
             )
         if spec.trials is None:
-            yield Conflict(("sampler", "trials"), "a search needs a number of trials", "trials: 20")
+            yield Conflict(("sampler", "trials"), "a search needs a number of trials", "for example trials: 20")
         if spec.seeds:
             yield Conflict(("seeds", "sampler"), "a search trains each draw once", "set: {seed: 0}")
     else:
         for key in ("trials", "sampler_args"):
             if getattr(spec, key):
-                yield Conflict((key, "sampler"), f"{key} is only for a search, but this is a grid", "sampler: tpe")
+                yield Conflict(
+                    (key, "sampler"),
+                    f"{key} is only for a search, but this is a grid",
+                    "use a search, such as sampler: tpe",
+                )
     if spec.pruner == "none" and spec.pruner_args:
-        yield Conflict(("pruner_args", "pruner"), "there is no pruner to use them", "pruner: median, or remove them")
+        yield Conflict(
+            ("pruner_args", "pruner"), "there is no pruner to use them", "use pruner: median, or remove them"
+        )
 
 
 def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
@@ -124,6 +130,6 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
             if axis.low >= axis.high:
                 yield Conflict(place, f"low {axis.low} is not below high {axis.high}", "lower low, or raise high")
             if axis.log and axis.low <= 0:
-                yield Conflict(place, f"log needs a low above 0 (seen: {axis.low})", "log: false, or a larger low")
+                yield Conflict(place, f"log needs a low above 0 (seen: {axis.low})", "use log: false, or a larger low")
             if axis.log and axis.step:
                 yield Conflict(place, "log and step exclude each other", "remove one of them")

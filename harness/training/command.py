@@ -1,4 +1,4 @@
-"""``harness check``: what a configuration would do, or every error in it."""
+"""``harness check``: print the run that a configuration plans, or every error in it."""
 
 from __future__ import annotations
 

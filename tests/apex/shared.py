@@ -64,7 +64,7 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def same(ones: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether two sequences of tensors are equal in every dtype and bit."""
+    """True if two sequences of tensors are equal in every dtype and bit."""
     pairs = zip(ones, others, strict=True)
     return all(one.dtype is other.dtype and torch.equal(one, other) for one, other in pairs)
 

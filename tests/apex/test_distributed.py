@@ -346,7 +346,7 @@ def _bucket_sizes(sizes=(3, 2, 4, 1), dtypes=(torch.float32,) * 4, triggers=(), 
 
 
 def _layout() -> None:
-    """Which gradients are sent together, and when."""
+    """Grouping and timing of the gradients that are sent."""
     assert _bucket_sizes() == [10]
     assert _bucket_sizes(message_size=4) == [1 + 4, 2 + 3], "in reverse order, at least 4 elements each"
     assert _bucket_sizes(message_size=1) == [1, 4, 2, 3]

@@ -123,7 +123,7 @@ def outline(value):
 
 
 def equal(one, other) -> bool:
-    """Whether two states are equal in types, dtypes, shapes and every bit."""
+    """True if two states are equal in types, dtypes, shapes and every bit."""
     return repr(outline(one)) == repr(outline(other)) and all(map(torch.equal, tensors_in(one), tensors_in(other)))
 
 

@@ -56,7 +56,7 @@ def test_empty_working_directory_is_used(tmp_path, monkeypatch):
 def test_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(DataError, match="name an empty or new folder"):
+    with pytest.raises(DataError, match="choose an empty or new folder"):
         digits.write(tmp_path / "mine")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.txt"]
 

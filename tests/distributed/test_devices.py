@@ -1,4 +1,4 @@
-"""Which device a rank takes, told without one."""
+"""The choice of a rank's device, tested without one."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _started_loader_process():
 
 
 def _end_a_loader_process(by_parent: bool) -> bool:
-    """Whether a child that follows a loader process's rules ends, within two seconds, of SIGTERM."""
+    """True if a child that follows a loader process's rules ends, within two seconds, of SIGTERM."""
     child = _started_loader_process()
     os.kill(child.pid, signal.SIGINT)
     os.kill(child.pid, signal.SIGUSR1)

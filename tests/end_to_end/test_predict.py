@@ -328,5 +328,5 @@ def test_onnx_without_its_packages(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxruntime" else object())
     with pytest.raises(HarnessError) as error:
         export.export(folder, "onnx", tmp_path / "x.onnx")
-    assert "onnxruntime not installed" in str(error.value)
+    assert "missing packages: onnxruntime" in str(error.value)
     assert "pip install 'apex-harness[onnx]'" in str(error.value)

@@ -71,7 +71,7 @@ def s3_environment(address: str) -> dict[str, str]:
 
 
 class Place:
-    """Where runs are kept in a test: a URL, a file system to look there, and what ranks need in their environment."""
+    """Storage of runs in a test: a URL, a file system to inspect it, and environment variables for the ranks."""
 
     def __init__(self, url: str, environ: dict[str, str] | None = None, **options: Any) -> None:
         self.url, self.environ = url, environ or {}

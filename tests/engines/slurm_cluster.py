@@ -63,7 +63,7 @@ PartitionName=urgent Nodes={names} MaxTime=60 PriorityTier=2 PreemptMode=OFF
 
 
 def missing() -> list[str]:
-    """What a cluster needs and this machine has not."""
+    """Requirements of a cluster that this machine lacks."""
     absent = [f"the program {name}" for name in PROGRAMS if shutil.which(name) is None]
     return absent + (["root's rights"] if os.geteuid() != 0 else [])
 
@@ -140,7 +140,7 @@ class Cluster:
         return found
 
     def ask(self, *command: str, timeout_s: float = 15) -> str:
-        """What a Slurm command prints."""
+        """The output of a Slurm command."""
         done = subprocess.run(
             command, env=os.environ | self.environ, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -153,7 +153,7 @@ class Cluster:
         return {}
 
     def job(self, number: str) -> dict[str, str]:
-        """What ``scontrol show job`` says."""
+        """The fields that ``scontrol show job`` prints."""
         words = self.ask("scontrol", "show", "job", "-o", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

@@ -84,7 +84,7 @@ def test_manifest_in_launch_is_current(tmp_path):
 
 
 def unknown_fields(value, kind, models, where=""):
-    """Where ``value`` departs from ``kind``, a type of the operator's or of Kubernetes' own Python models."""
+    """Differences of ``value`` from ``kind``, a type of the operator's or of Kubernetes' own Python models."""
     if held := re.fullmatch(r"(dict[(\[]str, ?|list\[)(.*)[)\]]", kind, re.IGNORECASE):
         inside = value.items() if isinstance(value, dict) else [("[]", one) for one in value]
         return [found for key, one in inside for found in unknown_fields(one, held[2], models, f"{where}.{key}")]

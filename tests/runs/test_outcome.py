@@ -29,7 +29,7 @@ def peer_lost(rank, **more):
 
 
 def seen(*codes):
-    """What an engine saw: pairs of rank and exit code, in the order in which they ended."""
+    """The exits that an engine saw: pairs of rank and exit code, in the order in which they ended."""
     return [RankExit.from_code(rank, code) for rank, code in codes]
 
 

@@ -86,7 +86,7 @@ def test_a_run_with_an_unreadable_configuration_is_moved_aside(tmp_path, content
 
 def test_folders_that_cannot_be_written_or_moved(tmp_path, monkeypatch):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ConfigError, match="the run folder cannot be written: Not a directory\n  -> name another"):
+    with pytest.raises(ConfigError, match="the run folder cannot be written: Not a directory\n  -> choose another"):
         claim(tmp_path)
     (tmp_path / "runs").unlink()
     claim(tmp_path)

@@ -1,4 +1,4 @@
-"""How a rank ends: what it waits for when it stops, and what it reports of an error. Whole runs: end_to_end."""
+"""The end of a rank: its waits when it stops, and its report of an error. Whole runs: end_to_end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, c
 
 
 def failed(tmp_path, error, *, store=None, rank=0):
-    """What one rank reports of ``error``: its exit code, its record, and failure.json."""
+    """The report of ``error`` by one rank: its exit code, its record, and failure.json."""
     folder = RunFolder(tmp_path)
     folder.logs.mkdir(exist_ok=True)
     folder.claimed = True

@@ -50,7 +50,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         )
     elif len(saved) != len(scalers):
         _warn(
-            f"the amp state holds {len(saved)} loss scalers, this run has {len(scalers)}; the first "
+            f"the amp state holds {len(saved)} loss scalers, but this run has {len(scalers)}; the first "
             f"{min(len(saved), len(scalers))} are restored. Initialize with the num_losses and opt_level of the "
             "checkpoint to restore all."
         )

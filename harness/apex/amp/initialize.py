@@ -160,8 +160,8 @@ def _check_model(model: nn.Module) -> None:
     for kind, name, tensor in model_casts.floating_tensors(model):
         if tensor.dtype is torch.float16:
             _refuse(
-                f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32 (on any device). Models arrive "
-                "in float32 and amp.initialize casts them: remove the .half(), or set "
+                f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32 (on any device). Pass the "
+                "model in float32, since amp.initialize casts it: remove the .half(), or set "
                 "amp._amp_state.allow_incoming_model_not_fp32 = True."
             )
 

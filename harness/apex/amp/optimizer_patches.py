@@ -140,7 +140,7 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
         if closure is not None:
             raise RuntimeError(
                 "An optimizer with master weights does not support step(closure). Compute the loss "
-                'before and call step() without arguments, or use opt_level="O1".'
+                'first and call step() without arguments, or use opt_level="O1".'
             )
         lazy_init(self)
         stash.refresh()

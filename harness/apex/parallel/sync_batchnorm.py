@@ -108,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
             total = int(count)
             if total == 1:
                 raise ValueError(
-                    "SyncBatchNorm needs more than 1 value per channel over all ranks when training, and there is 1 "
+                    "SyncBatchNorm needs more than 1 value per channel over all ranks in training, but there is only 1 "
                     f"(input of this rank: {tuple(x.shape)}). Use a larger batch, or .eval()."
                 )
             if total == 0:

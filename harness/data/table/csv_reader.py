@@ -62,7 +62,7 @@ def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.Reco
             block_bytes *= 8
             if block_bytes > MAX_BLOCK_BYTES:
                 limit = f"{MAX_BLOCK_BYTES >> 20} MiB"
-                raise DataError(f"a row is longer than {limit}", where=name, hint="is a quote missing?") from None
+                raise DataError(f"a row is longer than {limit}", where=name, hint="check for a missing quote") from None
 
 
 class _RecordTooLong(Exception):
@@ -121,7 +121,7 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
     last = held.slice(held.num_rows - 1).to_pylist()[0] if held is not None else {}
     if held is None or set(last.values()) != {mark}:
         _check_quotes(path, name, columns)
-        raise DataError("the end of the file cannot be parsed", where=name, hint="is a quote missing?")
+        raise DataError("the end of the file cannot be parsed", where=name, hint="check for a missing quote")
     yield held.slice(0, held.num_rows - 1)
 
 

@@ -149,7 +149,7 @@ class Table:
     def _checked(self, rows: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and rows.view(np.uint64).max() >= self.num_rows:  # as uint64, a negative number is very large
-            raise IndexError(f"rows {rows.min()} to {rows.max()} are not all in a table of {self.num_rows} rows")
+            raise IndexError(f"rows {rows.min()} to {rows.max()} are out of range for a table of {self.num_rows} rows")
         return rows
 
 

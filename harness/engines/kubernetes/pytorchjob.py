@@ -27,7 +27,7 @@ CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456  # names that
 _MARGIN_S = 30  # beyond the ranks' own grace period
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")  # of a job: with "-worker-999" still a valid DNS name
 _ABSOLUTE = "write an absolute path, such as /data"
-_OPERATOR = "the operator sets the rendezvous and the number of each machine; remove it"
+_OPERATOR = "the operator sets the rendezvous and the number of each machine; remove the setting"
 
 
 def name_of(job: Job) -> str:
@@ -168,7 +168,7 @@ def _check(job: Job) -> None:
     refuse(job, "kubernetes", rendezvous=_OPERATOR, node_rank=_OPERATOR)
     if (settings.min_nodes or 1) > settings.nnodes:
         raise wrong(f"launch.min_nodes={settings.min_nodes} is more than launch.nnodes={settings.nnodes}",
-                    "--nnodes MIN:MAX sets both")  # fmt: skip
+                    "use --nnodes MIN:MAX, which sets both")  # fmt: skip
     if _elastic(job):
         if not settings.max_restarts:
             raise wrong(

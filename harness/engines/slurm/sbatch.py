@@ -43,8 +43,8 @@ exit "$code"
 BODY = _BODY.replace("@LATEST@", f"{layout.CHECKPOINTS}/{layout.LATEST}")
 BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}")
 
-_ELASTIC = "a Slurm job has a fixed number of nodes; remove it, or use launch.engine=torchrun"
-_RENDEZVOUS = "the ranks of a Slurm job meet on its first node; remove it"
+_ELASTIC = "a Slurm job has a fixed number of nodes; remove the setting, or use launch.engine=torchrun"
+_RENDEZVOUS = "the ranks of a Slurm job meet on its first node; remove the setting"
 
 
 def script(job: Job) -> str:

@@ -92,7 +92,10 @@ def _check(job: Job, least: int) -> None:
         raise LaunchError(message, where=job.path, hint=hint)
 
     if least > settings.nnodes:
-        refuse(f"launch.min_nodes={least} is more than launch.nnodes={settings.nnodes}", "--nnodes MIN:MAX sets both")
+        refuse(
+            f"launch.min_nodes={least} is more than launch.nnodes={settings.nnodes}",
+            "use --nnodes MIN:MAX, which sets both",
+        )
     if settings.nnodes == 1:
         for key in ("rendezvous", "node_rank"):
             if getattr(settings, key) is not None:
