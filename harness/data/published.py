@@ -91,7 +91,7 @@ def _offered(source: str | None) -> PublishedFile:
 
 
 def _idx(name: str, kind: Any, parts: Sequence[tuple[str, int, str]], folder: Path, source: str | None) -> str:
-    """Store the four files of MNIST or FashionMNIST, and their unpacked content, where torchvision's ``kind`` looks."""
+    """Store the four files of MNIST or FashionMNIST, packed and unpacked, in the folder of torchvision's ``kind``."""
     raw = folder / kind.__name__ / "raw"
     files = [PublishedFile(*part, urls=tuple(mirror + part[0] for mirror in kind.mirrors)) for part in parts]
     with locked(raw):

@@ -29,7 +29,7 @@ class Worker:
 
     command: Sequence[str]
     environ: Mapping[str, str] | None = None
-    """Its whole environment; None: that of this process."""
+    """Its complete environment; None: inherited from this process."""
     cwd: str | None = None
     output: Path | None = None
     """File to append its stdout and stderr to; None: the terminal of this process."""

@@ -49,7 +49,7 @@ def _line(text: bytes) -> Any:
 
 
 def _parsed(text: bytes) -> tuple[pa.Table, str]:
-    """The lines of ``text`` as a table, and what is wrong with them."""
+    """The lines of ``text`` as a table, and the problems in it."""
     end, problem = text.rfind(b"\n") + 1, ""
     if end < len(text):
         if isinstance(_line(text[end:]), dict):

@@ -167,7 +167,7 @@ class ExitCollector:
         self._shown = url or str(folder)
 
     def conclude(self, report: EngineReport) -> RunOutcome:
-        """The outcome of the run that an engine saw end as ``report`` says. A failure is also written as
+        """The outcome of a run whose end the engine observed as ``report``. A failure is also written as
         failure.json."""
         fetched = self._fetch()
         own = sorted(self._exit_files.read().values(), key=lambda exit: exit.time)

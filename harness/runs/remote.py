@@ -179,7 +179,7 @@ class RemoteRunFolder(RunFolder):
     def _check_owner(self, step: str = "") -> str:
         """Raise TakenOver if a later start writes at the URL: their files would mix."""
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
-            by = f" on {json.loads(start)['host']}" if start else ", or somebody removed the run"
+            by = f" on {json.loads(start)['host']}" if start else ", or the run was removed"
             raise TakenOver(f"another start of this run{by} has taken it over")
         return ""
 
@@ -269,7 +269,7 @@ def _steps(files: Mapping[str, str]) -> set[int]:
 
 
 def _download(checkpoint: UrlStore, target: Path) -> str:
-    """Copy ``checkpoint`` to the folder ``target``; return what is wrong with it, if anything."""
+    """Copy ``checkpoint`` to the folder ``target``; return the reason why it is unusable, if it is."""
     copy_run(checkpoint, LocalStore(target), dict.fromkeys(_CHECKPOINT_FILES, ""))
     if problem := damage(target):
         shutil.rmtree(target, ignore_errors=True)

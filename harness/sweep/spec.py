@@ -20,7 +20,7 @@ class Range(Section):
     """Numbers between two ends, for a search."""
 
     low: Number
-    """Smallest value. If both ends are whole, only whole numbers are drawn."""
+    """Smallest value. If both ends are integers, only integers are drawn."""
     high: Number
     """Largest value."""
     log: bool = False

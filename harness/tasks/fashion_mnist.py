@@ -12,7 +12,7 @@ class Task(config.Task):
 
     name: Literal["fashion_mnist"]  # type: ignore[assignment]
     root: str = "data/fashion_mnist"
-    """The folder given to `harness data`. The images are in root/FashionMNIST/raw, where torchvision looks too."""
+    """The folder given to `harness data`. The images are in root/FashionMNIST/raw, as in torchvision."""
 
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "FashionMNIST"
     mean: ClassVar[float] = 0.2860

@@ -175,7 +175,7 @@ def test_long_network_failure_loss_and_signal_end_in_time(tmp_path, stripes, mac
     there.lose()
     assert here.wait(END_S) == 70
     assert "failed: rank 1 at step" in here.run.text()
-    assert "it was killed, or its machine is gone" in here.run.text()
+    assert "it was killed, or its machine was lost" in here.run.text()
     assert "rank 0: lost its peers on " in here.run.text()
 
     launch(numbered=False)  # a stop is not a failure, so it uses no restart

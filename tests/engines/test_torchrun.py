@@ -141,7 +141,7 @@ folder.mkdir(parents=True)
 (folder / "error.json").write_text(sys.argv[2])
 time.sleep(60)
 """
-GONE = "it left no record: it was killed, or its machine is gone"
+GONE = "it left no record: it was killed, or its machine was lost"
 RANGE = ["nnodes=2", "min_nodes=1", "max_restarts=1", "rendezvous=127.0.0.1:1"]
 
 
@@ -237,7 +237,7 @@ def test_killed_rank_launcher_and_harness_then_exact_end(tmp_path, stripes):
         assert run_.wait(END_S) == 70
         assert not run_.alive()
     report = run_.text().partition("failed: rank 0 at step")[2]
-    assert "Lost: it left no record: it was killed, or its machine is gone" in report
+    assert "Lost: it left no record: it was killed, or its machine was lost" in report
     assert "rank 1: lost its peers on " in report
 
     with started(command(config), tmp_path / "launcher.txt") as run_:

@@ -130,7 +130,7 @@ class TorchrunRun:
         if code < 0 and self._agent.deadline == float("inf"):
             return f"its launcher on {socket.gethostname()} was killed by signal {-code}"
         others = f" (nor did {', '.join(silent[1:])})" if silent[1:] else ""
-        return f"it left no record{others}: it was killed, or its machine is gone"
+        return f"it left no record{others}: it was killed, or its machine was lost"
 
 
 def _command(job: Job, where: rendezvous.Rendezvous, errors: str) -> list[str]:

@@ -17,7 +17,7 @@ class Task(TaskSection):
 
     name: Literal["mnist"]
     root: str = "data/mnist"
-    """The folder given to `harness data`. The images are in root/MNIST/raw, where torchvision looks too."""
+    """The folder given to `harness data`. The images are in root/MNIST/raw, as in torchvision."""
     train_rows: Positive | None = None
     """Train on the first N images only; null: all."""
     eval_rows: Positive | None = None
