@@ -65,7 +65,7 @@ class RankExit:
     def from_dict(cls, content: Mapping[str, Any]) -> RankExit:
         """The inverse of ``asdict``; other keys are ignored. Raises ValueError for content of another shape, which a
         damaged file or another version may have."""
-        return TypeAdapter(cls).validate_python(content)
+        return _RECORD.validate_python(content)
 
     @property
     def by_rank(self) -> bool:
@@ -79,6 +79,9 @@ class RankExit:
         """The content of failure.json; ``harness.runs.outcome`` adds the other ranks."""
         keys = ("rank", "host", "step", "error", "message", "exit_code", "cause", "traceback")
         return {key: value for key, value in asdict(self).items() if key in keys}
+
+
+_RECORD = TypeAdapter(RankExit)
 
 
 def to_torch_error_file(exit: RankExit, world_size: int) -> str:

@@ -35,15 +35,15 @@ NEWS_S = 3.0  # for all ranks to learn of a failure before the failing one close
 def exits_without_launcher(
     launch: Launch, parent: int | None = None, exit_process: Callable[[int], None] = os._exit
 ) -> Iterator[None]:
-    """End this process at once if its launcher dies while the body runs. For work without anything to save, such as the
-    rendezvous, which may take minutes."""
+    """End this process at once if its launcher dies while the body runs. For the time before rendezvous, which may take
+    minutes: there is nothing to save yet, and no peer to inform."""
     finished = threading.Event()
     launcher = parent or os.getppid()
 
     def run() -> None:
         while not finished.is_set():
             if os.getppid() != launcher:
-                log.error("the launcher is gone: exiting")
+                log.error("the launcher is gone before all ranks had met: exiting")
                 exit_process(EXIT_FAILURE)
                 return
             finished.wait(PERIOD_S)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from harness.distributed.launch_env import Launch, detect
 from harness.distributed.monitor import follow_until_done
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
-from harness.distributed.watchdog import exits_without_launcher
+from harness.distributed.watchdog import Watchdog, exits_without_launcher
 from harness.distributed.worker_group import LocalRun
 from harness.errors import (
     EXIT_DONE,
@@ -99,14 +100,14 @@ def open_task(request: PredictRequest, config: Config) -> PredictingTask:
 
 
 def _rank(request: PredictRequest, config: Config, launch: Launch) -> int:
+    parent = os.getppid()
     try:
-        with (
-            exits_without_launcher(launch),
-            open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime,
-            on_signals(stop := Stop(runtime)),
-            _one_thread(runtime.device),
-        ):
-            return _predict(request, config, runtime, stop)
+        with ExitStack() as stack:
+            with exits_without_launcher(launch, parent):
+                runtime = stack.enter_context(open_runtime(launch, config.runtime.device, config.runtime.timeout_s))
+            stop = Stop(runtime)
+            with on_signals(stop), Watchdog(runtime, stop, parent=parent), _one_thread(runtime.device):
+                return _predict(request, config, runtime, stop)
     except HarnessError as error:
         if error.origin_rank in (None, launch.rank):
             log.error("error: %s", error)

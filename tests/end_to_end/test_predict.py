@@ -22,7 +22,7 @@ from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, run, write_config, write_images
-from tests.end_to_end.processes import driver
+from tests.end_to_end.processes import driver, started, wait_until
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 
@@ -177,6 +177,22 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     trained_on = pd.read_csv(folder / "predictions.csv").set_index("id")
     names = [f"images/{image.name}" for image in images]
     assert dict(zip(names, table["prediction"], strict=False)) == trained_on["prediction"].to_dict()
+
+
+@pytest.mark.slow
+def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
+    folder, data = trained
+    images = sorted((data / "images").glob("eval*.png"))
+    (tmp_path / "new.csv").write_text("photographer,path\n" + "".join(f"me,{name}\n" for name in images * 4000))
+    command = [
+        sys.executable, "-m", "harness", "predict", folder, "--csv", tmp_path / "new.csv",
+        "--out", tmp_path / "out.csv", "--world", "2", f"data.cache_dir={tmp_path}/cache",
+    ]  # fmt: skip
+    with started(command, tmp_path / "terminal.txt") as run_:
+        wait_until(lambda: list(tmp_path.glob("*out.csv*")), 100, "the first rows")
+        run_.signal(signal.SIGKILL)
+        wait_until(lambda: not run_.alive(), 25, "the end of the ranks")
+    assert not list(tmp_path.glob("*out.csv*"))
 
 
 @pytest.mark.parametrize(
