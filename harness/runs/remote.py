@@ -179,8 +179,9 @@ class RemoteRunFolder(RunFolder):
     def _check_owner(self, step: str = "") -> str:
         """Raise TakenOver if a later start writes at the URL: their files would mix."""
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
-            by = f" on {json.loads(start)['host']}" if start else ", or the run was removed"
-            raise TakenOver(f"another start of this run{by} has taken it over")
+            if not start:
+                raise TakenOver(f"the run was removed: its {layout.START} is missing")
+            raise TakenOver(f"another start of this run on {json.loads(start)['host']} has taken it over")
         return ""
 
     def detach(self, rank: int, done: bool) -> None:

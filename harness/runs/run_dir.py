@@ -78,7 +78,7 @@ class RunFolder:
                 raise ConfigError(
                     "another start is training in this run folder",
                     where=self.where,
-                    hint="wait for it or stop it, then run the same command again; or give this run another name=NAME",
+                    hint="wait for it or stop it, then run the same command again; or rename this run with name=NAME",
                 ) from None
             self._lock = lock
 
@@ -133,7 +133,7 @@ class RunFolder:
             raise ConfigError(
                 f"the earlier run cannot be moved aside: {error.strerror}",
                 where=str(self.path),
-                hint="give this run another name with name=NAME",
+                hint="rename this run with name=NAME",
             ) from None
         return str(aside)
 

@@ -239,6 +239,13 @@ def test_an_earlier_start_leaves_the_url_to_the_later_one(config, bucket):
     assert uploaded(bucket) == before
 
 
+def test_a_start_ends_when_its_run_was_removed(config, bucket):
+    folder = started(config())
+    bucket.rm("/bucket/runs/digits", recursive=True)
+    with pytest.raises(CheckpointError, match="the run was removed: its start.json is missing"):
+        save(folder, 1)
+
+
 def test_a_start_that_is_taken_over_during_an_upload(config, bucket, monkeypatch):
     earlier, real = started(config()), MemoryFileSystem.put_file
     later = run_folder(config("elsewhere"))

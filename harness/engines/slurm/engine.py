@@ -52,7 +52,7 @@ def submit(job: Job) -> str:
         raise LaunchError(
             f"job {running} already trains {job.config.name} in this run folder",
             where=str(job.folder),
-            hint=f"wait for it, end it with scancel {running}, or give this run another name=NAME",
+            hint=f"wait for it, end it with scancel {running}, or rename this run with name=NAME",
         )
     return _sbatch(text, f"--comment={_comment(job)}")
 
