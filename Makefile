@@ -42,6 +42,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.train: setup.cfg | $(VENV)/bin/python
+	@echo 'Installing PyTorch and the harness into $(VENV): several GB, a few minutes.'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[digits]'
 	@touch $@
 

@@ -31,6 +31,8 @@ from harness.errors import EXIT_INTERRUPTED, HarnessError
 def main(argv: Sequence[str] | None = None) -> int:
     """``harness VERB``: run the words ``argv`` (default: ``sys.argv``) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].startswith(("--local-rank=", "--local_rank=")):
+        words = [*words[1:], words[0]]  # torch.distributed.launch -m harness train ... puts it before the verb
     _import_from_working_folder()
     try:
         parser = _parser(words)

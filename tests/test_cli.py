@@ -168,3 +168,12 @@ def test_data(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert cli.main(["data", "digits", str(tmp_path / "file" / "d")]) == 65
     assert "error: " in capsys.readouterr().err
+
+
+def test_local_rank_before_the_verb(monkeypatch):
+    """torch.distributed.launch puts its option right after the program: ``-m harness --local-rank=1 train ...``."""
+    seen = []
+    monkeypatch.setattr(main, "main", lambda *arguments: seen.append(arguments[3]) or 0)
+    assert cli.main(["--local-rank=1", "train", "-c", "x.yaml"]) == 0
+    gc.unfreeze()
+    assert seen == [1]

@@ -15,7 +15,7 @@ from harness.runs.reader import Record
 Pair = tuple[Any, Any]
 Differences = dict[str, Pair]
 
-_TOPOLOGY = ("world_size", "ranks", "launched_by", "amp")
+_TOPOLOGY = ("world_size", "ranks", "launched_by", "threads", "amp")
 
 
 @dataclass(frozen=True)

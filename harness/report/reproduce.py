@@ -35,7 +35,7 @@ def commands(run: ReportedRun) -> list[str]:
     elif world > 1:
         lines.append(f"launch/single_node.sh {world} {config} {name}")
     else:
-        lines.append(f"python driver.py -c {config} {name}")
+        lines.append(f"harness train -c {config} {name}")
     return lines
 
 

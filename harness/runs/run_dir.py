@@ -149,8 +149,8 @@ class RunFolder:
     def detach(self, rank: int, done: bool) -> None:
         """Upload the last files of ``rank``. ``done``: the run is complete."""
 
-    def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> None:
-        """Add this start to ``provenance.json``."""
+    def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> str:
+        """Add this start to ``provenance.json``; return a warning if it cannot resume the last one bit for bit."""
         path = self.path / layout.PROVENANCE
         starts = []
         with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file is no reason to fail
@@ -167,9 +167,17 @@ class RunFolder:
                 "launched_by": runtime.launch.by,
                 "world_size": runtime.world_size,
                 "ranks": topology,
+                "threads": torch.get_num_threads(),
             }
         )
         write_atomically(path, json.dumps(starts, indent=1) + "\n")
+        before, now = [start.get("threads") for start in starts[-2:]] if len(starts) > 1 else [None, None]
+        if runtime.device.type == "cuda" or before in (None, now):
+            return ""
+        return (
+            f"the last start had {before} CPU thread(s) per rank, this one has {now}: sums are rounded differently, so "
+            f"the run continues, but not bit for bit; set OMP_NUM_THREADS={before} to resume exactly"
+        )
 
     def learned(self, facts: dict[str, Any]) -> None:
         """``task.json``: what the task took from the training data, for predictions without them."""

@@ -29,7 +29,7 @@ def configuration(run: Path, overrides: Sequence[str]) -> Config:
             "this run has no weights yet: it has not been evaluated",
             where=str(run),
             hint="its first evaluation, at the end of an epoch, writes weights.safetensors: "
-            f"python driver.py -c {run / layout.CONFIG}",
+            f"harness train -c {run / layout.CONFIG}",
         )
     return loader.load(run / layout.CONFIG, overrides)
 
@@ -59,7 +59,7 @@ def learned(run: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the facts that the task kept from its training data cannot be read: {error}",
             where=str(run / layout.TASK),
-            hint=f"start the run again to write the file: python driver.py -c {run / layout.CONFIG}",
+            hint=f"start the run again to write the file: harness train -c {run / layout.CONFIG}",
         ) from None
     return facts if isinstance(facts, dict) else {}
 

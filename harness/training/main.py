@@ -168,7 +168,8 @@ def announce(run: Run) -> None:
         log.info("%14s: %s", name, value)
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
-            run.folder.provenance(runtime, run.precision.backend, topology)
+            if warning := run.folder.provenance(runtime, run.precision.backend, topology):
+                log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
         log.info("nothing left to train: step %d was the last; raise train.epochs to train longer", run.state.step)

@@ -133,7 +133,8 @@ class Run:
         entry = {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows": rows, "bad_rows": state.bad_rows}
         self.tracker.log("epoch", entry)
         unreadable = f"; {state.bad_rows} unreadable images so far" if state.bad_rows else ""
-        log.info("epoch %d: %d of %d rows used%s", state.epoch + 1, used, rows, unreadable)
+        skipped = f"; {state.skipped} of {state.step} steps so far skipped for overflow" if state.skipped else ""
+        log.info("epoch %d: %d of %d rows used%s%s", state.epoch + 1, used, rows, unreadable, skipped)
         self.coverage.clear()
 
     def float_buffers(self) -> dict[str, Tensor]:

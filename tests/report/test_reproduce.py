@@ -27,7 +27,7 @@ def test_command_for_one_process(place):
     found = run(write_run(place / "runs" / "fake", Fake()))
     assert reproduce.commands(found) == [
         "git checkout 0123456789ab",
-        "python driver.py -c runs/fake/config.yaml name=fake_again",
+        "harness train -c runs/fake/config.yaml name=fake_again",
     ]
     assert reproduce.caveats(found) == []
 
@@ -60,14 +60,14 @@ def test_caveats(place):
     assert "uncommitted changes" in text
     assert "not deterministic" in text
     assert "commit is unknown" in " ".join(reproduce.caveats(run(folder, git=None)))
-    assert reproduce.commands(run(folder, git=None)) == ["python driver.py -c runs/fake/config.yaml name=fake_again"]
+    assert reproduce.commands(run(folder, git=None)) == ["harness train -c runs/fake/config.yaml name=fake_again"]
 
 
 def test_names_are_quoted_for_the_shell(place):
     found = run(write_run(place / "runs" / "a b;rm", Fake(name="x;y")), git={"commit": "$(reboot)"})
     assert reproduce.commands(found) == [
         "git checkout '$(reboot)'",
-        "python driver.py -c 'runs/a b;rm/config.yaml' 'name=x;y_again'",
+        "harness train -c 'runs/a b;rm/config.yaml' 'name=x;y_again'",
     ]
 
 

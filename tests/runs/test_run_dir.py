@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from harness.config import loader
@@ -144,3 +145,15 @@ def test_a_failure_that_another_rank_is_writing_is_waited_for(tmp_path):
     assert RunFolder(tmp_path).failure({"rank": 1}) == {"rank": 3}
     writer.join()
     assert RunFolder(tmp_path / "none").failure({"rank": 1}) == {"rank": 1}  # where nothing can be written
+
+
+def test_start_with_other_threads_is_reported(tmp_path):
+    """On a CPU, sums depend on the number of threads, so a resume with another number is not exact."""
+    folder, runtime, threads = RunFolder(tmp_path / "run"), Runtime(), torch.get_num_threads()
+    folder.path.mkdir()
+    try:
+        assert folder.provenance(runtime, "amp", []) == folder.provenance(runtime, "amp", []) == ""
+        torch.set_num_threads(threads + 1)
+        assert f"set OMP_NUM_THREADS={threads} to resume exactly" in folder.provenance(runtime, "amp", [])
+    finally:
+        torch.set_num_threads(threads)
