@@ -14,6 +14,8 @@ from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore
 
 _LOCK_S = 600.0  # for another process that fetches the same run
+_ATTEMPTS = 3  # to find a moment at which no other start takes the run over
+_LATEST = f"{layout.CHECKPOINTS}/{layout.LATEST}"
 
 
 def local_copy(place: str, checkpoint: bool = False) -> Path:
@@ -24,33 +26,45 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
     if not is_url(place):
         return Path(place)
     store = UrlStore(place)
-    files = store.files()
+    folder = working_folder(store.where, None, "read")
+    folder.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.parent / "lock", timeout=_LOCK_S):
+        for _ in range(_ATTEMPTS):
+            start, newest = store.read(layout.START), store.read(_LATEST).strip() if checkpoint else ""
+            _fetch(store, folder, newest)
+            # Another start may have moved the run aside, and training may have removed the checkpoint, meanwhile.
+            files = [folder / layout.CHECKPOINTS / newest / file for file in (layout.STATE, layout.MANIFEST)]
+            removed = newest and not all(file.exists() for file in files) and store.read(_LATEST).strip() != newest
+            if store.read(layout.START) == start and not removed:
+                return folder
+    raise ConfigError(
+        "the run changed while it was downloaded", where=place, hint="type the same again, or wait until it has ended"
+    )
+
+
+def _fetch(store: UrlStore, folder: Path, newest: str) -> None:
+    """Copy what has changed in ``store`` since the last call, and remove other files from ``folder``."""
+    files = store.files()  # after ``newest`` was read: the checkpoint that it names is complete
     if layout.CONFIG not in files:
         raise ConfigError(
-            "this is not a run: it has no config.yaml", where=place, hint="name one such as s3://BUCKET/runs/NAME"
+            "this is not a run: it has no config.yaml", where=store.where, hint="name one such as s3://BUCKET/runs/NAME"
         )
-    newest = store.read(f"{layout.CHECKPOINTS}/{layout.LATEST}").strip() if checkpoint else ""
-    pointers = {layout.LATEST: newest} if newest else {}
     chosen = {
         name: mark for name, mark in files.items()
         if name == f"{layout.LOGS}/{layout.rank_exit(0)}"
         or (newest and name.startswith(f"{layout.CHECKPOINTS}/{newest}/"))
         or not name.startswith((f"{layout.CHECKPOINTS}/", f"{layout.LOGS}/"))
     }  # fmt: skip
-    folder = working_folder(store.where, None, "read")
-    folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder.parent / "lock", timeout=_LOCK_S):
-        marks, local = folder.parent / "marks.json", LocalStore(folder)
-        try:
-            copied = json.loads(marks.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            copied = {}
-        present = set(local.files())
-        local.remove(present - set(chosen))
-        copied = {name: mark for name, mark in copied.items() if name in present and name in chosen}
-        copy_run(store, local, chosen, pointers, copied)
-        write_atomically(marks, json.dumps(copied) + "\n")
-    return folder
+    marks, local = folder.parent / "marks.json", LocalStore(folder)
+    try:
+        copied = json.loads(marks.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        copied = {}
+    present = set(local.files())
+    local.remove(present - set(chosen))
+    copied = {name: mark for name, mark in copied.items() if name in present and name in chosen}
+    copy_run(store, local, chosen, {layout.LATEST: newest} if newest else {}, copied)
+    write_atomically(marks, json.dumps(copied) + "\n")
 
 
 def require_out(place: str, out: Path | None, example: str) -> None:

@@ -164,6 +164,7 @@ class ExitCollector:
         self._exit_files = ExitFiles(folder / layout.LOGS)
         self._url = UrlStore(url) if url else None
         self._start = self._url.read(layout.START) if self._url else None
+        self._earlier_local_start = _text(folder / layout.START)
         self._shown = url or str(folder)
 
     def conclude(self, report: EngineReport) -> RunOutcome:
@@ -189,11 +190,13 @@ class ExitCollector:
         return []
 
     def _fetch(self) -> bool:
-        """Fetch the ranks' records from the URL. False if this start has not written there."""
+        """Fetch the ranks' records from the URL. False if this start has not written there, or if a later start has
+        taken the run over, as far as this machine has its own ``start.json``."""
         if self._url is None:
             return False
         try:
-            if self._url.read(layout.START) in ("", self._start):
+            start, local_start = self._url.read(layout.START), _text(self._folder / layout.START)
+            if start in ("", self._start) or local_start not in ("", self._earlier_local_start, start):
                 return False
             for name in self._url.files():
                 if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
@@ -211,6 +214,13 @@ class ExitCollector:
         if to_url and self._url:
             with suppress(HarnessError):
                 self._url.write(layout.FAILURE, failure)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -66,14 +66,17 @@ class RemoteRunFolder(RunFolder):
             self.store.write("writable", "")  # to fail before anything large is downloaded
             self.store.remove(["writable"])
             shutil.rmtree(self.path, ignore_errors=True)
-            files = self.store.files()
-            if layout.CONFIG in files:
+            with contextlib.suppress(FileNotFoundError):
                 self.store.get(layout.CONFIG, self.path / layout.CONFIG)
-            if note := super().claim(config, rehearse):
-                files = {}  # moved aside
-            newest = self._download(files)
-            self._uploaded = self._scratch.files() | {f"{layout.CHECKPOINTS}/{layout.LATEST}": newest}
-            self._take_over(files, newest)
+            note = super().claim(config, rehearse)
+            # An older start that still runs uploads nothing more, so that the files below do not change.
+            text = self._take_over()
+            newest = self._download({} if note else self.store.files())
+            # Other files are uploaded again: the older start may have been in the middle of replacing one.
+            kept = (layout.CONFIG, f"{layout.CHECKPOINTS}/")
+            self._uploaded = {name: mark for name, mark in self._scratch.files().items() if name.startswith(kept)}
+            self._uploaded[f"{layout.CHECKPOINTS}/{layout.LATEST}"] = newest
+            self.start = (text, newest)
         return note
 
     def _download(self, files: Mapping[str, str]) -> str:
@@ -101,16 +104,18 @@ class RemoteRunFolder(RunFolder):
     def _download_checkpoint(self, name: str) -> str:
         return _download(UrlStore(f"{self.where}/{layout.CHECKPOINTS}/{name}"), self.checkpoints.folder / name)
 
-    def _take_over(self, files: Mapping[str, str], newest: str) -> None:
-        """Claim the URL for this start: an older start that is still running detects this at its next upload."""
+    def _take_over(self) -> str:
+        """Claim the URL for this start, and return the content of ``start.json``. An older start that is still running
+        detects this before it uploads its next file."""
         self._filled = True
         ends = f"{layout.LOGS}/{layout.RANK_EXITS}"
-        self.store.remove(name for name in files if name == layout.FAILURE or fnmatch(name, ends))
+        self.store.remove(name for name in self.store.files() if name == layout.FAILURE or fnmatch(name, ends))
         self.store.put(self.path / layout.CONFIG, layout.CONFIG)
         start = {"id": secrets.token_hex(8), "host": socket.gethostname(), "time": time.time()}
-        self.start = (json.dumps(start) + "\n", newest)
-        self.store.write(layout.START, self.start[0])
-        self._scratch.write(layout.START, self.start[0])
+        text = json.dumps(start) + "\n"
+        self.store.write(layout.START, text)
+        self._scratch.write(layout.START, text)
+        return text
 
     def attach(self, rank: int, start: Any) -> None:
         """Download the checkpoint that rank 0 resumes from, unless this machine has it, and the log of ``rank``."""
@@ -155,12 +160,22 @@ class RemoteRunFolder(RunFolder):
             found = self._scratch.files().items()
             files = {name: mark for name, mark in found if self._is_uploaded(name, pointers.values())}
             progress = self._uploader.progress
-            # Check once more before `latest` is written: uploading a checkpoint takes long.
-            copy_run(self._scratch, self.store, files, pointers, self._uploaded, progress, self._check_owner)
+            # Each file is preceded by a check: uploading a checkpoint takes long.
+            copy_run(self._scratch, self.store, files, pointers, self._uploaded, progress, check=self._check_owner)
+        self._prune(pointers)
+
+    def _prune(self, pointers: Mapping[str, str]) -> None:
+        """Remove outdated and incomplete checkpoints from the URL, where ``pointers`` were just written."""
         latest = layout.step_number(pointers.get(layout.LATEST, ""))
-        best = layout.step_number(self.checkpoints.named(layout.BEST))  # it may be at the URL only
+        # The best checkpoint may be at the URL only, or not be uploaded yet; then the URL still names the one before.
+        named = pointers.get(layout.BEST) or self.store.read(f"{layout.CHECKPOINTS}/{layout.BEST}")
+        best = layout.step_number(named)
         self._refused.discard(latest or 0)  # written again
-        for step in outdated(_steps(self.store.files()) - self._refused, latest, best, self.checkpoints.keep):
+        files = self.store.files()
+        complete = _steps(files)
+        incomplete = _steps(files, complete=False) - complete - {latest, best}
+        self._check_owner()  # the next start's checkpoints may be newer than the latest one here
+        for step in [*outdated(complete - self._refused, latest, best, self.checkpoints.keep), *incomplete]:
             # The manifest first: without it, what is left is no checkpoint.
             names = [f"{layout.CHECKPOINTS}/{layout.step_name(step)}/{file}" for file in reversed(_CHECKPOINT_FILES)]
             self.store.remove(names)
@@ -176,13 +191,12 @@ class RemoteRunFolder(RunFolder):
             return rest == layout.rank_log(0)
         return name not in (layout.START, layout.FAILURE)
 
-    def _check_owner(self, step: str = "") -> str:
+    def _check_owner(self) -> None:
         """Raise TakenOver if a later start writes at the URL: their files would mix."""
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             if not start:
                 raise TakenOver(f"the run was removed: its {layout.START} is missing")
             raise TakenOver(f"another start of this run on {json.loads(start)['host']} has taken it over")
-        return ""
 
     def detach(self, rank: int, done: bool) -> None:
         """Upload the log of ``rank``, how it ended, and its failure. Never raises, and takes DETACH_S at most."""
@@ -198,7 +212,7 @@ class RemoteRunFolder(RunFolder):
         try:
             if rank == 0:  # trackers may have written more
                 self._uploader.request()
-                done = self._uploader.wait(DETACH_S) and done
+                done = self._uploader.wait(DETACH_S / 2) and done  # the other half is for the files below
             self._check_owner()
             for name in (layout.rank_log(rank), layout.rank_exit(rank)):
                 if (self.logs / name).exists():
@@ -229,13 +243,20 @@ class RemoteRunFolder(RunFolder):
         """Object stores cannot rename: copy each file, then remove it.
 
         An interrupted move is repeated by the next start with the same target, which ``start.json`` identifies. It is
-        copied first and removed after the checkpoints, so that no start resumes from half of a run.
+        copied first and removed after the checkpoints, so that no start resumes from half of a run. Its change at the
+        old place stops an older start that still uploads there.
         """
-        start, files = self.store.read(layout.START), self.store.files()
+        start = self.store.read(layout.START)
         names = (f"{self.path.name}.{number}" for number in itertools.count(1))
         siblings = (self.store.sibling(name) for name in names)
-        aside = next(other for other in siblings if not other.files() or (start and other.read(layout.START) == start))
-        for name in sorted(files, key=lambda name: name != layout.START):
+        aside = next(other for other in siblings if not other.files() or _same_start(other.read(layout.START), start))
+        if start:
+            if not aside.read(layout.START):
+                aside.write(layout.START, start)
+            self.store.write(layout.START, json.dumps({**json.loads(start), "moving": True}) + "\n")
+        files = self.store.files()
+        pointers = [f"{layout.CHECKPOINTS}/{pointer}" for pointer in (layout.LATEST, layout.BEST)]
+        for name in sorted(files.keys() - {layout.START}, key=lambda name: name in pointers):
             self.store.copy(name, aside)
         last = (layout.CONFIG, layout.START)
         self.store.remove(sorted(files, key=lambda name: (name in last, not name.startswith(layout.CHECKPOINTS), name)))
@@ -258,15 +279,19 @@ class RemoteRunFolder(RunFolder):
             ) from error
 
 
-def _steps(files: Mapping[str, str]) -> set[int]:
-    """The steps of the checkpoints in a store that have both files."""
+def _same_start(one: str, other: str) -> bool:
+    return bool(one and other) and json.loads(one)["id"] == json.loads(other)["id"]
+
+
+def _steps(files: Mapping[str, str], complete: bool = True) -> set[int]:
+    """The steps of the checkpoints in a store; only those that have both files if ``complete``."""
     found: dict[int, set[str]] = {}
     for name in files:
         top, _, rest = name.partition("/")
         folder, _, file = rest.partition("/")
         if top == layout.CHECKPOINTS and (step := layout.step_number(folder)) is not None:
             found.setdefault(step, set()).add(file)
-    return {step for step, names in found.items() if names >= set(_CHECKPOINT_FILES)}
+    return {step for step, names in found.items() if not complete or names >= set(_CHECKPOINT_FILES)}
 
 
 def _download(checkpoint: UrlStore, target: Path) -> str:

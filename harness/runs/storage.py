@@ -55,6 +55,7 @@ def copy_run(
     copied: dict[str, str] | None = None,
     progress: Progress = no_progress,
     problem: Callable[[str], str] = lambda step: "",
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy ``files`` ({name: mark}) such that ``target`` can be resumed from, wherever the copy is interrupted.
 
@@ -62,12 +63,14 @@ def copy_run(
     manifest, which makes the checkpoint valid. Last come the ``pointers`` ({"latest": "step-8"}), unless ``problem``
     finds something wrong with the copy of the checkpoint they name.
 
-    ``copied`` remembers the marks of what arrived: unchanged files are not copied again. One store must be local.
+    ``check`` is called before each file and may raise. ``copied`` remembers the marks of what arrived: unchanged files
+    are not copied again. One store must be local.
     """
     copied = {} if copied is None else copied
     for name in sorted(files, key=_order):
         if copied.get(name) == files[name]:
             continue
+        check()
         with suppress(FileNotFoundError):  # removed since it was listed
             if isinstance(source, LocalStore):
                 target.put(source.folder / name, name, progress)
@@ -79,6 +82,7 @@ def copy_run(
     for pointer, step in (pointers or {}).items():
         name = f"{layout.CHECKPOINTS}/{pointer}"
         if copied.get(name) != step and not problem(step):
+            check()
             target.write(name, step + "\n")
             copied[name] = step
 

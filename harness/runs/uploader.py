@@ -11,6 +11,7 @@ log = logging.getLogger("harness")
 
 MAX_PAUSE_S = 30.0  # between two attempts; the first pause is a second, and each is twice the one before
 STALLED_S = 120.0  # without progress: then ``wait`` gives up
+MAX_FAILURES = 10  # while ``wait`` waits: each may transfer the same part of a file again, which looks like progress
 
 
 class TakenOver(Exception):
@@ -26,6 +27,7 @@ class Uploader:
         self._requested = self._busy = False
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
+        self._failures = 0  # of all attempts so far
         self.error: Exception | None = None  # of the newest attempt
         self.taken_over = False
         self._thread = threading.Thread(target=self._run, name="harness-upload", daemon=True)
@@ -42,13 +44,16 @@ class Uploader:
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Wait until everything requested is uploaded; return False if that fails: after ``limit_s``, by default after
-        STALLED_S without progress."""
-        start = time.monotonic()
+        STALLED_S without progress or MAX_FAILURES failed attempts."""
+        start, failures = time.monotonic(), self._failures
         self.progress()
         with self._changed:
             while self._busy or self._requested:
                 now = time.monotonic()
-                late = now - self._progress_at > STALLED_S if limit_s is None else now - start > limit_s
+                if limit_s is None:
+                    late = now - self._progress_at > STALLED_S or self._failures - failures >= MAX_FAILURES
+                else:
+                    late = now - start > limit_s
                 if self.taken_over or late:
                     return False
                 self._changed.wait(0.2)
@@ -64,6 +69,7 @@ class Uploader:
                 self._upload()
             except Exception as error:
                 failures += 1
+                self._failures += 1
                 if failures == 1 and not isinstance(error, TakenOver):
                     log.warning("upload to %s failed and will be retried: %s", self._where, error)
                 self.error, self.taken_over = error, isinstance(error, TakenOver)

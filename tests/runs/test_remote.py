@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from contextlib import suppress
 
 import fsspec
 import pytest
@@ -78,27 +77,6 @@ def steps(bucket: MemoryFileSystem) -> set[str]:
     return {name.split("/")[1] for name in uploaded(bucket) if name.startswith("checkpoints/step-")}
 
 
-class Interrupted(BaseException):
-    """Ends a call as a kill would: no handler for errors sees it."""
-
-
-def interrupt(monkeypatch, after: int, *methods: str) -> None:
-    """Interrupt the memory file system at the call number ``after`` (from 0) of any of ``methods``."""
-    left = [after]
-
-    def counted(real):
-        def call(*args, **options):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Interrupted
-            return real(*args, **options)
-
-        return call
-
-    for method in methods:
-        monkeypatch.setattr(MemoryFileSystem, method, counted(getattr(MemoryFileSystem, method)))
-
-
 # Uploading and resuming
 
 
@@ -131,30 +109,6 @@ def test_files_are_uploaded_in_the_order_that_keeps_the_url_resumable(config, mo
     step = "checkpoints/step-7"
     assert names[-4:] == [f"{step}/state.pt", f"{step}/manifest.json", "checkpoints/best", "checkpoints/latest"]
     assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-4])
-
-
-@pytest.mark.parametrize("after", range(7))
-@pytest.mark.parametrize("before", [(), (1,)])
-def test_run_killed_at_any_upload_is_resumable(config, bucket, monkeypatch, before, after):
-    """At the URL is the state before the upload or the one after it, whichever file the kill hits."""
-    folder = started(config())
-    save(folder, *before)
-    folder.weights.write_text("of step 2")
-    with open(folder.metrics, "a") as file:
-        file.write('{"step": 2}\n')
-    folder.checkpoints.write(2, {"lines": folder.metrics.read_text().count("\n")})
-    with monkeypatch.context() as killed, suppress(Interrupted):
-        interrupt(killed, after, "put_file", "pipe_file")  # there are five such calls
-        folder._upload()
-    again = started(config("other"))
-    newest = again.checkpoints.newest()
-    assert newest in ([None, again.checkpoints.folder / "step-2"] if not before else
-                      [again.checkpoints.folder / f"step-{step}" for step in (1, 2)])  # fmt: skip
-    if newest is not None:
-        assert again.metrics.read_text().count("\n") >= read(newest)["lines"]
-    if after >= 5:
-        assert newest == again.checkpoints.folder / "step-2"
-        assert again.weights.read_text() == "of step 2"
 
 
 def test_a_checkpoint_on_its_way_is_not_removed(config, bucket, monkeypatch):
@@ -315,20 +269,6 @@ def test_another_recipe_moves_the_run_aside(config, bucket):
     assert not list(other.checkpoints.folder.iterdir())
     again = config(**{"optimizer.lr": 0.5, "checkpoint.resume": "never"})
     assert other.claim(again).startswith(f"the earlier run was moved to {URL}/digits.2")
-
-
-@pytest.mark.parametrize("after", range(1, 12, 2))
-def test_interrupted_move_is_finished_by_the_next_start(config, bucket, monkeypatch, after):
-    save(started(config()), 1)
-    before, other = uploaded(bucket), config(**{"optimizer.lr": 0.5})
-    with monkeypatch.context() as killed:
-        interrupt(killed, after, "cp_file", "rm_file")
-        with pytest.raises(Interrupted):
-            run_folder(other).claim(other)
-    started(other)
-    assert uploaded(bucket, "digits.1") == before
-    assert {path.split("/")[3] for path in bucket.find("/bucket/runs")} == {"digits", "digits.1"}
-    assert set(uploaded(bucket)) == {"config.yaml", "start.json"}
 
 
 def test_a_run_that_cannot_start_moves_nothing(config, bucket):

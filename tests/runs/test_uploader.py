@@ -62,6 +62,7 @@ def test_failed_upload_is_retried(caplog):
 def test_wait_ends_without_progress_and_only_then(monkeypatch):
     monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.01)
     monkeypatch.setattr(uploader, "STALLED_S", 0.5)
+    monkeypatch.setattr(uploader, "MAX_FAILURES", 10_000)
     target = Target([OSError("unreachable")] * 10_000)
     target.uploader.request()
     start = time.monotonic()
@@ -77,6 +78,19 @@ def test_wait_ends_without_progress_and_only_then(monkeypatch):
     slow = Uploader("s3://bucket", slowly)
     slow.request()
     assert slow.wait()
+
+
+def test_wait_ends_if_each_attempt_fails_after_some_progress(monkeypatch):
+    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.01)
+
+    def half() -> None:
+        sender.progress()
+        raise OSError("no space left")
+
+    sender = Uploader("s3://bucket", half)
+    sender.request()
+    assert not sender.wait()
+    assert str(sender.error) == "no space left"
 
 
 def test_nothing_is_uploaded_once_another_start_has_taken_over():
