@@ -214,16 +214,6 @@ def test_missing_folder_is_not_created(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_records_removed_by_a_later_start_are_no_error(tmp_path, monkeypatch):
-    url = f"file://{tmp_path}/at-url"
-    collector = ExitCollector(tmp_path / "scratch", 1, url)
-    store = UrlStore(url)
-    store.write(layout.START, "{}")
-    monkeypatch.setattr(UrlStore, "files", lambda self: {layout.FAILURE: "listed", layout.START: "listed"})
-    assert collector.conclude(EngineReport(seen((0, KILL)))).failure
-    assert "SIGKILL" in store.read(layout.FAILURE)
-
-
 def test_failure_is_not_written_into_the_run_of_a_later_start(tmp_path):
     url, scratch = f"file://{tmp_path}/at-url", tmp_path / "scratch"
     collector = ExitCollector(scratch, 1, url)
