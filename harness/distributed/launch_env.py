@@ -14,6 +14,7 @@ from harness.errors import LaunchError
 
 _BY = "HARNESS_LAUNCHED_BY"
 _STORE_IS_HELD = "TORCHELASTIC_USE_AGENT_STORE"
+FIXED_MACHINES = "HARNESS_FIXED_MACHINES"  # set by a launcher of torch that no further machine can join
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N driver.py …, or unset the variables"
 
@@ -32,7 +33,7 @@ class Launch:
     elastic: bool = False  # torch's launcher, which ends all ranks of a node once one has ended
     supervised: bool = False  # started by a launcher that this process must not outlive
     restart: int = 0
-    max_restarts: int = 0  # how often torch's launcher may start the ranks again; 0 for a fixed set of machines
+    may_grow: bool = False  # torch's launcher may restart the ranks because another machine joins
     store_is_held: bool = False  # the launcher holds the store at the master's port, so rank 0 must not open one
     error_file: str = ""  # where torch's launcher looks for the error of this rank
 
@@ -105,7 +106,7 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         elastic=elastic,
         supervised=elastic or _BY in environ,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
-        max_restarts=_number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) if "TORCHELASTIC_MAX_RESTARTS" in environ else 0,
+        may_grow=elastic and FIXED_MACHINES not in environ,
         store_is_held=environ.get(_STORE_IS_HELD) == "True",
         error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_HELPERS = ("wait", "main_thread_at")  # frames that say nothing about what the rank was doing
+_HELPERS = ("wait", "main_thread_at")  # frames of the wait itself, not of what the rank was doing
 
 
 def main_thread_at() -> str:

@@ -109,10 +109,10 @@ def wait_for_launcher(launch: Launch, stop: Stop) -> None:
     """Wait a moment for this machine's launcher to send the signal that stopped a rank of another machine.
 
     When a machine joins, the launchers restart their ranks one after the other. A launcher whose ranks are gone before
-    it signals them counts them as failed. Without restarts no machine can join, and a rank that lingered here could be
-    met by the restarted pod of another machine.
+    it signals them counts them as failed. Where no machine can join, waiting would only delay the exit, and the
+    restarted pod of another machine could meet a rank that is about to end.
     """
-    if launch.max_restarts and launch.world_size > launch.local_world_size:
+    if launch.may_grow and launch.world_size > launch.local_world_size:
         until = time.monotonic() + _LAUNCHER_S
         while not stop.reason and time.monotonic() < until:
             time.sleep(0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.distributed.launch_env import Launch, detect, first_host
+from harness.distributed.launch_env import FIXED_MACHINES, Launch, detect, first_host
 from harness.errors import LaunchError
 
 TORCH = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
@@ -34,6 +34,8 @@ def test_torch_variables():
 def test_torchrun_is_recognized():
     launch = detect({**TORCH, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"})
     assert launch.elastic
+    assert launch.may_grow
+    assert not detect({**TORCH, "TORCHELASTIC_RUN_ID": "none", FIXED_MACHINES: "1"}).may_grow
     assert launch.restart == 2
     assert "torch" in launch.by
 

@@ -184,7 +184,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("stops", "exit_code"), [(1, 75), (2, 70)])
 def test_stop_before_the_ranks_can_leave_a_record(tmp_path, stripes, monkeypatch, stops, exit_code):
-    """As with engine local: nothing is lost if one signal ends the ranks before they have begun."""
+    """A first signal before the ranks train loses nothing, so the same command may resume, as with engine local."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(torchrun, "_command", lambda _, __, folder: [sys.executable, "-c", ENDS_EARLY, folder])
     job = launch.plan(str(write_config(tmp_path, stripes)), [])

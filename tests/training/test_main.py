@@ -21,7 +21,7 @@ from harness.training import main
 from harness.training.exit_report import ExitReporter, explained
 from tests.conftest import ROOT
 
-TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "max_restarts": 3}
+TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_grow": True}
 
 
 def seconds_to_wait(stop: Stop, **launch) -> float:
@@ -43,7 +43,7 @@ def test_wait_for_the_launcher_is_bounded(monkeypatch):
     assert 0.2 < seconds_to_wait(Stop(Runtime()), **TWO_MACHINES) < 3
 
 
-@pytest.mark.parametrize("difference", [{"max_restarts": 0}, {"local_world_size": 2}])
+@pytest.mark.parametrize("difference", [{"may_grow": False}, {"local_world_size": 2}])
 def test_no_rank_waits_where_no_machine_can_join(difference):
     assert seconds_to_wait(Stop(Runtime()), **{**TWO_MACHINES, **difference}) < 0.1
 

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from harness.distributed.launch_env import FIXED_MACHINES
 from harness.distributed.network import address_of, interface_towards, interfaces, is_here, is_loopback
 from harness.engines.base import Job
 from harness.errors import LaunchError
@@ -48,9 +49,12 @@ class Rendezvous:
                 f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"]  # fmt: skip
 
     def environ(self) -> dict[str, str]:
-        """Its variables. By default torchrun keeps the address of the first rendezvous for all later ones. After the
-        first machine has changed, or has counted its restarts differently, the ranks would wait at the wrong place."""
-        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.host and self.node_rank is None else {}
+        """The variables for torchrun and its ranks."""
+        if self.node_rank is not None:
+            return {FIXED_MACHINES: "1"}
+        # By default torchrun keeps the address of the first rendezvous for all later ones. After the first machine has
+        # changed, or has counted its restarts differently, the ranks would wait at the wrong place.
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.host else {}
 
     def failed(self) -> LaunchError:
         """The error of a launcher that ended before it had started a rank."""
