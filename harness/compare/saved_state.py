@@ -16,6 +16,7 @@ from harness.runs import checkpoint, layout
 
 _FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which differences are reported
 _IGNORED = ("format", "log_offset")  # log_offset counts bytes, and the logged times vary in their number of digits
+ABSENT = "(absent)"
 _PER_WORLD_SIZE = ("ranks", "world_size")  # always differ between two world sizes
 
 
@@ -89,7 +90,7 @@ def checkpoints(one: Path, other: Path) -> CheckpointsComparison:
             if (problem := checkpoint.damage(path))
         ]
         try:
-            found = [] if problems else list(_difference(mine[step], theirs[step]))
+            found = None if problems else next(between(mine[step], theirs[step]), None)
         except CheckpointError as error:
             problems.append(f"step {step}: {error.message}")
         except (AttributeError, KeyError, TypeError):
@@ -97,23 +98,21 @@ def checkpoints(one: Path, other: Path) -> CheckpointsComparison:
         if problems:
             refused += problems
         elif found:
-            return CheckpointsComparison(False, common, equal, step, found[0], newest, tuple(refused))
+            return CheckpointsComparison(False, common, equal, step, found, newest, tuple(refused))
         else:
             equal.append(step)
     return CheckpointsComparison(True if equal else None, common, equal, None, None, newest, tuple(refused))
 
 
-def _difference(one: Path, other: Path) -> list[StateDifference]:
-    """The first difference between two checkpoints, in a list that is empty if they are equal."""
+def between(one: Path, other: Path) -> Iterator[StateDifference]:
+    """Every difference between two checkpoint folders, weights first; times do not count. Raises CheckpointError."""
     mine, theirs = (checkpoint.read(path, mapped=True) for path in (one, other))
     same_world = mine.get("world_size") == theirs.get("world_size")
     names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in _IGNORED]
     for name in names:
         if same_world or name not in _PER_WORLD_SIZE:
-            pair = [without_clocks(name, content.get(name), same_world) for content in (mine, theirs)]
-            for found in differing(name, *pair):
-                return [found]
-    return []
+            pair = [without_clocks(name, content.get(name, ABSENT), same_world) for content in (mine, theirs)]
+            yield from differing(name, *pair)
 
 
 def without_clocks(name: str, part: Any, same_world: bool = True) -> Any:
@@ -137,12 +136,18 @@ def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
             yield StateDifference(name, _apart(one, other), None)
     elif isinstance(one, dict) and isinstance(other, dict):
         for key in dict.fromkeys((*one, *other)):
-            yield from differing(f"{name}.{key}", one.get(key), other.get(key))
+            yield from differing(f"{name}.{key}", one.get(key, ABSENT), other.get(key, ABSENT))
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         for index, pair in enumerate(zip(one, other, strict=True)):
             yield from differing(f"{name}[{index}]", *pair)
-    elif type(one) is not type(other) or (one != other and not (one != one and other != other)):
+    elif not _same_value(one, other):
         yield StateDifference(name, None, (_short(one), _short(other)))
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return one.hex() == other.hex()  # 0.0 == -0.0, and NaN != NaN
+    return type(one) is type(other) and one == other
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

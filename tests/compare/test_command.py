@@ -259,12 +259,14 @@ def test_zeros_of_two_signs_differ_and_nan_equals_nan():
     nan = float("nan")
     assert list(saved_state.differing("w", torch.tensor([nan]), torch.tensor([nan]))) == []
     assert list(saved_state.differing("x", nan, float("nan"))) == []
+    assert [part.values for part in saved_state.differing("x", 0.0, -0.0)] == [(0.0, -0.0)]
 
 
 def test_nested_values_are_compared_in_order():
     one = {"a": [1, {"b": torch.zeros(2)}], "c": "x", "d": 1}
     other = {"a": [1, {"b": torch.ones(2)}], "c": "y", "e": None}
-    assert [part.name for part in saved_state.differing("state", one, other)] == ["state.a[1].b", "state.c", "state.d"]
+    names = [part.name for part in saved_state.differing("state", one, other)]
+    assert names == ["state.a[1].b", "state.c", "state.d", "state.e"]  # a null is not a missing entry
     assert [part.values for part in saved_state.differing("x", 1, 1.0)] == [(1, 1.0)]
     assert [part.values for part in saved_state.differing("x", [1], [1, 2])] == [("list of 1", "list of 2")]
 
