@@ -6,6 +6,10 @@ other exception is a bug.
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+
 EXIT_DONE = 0
 EXIT_USAGE = 2
 EXIT_DATA = 65
@@ -36,6 +40,56 @@ class HarnessError(Exception):
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """The first line of ``error``; ``otherwise``, or the name of its class, if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__ if otherwise is None else otherwise)
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space there (df -h shows the disk, df -i the number of files)",
+    errno.EDQUOT: "your disk quota is used up (quota -s shows it): remove files of yours there, or ask for more",
+    errno.EROFS: "the disk is mounted read-only, which Linux also does after a disk error (see dmesg): remount it",
+    errno.EFBIG: "the file is larger than the limit of this process (ulimit -f) or of the disk: raise the limit",
+    errno.EIO: "the disk, or the connection to it, failed (see dmesg): use another disk",
+    errno.ESTALE: "the server of this network disk has lost the file or was restarted: mount the disk again",
+    errno.ENAMETOOLONG: "use shorter names of files and folders (name=NAME sets that of a run)",
+    errno.EACCES: "you have no permission there (ls -ld shows the owner): change the permissions",
+    errno.EPERM: "the system forbids it there (ls -ld shows the owner, lsattr the attributes): change the permissions",
+    errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n), or lower data.num_workers",
+    errno.ENFILE: "this machine has too many open files: end other programs, or raise fs.file-max",
+    errno.ENOTDIR: "a part of this path is a file, not a folder",
+    errno.ELOOP: "symbolic links in this path point at each other: remove them",
+}
+_ERRNO = re.compile(r"(?:os error|errno) (\d+)", re.IGNORECASE)
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """The failed system call behind ``error``, with its errno; None if there is none.
+
+    Libraries wrap it: torch reports a full disk as "unexpected pos 704 vs 598", safetensors as "(os error 28)".
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            return cause
+        if found := _ERRNO.search(str(cause)):
+            return OSError(int(found[1]), os.strerror(int(found[1])))
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def reason(error: BaseException) -> str:
+    """The system's message behind ``error``, such as "No space left on device", or else its own first line."""
+    found = system_error(error)
+    return (found.strerror if found else None) or first_line(error)
+
+
+def remedy(error: BaseException, then: str = "") -> str:
+    """A hint that fits the failed system call behind ``error``, if it is a known one, and ``then``."""
+    found = system_error(error)
+    return "; ".join(filter(None, [_REMEDIES.get(found.errno or 0) if found else None, then]))
+
+
+def has_remedy(error: BaseException) -> bool:
+    """True if ``error`` is itself a failed system call that ``remedy`` has a hint for."""
+    return isinstance(error, OSError) and error.errno in _REMEDIES
 
 
 def _rebuild(cls: type[HarnessError], message: str, where: str, hint: str) -> HarnessError:

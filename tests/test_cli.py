@@ -157,8 +157,8 @@ def test_schema(capsys, tmp_path):
     assert cli.main(["schema", "--out", str(tmp_path / "s.json")]) == 0
     assert (tmp_path / "s.json").read_text() == printed
     assert json.loads(printed)["title"] == "apex-harness experiment"
-    assert cli.main(["schema", "--out", str(tmp_path / "none" / "s.json")]) == 70
-    assert "cannot write the schema: No such file" in capsys.readouterr().err
+    assert cli.main(["schema", "--out", str(tmp_path / "none" / "s.json")]) == 2
+    assert "cannot write the output: there is no folder" in capsys.readouterr().err
 
 
 def test_data(capsys, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 
 import pytest
@@ -38,6 +40,32 @@ def test_survives_pickling(cls, code):
         code,
         None,
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        (errno.ENOSPC, "df -h"), (errno.EDQUOT, "quota"), (errno.EROFS, "read-only"), (errno.EFBIG, "ulimit -f"),
+        (errno.EIO, "dmesg"), (errno.ENAMETOOLONG, "shorter names"), (errno.EACCES, "permission"),
+        (errno.EMFILE, "ulimit -n"),
+    ],
+)  # fmt: skip
+def test_failed_system_calls_have_a_hint_that_fits(code, hint):
+    error = OSError(code, os.strerror(code), "x")
+    assert errors.has_remedy(error)
+    assert hint in errors.remedy(error, "start again")
+    assert errors.remedy(error, "start again").endswith("; start again")
+    wrapped = RuntimeError("unexpected pos 704 vs 598")  # torch
+    wrapped.__context__ = error
+    for shown in (error, wrapped, ValueError(f"I/O error: (os error {code})"), OSError(f"[Errno {code}] of pyarrow")):
+        assert errors.reason(shown) == os.strerror(code)
+        assert hint in errors.remedy(shown)
+
+
+def test_other_errors_have_their_own_text():
+    assert errors.reason(RuntimeError("one\ntwo")) == "one"
+    assert errors.remedy(RuntimeError("one"), "start again") == "start again"
+    assert not errors.has_remedy(FileNotFoundError(errno.ENOENT, "gone"))
 
 
 def test_exit_codes_differ():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, reason, remedy
 from harness.runs.files import commit
 
 NUM_EVAL = 360
@@ -54,6 +54,8 @@ def write(folder: Path) -> str:
         if (folder / "train.csv").exists():
             return f"{folder} already has the digits"  # another process was faster
         raise DataError(
-            f"the digits cannot be written: {error.strerror}", where=str(folder), hint="choose an empty or new folder"
+            f"the digits cannot be written: {reason(error)}",
+            where=str(folder),
+            hint=remedy(error, "or choose an empty or new folder"),
         ) from None
     return f"wrote {len(train)} training and {len(validation)} validation rows to {folder}"

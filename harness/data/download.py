@@ -16,7 +16,7 @@ from pathlib import Path
 
 import filelock
 
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, reason, remedy
 from harness.runs.files import is_url, replacing
 
 TIMEOUT_S = 30.0  # without any data from the server
@@ -59,9 +59,10 @@ def locked(folder: Path) -> Iterator[None]:
         with filelock.FileLock(folder / ".lock"):
             yield
     except (OSError, NotImplementedError) as error:  # the latter on a file system without locks
-        reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"the data cannot be written: {reason}", where=str(folder), hint="choose a writable folder"
+            f"the data cannot be written: {reason(error)}",
+            where=str(folder),
+            hint=remedy(error, "or choose another folder"),
         ) from None
 
 

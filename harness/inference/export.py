@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, first_line
 from harness.runs import trained_run
-from harness.runs.files import replacing, write_atomically
+from harness.runs.files import output_error, replacing, require_output, write_atomically
 from harness.training import build
 from harness.training.task import OpenedTask, SupportsLearned, SupportsSignature
 
@@ -55,10 +56,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         )
     config = trained_run.configuration(run, overrides)
     out = out or run / f"model{SUFFIX[kind]}"
-    if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(
-            "cannot write this file", where=str(out), hint="choose a file in an existing folder: --out model.onnx"
-        )
+    require_output(out, trained_run.inputs(config), also=".json")
     task = build.open_task(config, Runtime())
     if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
         raise ConfigError(
@@ -67,13 +65,16 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
             hint="restore the old files",
         )
     subject = _subject(run, config, task)
-    with replacing(out) as temporary:
-        load = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
-            subject, temporary, config, task
-        )
-        difference = _compare(subject, load, kind)
-    facts = _facts(config, task, subject, kind, difference)
-    write_atomically(out.with_name(out.name + ".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    try:
+        with replacing(out) as temporary:
+            load = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
+                subject, temporary, config, task
+            )
+            difference = _compare(subject, load, kind)
+        facts = _facts(config, task, subject, kind, difference)
+        write_atomically(out.with_name(out.name + ".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise output_error(out, error) from None
     log.info("%s: outputs differ by at most %.2g (allowed: %g)", out, difference, TOLERANCE[kind])
     return out
 

@@ -28,13 +28,13 @@ from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
     EXIT_STOPPED,
-    CheckpointError,
     ConfigError,
     HarnessError,
     LaunchError,
     first_line,
 )
 from harness.runs import trained_run
+from harness.runs.files import output_error, require_output
 from harness.training import build, console, optim, precision, prediction_writer
 from harness.training.prediction_writer import Predictor
 from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
@@ -67,23 +67,16 @@ def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, 
             hint="remove --world, or start harness predict without a launcher",
         )
     config = trained_run.configuration(request.run, request.overrides)
-    _check_out(request.out)
+    if request.out.suffix not in FORMATS:
+        hint = "--out predictions.csv"
+        raise ConfigError(
+            f"the name of the output must end in {' or '.join(FORMATS)}", where=str(request.out), hint=hint
+        )
+    require_output(request.out, [request.source, *trained_run.inputs(config)])
     if launch.world_size == 1 and (world_size or 1) > 1:
         open_task(request, config)  # so that errors are reported once, and the file is converted once
         return _start_ranks(world_size or 1, environ, words)
     return _rank(request, config, launch)
-
-
-def _check_out(out: Path) -> None:
-    if out.suffix not in FORMATS:
-        raise ConfigError(
-            f"the name of the output must end in {' or '.join(FORMATS)}", where=str(out), hint="--out predictions.csv"
-        )
-    if out.is_dir() or not out.parent.is_dir():
-        what = "it is a folder" if out.is_dir() else "its folder does not exist"
-        raise ConfigError(
-            f"cannot write the output: {what}", where=str(out), hint="choose a file in an existing folder"
-        )
 
 
 def open_task(request: PredictRequest, config: Config) -> PredictingTask:
@@ -129,9 +122,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     try:
         written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write it: {error.strerror}", where=str(request.out), hint="free some space, or choose another file"
-        ) from None
+        raise output_error(request.out, error) from None
     finally:
         loader.close()
     if written is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.errors import EXIT_DONE, ConfigError
+from harness.errors import EXIT_DONE
 from harness.report import run_set, scaling, tables
-from harness.runs.files import write_atomically
+from harness.runs.files import output_error, require_output, write_atomically
 from harness.runs.reader import find
 
 
@@ -19,9 +19,7 @@ def main(paths: Sequence[Path], out: Path | None, form: str, target: float | Non
     """
     records = find(paths)
     out = out or paths[0] / f"report.{form}"
-    if out.is_dir() or not out.parent.is_dir():
-        reason = "this is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        raise ConfigError(reason, where=str(out), hint=f"name a file in an existing folder, such as -o report.{form}")
+    require_output(out, paths)
     runs = run_set.build(records)
     chosen = scaling.choose_target(runs, target)
     if form == "html":
@@ -35,8 +33,6 @@ def main(paths: Sequence[Path], out: Path | None, form: str, target: float | Non
     try:
         write_atomically(out, text)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write: {error.strerror}", where=str(out), hint="choose another file with -o"
-        ) from None
+        raise output_error(out, error) from None
     print(out)
     return EXIT_DONE

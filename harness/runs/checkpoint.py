@@ -15,9 +15,11 @@ import hashlib
 import json
 import logging
 import os
+import pickle
+import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.errors import CheckpointError, first_line
+from harness.errors import CheckpointError, reason, remedy
 from harness.runs import layout
 from harness.runs.files import commit, replacing, temporary_for, write_atomically
 
 log = logging.getLogger("harness")
 
 FORMAT = 1
+FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
+_MAX_LISTED = 8  # damaged checkpoints in a message
+_GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
@@ -66,9 +71,9 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {_reason(error)} ({_free(self.folder)})",
+                f"the checkpoint of step {step} could not be written: {reason(error)} ({_free(self.folder)})",
                 where=str(self.folder),
-                hint="free some space and start the same command again: it resumes from the previous checkpoint",
+                hint=remedy(error, "start the same command again: it resumes from the previous checkpoint"),
             ) from None
         self.sweep()
 
@@ -82,28 +87,38 @@ class Checkpoints:
             write_atomically(self.folder / layout.BEST, layout.step_name(step) + "\n")
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise CheckpointError(
-                f"the best weights could not be written: {_reason(error)}",
+                f"the best weights could not be written: {reason(error)}",
                 where=str(path),
-                hint="free some space and start the same command again",
+                hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
             ) from None
         self.sweep()
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint. A damaged one is logged and skipped."""
-        found, named = steps(self.folder), self.named(layout.LATEST)
+        """The newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.
+
+        Raises CheckpointError if all are damaged: starting from scratch would replace the results of this run.
+        """
+        found, named, refused = steps(self.folder), self.named(layout.LATEST), {}
         # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
         for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
             problem = damage(path)
             if not problem:
                 return path
             log.warning("checkpoint refused: %s: %s", path, problem)
+            refused[path.name] = problem
+        if found or named:
+            raise none_usable(str(self.folder), refused or {named: "it is missing"})
         return None
+
+    def exist(self) -> bool:
+        """True if there is any, complete or not, or if one is named that was removed."""
+        return bool(steps(self.folder) or self.named(layout.LATEST))
 
     def named(self, pointer: str) -> str:
         """The name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none."""
         try:
             return (self.folder / pointer).read_text(encoding="utf-8").strip()
-        except OSError:
+        except (OSError, ValueError):
             return ""
 
     @contextmanager
@@ -131,6 +146,17 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def none_usable(where: str, refused: Mapping[str, str]) -> CheckpointError:
+    """The error for a run whose checkpoints all have a problem, ``refused``: {name: problem}."""
+    lines = [f"  {name}: {problem}" for name, problem in list(refused.items())[:_MAX_LISTED]]
+    more = [f"  and {len(refused) - _MAX_LISTED} more"] if len(refused) > _MAX_LISTED else []
+    return CheckpointError(
+        "\n".join(["no checkpoint of this run can be used", *lines, *more]),
+        where=where,
+        hint=f"restore one of them; or {FROM_SCRATCH}",
+    )
+
+
 def steps(folder: Path) -> dict[int, Path]:
     """The checkpoints in ``folder`` by step, complete or not."""
     found = {layout.step_number(path.name): path for path in folder.glob("*") if path.is_dir()}
@@ -155,7 +181,7 @@ def damage(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return "its manifest.json cannot be read"
     if form != FORMAT:
-        return f"its format is {form}, but this version reads {FORMAT}"
+        return f"its format is {form}, but this version of the harness reads {FORMAT}: use the version that wrote it"
     file = path / layout.STATE
     if not file.exists():
         return "state.pt is missing"
@@ -174,12 +200,22 @@ def read(path: Path, mapped: bool = False) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path / layout.STATE, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
-        raise CheckpointError(
-            f"the checkpoint cannot be read: {_reason(error)}", where=str(path), hint=_ANOTHER
-        ) from None
+        refused = _refusal(error)
+        hint = f"other tools may run the code in it, so do not load it with them; {_ANOTHER}" if refused else _ANOTHER
+        message = refused or f"the checkpoint cannot be read: {reason(error)}"
+        raise CheckpointError(message, where=str(path), hint=hint) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError("state.pt is not a checkpoint of this harness", where=str(path), hint=_ANOTHER)
     return content
+
+
+def _refusal(error: Exception) -> str:
+    """Why torch refuses a file that holds more than data, without torch's advice to load it nevertheless."""
+    if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
+        return ""
+    found = _GLOBAL.search(str(error))
+    what = f"names {found[1]}" if found else "holds something else, or is damaged"
+    return f"state.pt is refused: a checkpoint holds only tensors and plain data, but this file {what}"
 
 
 def _sha256(path: Path) -> str:
@@ -194,14 +230,4 @@ def _free(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
     except OSError as error:
-        return _reason(error)
-
-
-def _reason(error: BaseException) -> str:
-    """The system's message behind ``error``, if any: torch reports a full disk as "unexpected pos 704 vs 598"."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return first_line(error)
+        return reason(error)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from harness.errors import ConfigError, HarnessError, reason, remedy
+from harness.runs import layout
 
 
 def is_url(place: str) -> bool:
@@ -38,7 +41,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = temporary_for(path)
     try:
-        with open(temporary, "wb"):
+        temporary.unlink(missing_ok=True)  # in the folder of someone else, it may be a link to a file of this user
+        with open(temporary, "xb"):
             mode = temporary.stat().st_mode
         yield temporary
         if temporary.stat().st_mode != mode:
@@ -54,6 +58,53 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace ``path`` by a file with ``content`` (text as UTF-8)."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def require_output(out: Path, inputs: Iterable[str | Path], also: str = "") -> None:
+    """Raise ConfigError if a command cannot write ``out``, and the file with ``also`` appended to that name.
+
+    That is if there is no such folder, or if they would replace a folder, a device, one of ``inputs`` (by whatever
+    name), or a file that training wrote.
+    """
+    written = [out, *([out.with_name(out.name + also)] if also else [])]
+    written += [temporary_for(path) for path in written]
+    if problem := _no_output(out, written, [place for place in map(str, inputs) if place]):
+        raise ConfigError(f"cannot write the output: {problem}", where=str(out), hint=_OTHER_OUTPUT)
+
+
+def output_error(out: Path, error: Exception) -> HarnessError:
+    return HarnessError(
+        f"cannot write the output: {reason(error)}", where=str(out), hint=remedy(error, f"or {_OTHER_OUTPUT}")
+    )
+
+
+_OTHER_OUTPUT = "choose another file with --out FILE"
+
+
+def _no_output(out: Path, written: list[Path], inputs: list[str]) -> str:
+    """The reason why the paths ``written`` must not be written; empty if there is none."""
+    if not out.parent.is_dir():
+        return f"there is no folder {out.parent}"
+    if out.is_dir():
+        return "it is a folder"
+    if out.exists() and not out.is_file():
+        return "it is a device or a pipe, and the output replaces a file when it is complete"
+    for path in written:
+        if same := next((place for place in inputs if _is_same(path, place)), None):
+            return f"it would replace {same}, which this command reads"
+        for folder in path.resolve().parents:
+            part = path.resolve().relative_to(folder).parts[0]
+            of_run = part in layout.OF_TRAINING and (folder / layout.CHECKPOINTS).is_dir()
+            if of_run or (part == layout.SWEEP and (folder / layout.TRIALS).is_dir()):
+                return f"it would replace {part} of {folder}, which training wrote"
+    return ""
+
+
+def _is_same(path: Path, place: str) -> bool:
+    try:
+        return path.exists() and os.path.samefile(path, place)
+    except (OSError, ValueError):
+        return False
 
 
 def _sync(path: Path) -> None:

@@ -35,6 +35,13 @@ RANK_EXITS = "rank-*.exit.json"  # glob pattern inside LOGS
 SWEEP = "sweep.json"  # of a sweep folder
 TRIALS = "trials"  # folder of the sweep's runs
 
+OF_TRAINING = frozenset(
+    [CONFIG, PROVENANCE, METRICS, SUMMARY, TASK, FAILURE, CONFUSION, PREDICTIONS, WEIGHTS, TRACKERS, START, CHECKPOINTS]
+)  # which no other command may replace
+
+RESULTS = (METRICS, SUMMARY, WEIGHTS, PREDICTIONS, CONFUSION, f"{CHECKPOINTS}/{LATEST}", SWEEP)
+
+
 _STEP = re.compile(r"step-(\d+)")
 
 

@@ -23,9 +23,9 @@ from typing import Any
 import filelock
 
 from harness.config.schema import Config
-from harness.errors import CheckpointError, ConfigError
+from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
-from harness.runs.checkpoint import damage, outdated
+from harness.runs.checkpoint import damage, none_usable, outdated
 from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
@@ -86,13 +86,18 @@ class RemoteRunFolder(RunFolder):
         copy_run(self.store, self._scratch, small)
         pointers = [f"{layout.CHECKPOINTS}/{pointer}" for pointer in (layout.LATEST, layout.BEST)]
         latest, best = (self.store.read(name).strip() for name in pointers)
-        names = [layout.step_name(step) for step in sorted(_steps(files), reverse=True)]
+        names, refused = [layout.step_name(step) for step in sorted(_steps(files), reverse=True)], {}
         for name in sorted(names, key=lambda name: name != latest):
             if not (problem := self._download_checkpoint(name)):
                 break
             log.warning("checkpoint refused: %s/%s/%s: %s", self.where, layout.CHECKPOINTS, name, problem)
             self._refused.add(layout.step_number(name) or 0)
+            refused[name] = problem
         else:
+            if names or latest:  # otherwise the first upload was interrupted
+                incomplete = {layout.step_name(step) for step in _steps(files, complete=False)} | {latest}
+                refused |= dict.fromkeys(sorted(filter(None, incomplete - refused.keys())), "it is incomplete")
+                raise none_usable(f"{self.where}/{layout.CHECKPOINTS}", refused)
             return ""
         if best:
             self._scratch.write(pointers[1], best + "\n")
@@ -239,6 +244,12 @@ class RemoteRunFolder(RunFolder):
         self.logs.rmdir()
         self.path.rmdir()
 
+    def _held(self) -> set[str]:
+        return {name for name in self.store.files() if name in (*layout.RESULTS, layout.CONFIG)}
+
+    def _is_run(self) -> bool:
+        return True  # object stores have no empty folders by which to tell
+
     def _move_aside(self) -> str:
         """Object stores cannot rename: copy each file, then remove it.
 
@@ -272,10 +283,13 @@ class RemoteRunFolder(RunFolder):
                 yield
         except (filelock.Timeout, NotImplementedError, OSError) as error:
             raise ConfigError(
-                f"the scratch folder of the run cannot be used: {getattr(error, 'strerror', None) or error}",
+                f"the scratch folder of the run cannot be used: {reason(error)}",
                 where=str(self.path.parent),
-                hint="set APEX_HARNESS_CACHE (or data.cache_dir) to a folder on a local disk with room for some "
-                "checkpoints",
+                hint=remedy(
+                    error,
+                    "or set APEX_HARNESS_CACHE (or data.cache_dir) to a folder on a local disk with room for some "
+                    "checkpoints",
+                ),
             ) from error
 
 

@@ -23,18 +23,21 @@ import yaml
 from harness.config import loader
 from harness.config.schema import Config, recipe_difference
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError
+from harness.errors import ConfigError, reason, remedy
 from harness.runs import exit_files, layout
-from harness.runs.checkpoint import Checkpoints
+from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
 from harness.runs.files import finite, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
+_OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
 _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"the run folder cannot be written: {error.strerror}", where=str(path), hint="choose another with output=FOLDER"
+        f"the run folder cannot be written: {reason(error)}",
+        where=str(path),
+        hint=remedy(error, "or choose another folder with output=FOLDER"),
     )
 
 
@@ -91,13 +94,12 @@ class RunFolder:
 
         The same recipe resumes. Another recipe, or ``resume: never``, moves the earlier run aside to NAME.1 (or the
         next free number), so that nothing is lost; before that ``rehearse`` raises any error that would keep the new
-        run from starting. Raises ConfigError if the folder cannot be written.
+        run from starting. So does a run without checkpoints that has been evaluated: it cannot resume. Raises
+        ConfigError if the folder cannot be written, or holds something else than a run.
         """
-        note = ""
         if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
             raise own_checkpoint(config.checkpoint.resume)
-        if (saved := self.path / layout.CONFIG).exists():
-            note = self._resume_or_move(saved, config, rehearse)
+        note = self._resume_or_move(config, rehearse)
         try:
             self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
@@ -112,16 +114,44 @@ class RunFolder:
         (self.path / layout.FAILURE).unlink(missing_ok=True)
         exit_files.remove(self.logs)
 
-    def _resume_or_move(self, saved: Path, config: Config, rehearse: Callable[[], None]) -> str:
-        difference = recipe_difference(_saved_tree(saved), loader.as_tree(config))
-        if config.checkpoint.resume != "never" and not difference:
+    def _resume_or_move(self, config: Config, rehearse: Callable[[], None]) -> str:
+        held, scratch = self._held(), config.checkpoint.resume == "never"
+        if not held:
+            return ""
+        shown = ", ".join(sorted(held))
+        if layout.SWEEP in held or not self._is_run():
+            raise ConfigError(
+                f"this is not the folder of a run, but has files of the same names: {shown}",
+                where=self.where,
+                hint="choose another folder with name=NAME or output=FOLDER, or move these files",
+            )
+        if layout.CONFIG not in held and not scratch:
+            raise ConfigError(
+                f"the recipe of the results in this folder ({shown}) is unknown, since config.yaml is missing",
+                where=self.where,
+                hint=f"restore config.yaml; or {FROM_SCRATCH}",
+            )
+        saved = _saved_tree(self.path / layout.CONFIG, config)
+        if difference := recipe_difference(saved, loader.as_tree(config)) if layout.CONFIG in held else {}:
+            changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
+            changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
+            why = f"its recipe differs ({changes})"
+        elif scratch:
+            why = "checkpoint.resume=never"
+        elif any((self.path / name).exists() for name in _OF_EVALUATION) and not self.checkpoints.exist():
+            why = "it has results, but no checkpoint to resume from"
+        else:
             return ""
         rehearse()
-        aside = self._move_aside()
-        changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
-        changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
-        why = f"its recipe differs ({changes})" if difference else "checkpoint.resume=never"
-        return f"the earlier run was moved to {aside}: {why}"
+        return f"the earlier run was moved to {self._move_aside()}: {why}"
+
+    def _held(self) -> set[str]:
+        """The files in the folder that a start would replace or continue."""
+        return {name for name in (*layout.RESULTS, layout.CONFIG) if os.path.lexists(self.path / name)}
+
+    def _is_run(self) -> bool:
+        """True if a start has claimed the folder before: that makes folders first, and the files later."""
+        return self.checkpoints.folder.is_dir() or self.logs.is_dir()
 
     def _move_aside(self) -> str:
         """Rename the folder to the first free of NAME.1, NAME.2, …; return its new place."""
@@ -131,9 +161,9 @@ class RunFolder:
             os.rename(self.path, aside)
         except OSError as error:
             raise ConfigError(
-                f"the earlier run cannot be moved aside: {error.strerror}",
+                f"the earlier run cannot be moved aside: {reason(error)}",
                 where=str(self.path),
-                hint="rename this run with name=NAME",
+                hint=remedy(error, "or give the new run another name with name=NAME"),
             ) from None
         return str(aside)
 
@@ -205,15 +235,22 @@ class RunFolder:
         return report
 
 
-def _saved_tree(path: Path) -> dict[str, Any]:
-    """The resolved configuration of an earlier run, with defaults for keys that its version did not have."""
-    with contextlib.suppress(ConfigError):
-        return loader.as_tree(loader.load(path))
+def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
+    """The resolved configuration of an earlier run, with defaults for keys that its version did not have.
+
+    A task that ``config`` does not name is not imported, so its defaults are not added.
+    """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        return {}
+    task = tree.get("task")
+    if isinstance(task, dict) and task.get("name") == config.task.name:
+        with contextlib.suppress(ConfigError):
+            return loader.as_tree(loader.load(path))
+    return tree
 
 
 def _read_soon(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness.config import loader
-from harness.config.schema import Config
+from harness.config.schema import Config, flatten
 from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout
 from harness.runs.reader import known_runs
@@ -32,6 +32,12 @@ def configuration(run: Path, overrides: Sequence[str]) -> Config:
             f"harness train -c {run / layout.CONFIG}",
         )
     return loader.load(run / layout.CONFIG, overrides)
+
+
+def inputs(config: Config) -> list[str]:
+    """The files and folders that the task of ``config`` may read, by the texts among its options."""
+    options = flatten(config.task.model_dump(mode="json"))
+    return [value for value in options.values() if isinstance(value, str)]
 
 
 def weights(run: Path) -> Path:

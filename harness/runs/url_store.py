@@ -13,7 +13,7 @@ import fsspec
 from fsspec.callbacks import Callback
 from fsspec.registry import known_implementations
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, has_remedy, remedy
 from harness.runs.files import replacing
 from harness.runs.storage import Progress, no_progress
 
@@ -130,8 +130,9 @@ def _remedy(url: str, error: Exception) -> str:
         return f"pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(known)
     if isinstance(error, ValueError) and protocol not in fsspec.available_protocols():
         return "use a folder, or a URL such as s3://BUCKET/runs; fsspec supports s3, gs, abfs, sftp, file and others"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space there, or in the cache (APEX_HARNESS_CACHE, data.cache_dir)"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or (protocol in ("file", "local") and has_remedy(error)):
+        return remedy(error, "the same applies to the cache (APEX_HARNESS_CACHE, data.cache_dir)")
     if isinstance(error, NotImplementedError):
         return f"{protocol}:// is read-only; use a store that can be written, such as s3://BUCKET/runs"
     if isinstance(error, FileNotFoundError):

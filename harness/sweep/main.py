@@ -58,6 +58,10 @@ def main(
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError("a sweep needs Optuna, which is not installed", hint="pip install 'apex-harness[sweep]'")
     folder = file.spec.folder
+    if (folder / layout.CONFIG).exists():
+        raise ConfigError(
+            "this is the folder of a run", where=str(folder), hint="give the sweep another name: name=NAME"
+        )
     try:
         (folder / layout.TRIALS).mkdir(parents=True, exist_ok=True)
         with _locked(folder) as lock, signals.counted() as stops:

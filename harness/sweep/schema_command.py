@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from harness.errors import EXIT_DONE, HarnessError
+from harness.errors import EXIT_DONE
 
 VERB = "schema"
 HELP = "write the JSON Schema of the YAML files, for editors"
@@ -19,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.runs.files import output_error, require_output, write_atomically
+
     if arguments.of == "sweep":
         from harness.sweep import spec
 
@@ -30,8 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         print(text, end="")
         return EXIT_DONE
+    require_output(arguments.out, ())
     try:
-        arguments.out.write_text(text, encoding="utf-8")
+        write_atomically(arguments.out, text)
     except OSError as error:
-        raise HarnessError(f"cannot write the schema: {error.strerror}", where=str(arguments.out)) from None
+        raise output_error(arguments.out, error) from None
     return EXIT_DONE

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.config import plugins
 from harness.config.schema import Config, flatten
-from harness.errors import CheckpointError, ConfigError
+from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.files import finite, write_atomically
 from harness.trackers.base import RunInfo, Sample
@@ -94,9 +94,9 @@ class MetricsLog:
 
     def _write_error(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"cannot write: {error.strerror}",
+            f"cannot write: {reason(error)}",
             where=str(self._path),
-            hint="free some space and run the same command again",
+            hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
         )
 
     def offset(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 import traceback
@@ -16,7 +15,17 @@ from harness.distributed import stack
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, TrainingError, first_line
+from harness.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    HarnessError,
+    TrainingError,
+    first_line,
+    has_remedy,
+    reason,
+    remedy,
+)  # fmt: skip
 from harness.runs import exit_files, layout
 from harness.runs.run_dir import RunFolder
 from harness.training.run import Run
@@ -106,11 +115,11 @@ def explained(error: Exception) -> Exception:
             f"lost contact with the other ranks: {lost}",
             hint="see the log of the rank that ended first; a rank that was killed leaves no message",
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+    if isinstance(error, OSError) and has_remedy(error):
         return TrainingError(
-            f"a file could not be written: {error.strerror}",
+            f"a file could not be read or written: {reason(error)}",
             where=str(error.filename or ""),
-            hint="fix that and start the same command again: it resumes from the last checkpoint",
+            hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
         )
     return error
 

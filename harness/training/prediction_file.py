@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import DataError
-from harness.runs.files import commit, temporary_for
+from harness.runs.files import replacing
 
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
 SAMPLE_ROWS = 32
@@ -31,7 +32,7 @@ class PredictionFile:
     """The table at ``path``, which exists only after ``finish``."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._temporary = path, temporary_for(path)
+        self._path, self._opened = path, ExitStack()
         self._waiting: list[pa.Table] = []
         self._head: pa.Table | None = None
         self._schema: pa.Schema | None = None
@@ -72,7 +73,9 @@ class PredictionFile:
 
     def _open(self, first: pa.Table) -> None:
         self._schema, self._head = first.schema, first.slice(0, SAMPLE_ROWS)
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by finish or discard
+        temporary = self._opened.enter_context(replacing(self._path))
+        self._file = open(temporary, "wb")  # noqa: SIM115 - closed by finish or discard
+        self._opened.callback(self._file.close)
         if self._path.suffix == ".parquet":
             self._parquet = pq.ParquetWriter(self._file, self._schema)
         else:
@@ -83,15 +86,16 @@ class PredictionFile:
         self._flush()
         if self._parquet is not None:
             self._parquet.close()
-        self._file.close()
-        commit(self._temporary, self._path)
+        self._opened.close()
         return Written(self._rows, self._bad, self._head)
 
     def discard(self) -> None:
         """Delete the unfinished file; does nothing after ``finish``."""
-        if self._file is not None and not self._file.closed:
-            self._file.close()
-            self._temporary.unlink(missing_ok=True)
+        self._opened.__exit__(_Discarded, _Discarded(), None)
+
+
+class _Discarded(Exception):
+    """Makes ``replacing`` remove the unfinished file."""
 
 
 def _csv(table: pa.Table, header: bool) -> bytes:

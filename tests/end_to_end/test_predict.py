@@ -199,7 +199,7 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
     ("words", "code", "message"),
     [
         (["RUN", "--csv", "CSV", "--out", "x.txt"], 2, "must end in .csv or .parquet"),
-        (["RUN", "--csv", "CSV", "--out", "gone/x.csv"], 2, "its folder does not exist"),
+        (["RUN", "--csv", "CSV", "--out", "gone/x.csv"], 2, "there is no folder gone"),
         (["DATA", "--csv", "CSV", "--out", "x.csv"], 2, "not a run folder"),
         (["FRESH", "--csv", "CSV", "--out", "x.csv"], 2, "no weights yet"),
         (["FORGOT", "--csv", "CSV", "--out", "x.csv"], 2, "task.json"),
@@ -226,6 +226,27 @@ def test_errors_come_before_anything_is_written(trained, tmp_path, monkeypatch, 
     assert cli.main(["predict", *(str(places.get(word, word)) for word in words)]) == code
     assert message in capfd.readouterr().err
     assert not list(tmp_path.glob("*x.*"))
+
+
+def test_no_command_replaces_what_it_reads(trained, tmp_path, monkeypatch, capfd):
+    folder, data = trained
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(data / "eval.csv", tmp_path / "a.csv")
+    os.link(tmp_path / "a.csv", tmp_path / "b.csv")
+    train_csv, run = str(data / "train.csv"), str(folder)
+    before = {path: path.read_bytes() for path in (tmp_path / "a.csv", data / "train.csv", *folder.glob("*.*"))}
+    for words in (
+        ["predict", run, "--csv", "a.csv", "--out", "a.csv"],
+        ["predict", run, "--csv", "a.csv", "--out", "b.csv", "--world", "2"],
+        ["predict", run, "--csv", "a.csv", "--out", train_csv],
+        ["predict", run, "--csv", "a.csv", "--out", f"{run}/predictions.csv"],
+        ["export", run, "--format", "safetensors", "--out", train_csv],
+        ["export", run, "--format", "safetensors", "--out", f"{run}/weights.safetensors"],
+        ["report", run, "--format", "csv", "--out", f"{run}/confusion.csv"],
+    ):
+        assert cli.main(words) == 2, words
+        assert "cannot write the output: it would replace" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_world_must_match_the_launcher(trained, tmp_path):

@@ -107,6 +107,24 @@ def test_damaged_checkpoint_is_refused_and_the_previous_one_used(tmp_path, data)
     assert_same_run(unbroken, run_folder(broken))
 
 
+def test_a_run_is_never_erased_because_its_checkpoints_are_refused(tmp_path, data):
+    """Such as those of another version of the harness."""
+    config = write_config(tmp_path / "run", data, train={"epochs": 1})
+    folder, terminal = run_folder(config), config.parent / "terminal-0.txt"
+    assert run(config) == [0]
+    manifests = list(folder.glob("checkpoints/*/manifest.json"))
+    for manifest in manifests:
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    kept = [folder / "weights.safetensors", folder / "metrics.jsonl", *manifests]
+    before = [path.read_bytes() for path in kept]
+    assert run(config) == [70]
+    assert "no checkpoint of this run can be used\n  step-8: its format is 2, but" in terminal.read_text()
+    assert [path.read_bytes() for path in kept] == before
+    assert run(config, 1, "checkpoint.resume=never") == [0]
+    moved = [folder.with_name("run.1") / path.relative_to(folder) for path in kept]
+    assert [path.read_bytes() for path in moved] == before
+
+
 def test_starting_a_finished_run_changes_nothing_and_more_epochs_continue_it(tmp_path, data):
     config = write_config(tmp_path / "run", data)
     folder = run_folder(config)

@@ -29,7 +29,7 @@ def test_each_format_is_written_and_its_path_printed(tmp_path, capsys, form, beg
     ("run", "out", "message"),
     [
         ("run", "nowhere/report.html", "there is no folder"),
-        ("run", ".", "this is a folder"),
+        ("run", ".", "it is a folder"),
         ("none", None, "there is no such folder"),
     ],
 )

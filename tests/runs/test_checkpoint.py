@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import shutil
 from pathlib import Path
 
@@ -160,7 +161,7 @@ DAMAGES = {
     "manifest cut": (lambda path: (path / "manifest.json").write_text('{"bytes"'), "manifest.json cannot be read"),
     "manifest foreign": (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "manifest without": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json cannot be read"),
-    "of the future": (edit(format=99), "its format is 99, but this version reads 1"),
+    "of the future": (edit(format=99), "its format is 99, but this version of the harness reads 1"),
 }
 
 
@@ -180,8 +181,19 @@ def test_all_are_damaged(tmp_path, log):
     checkpoints = made(tmp_path, 1, 2)
     for step in (1, 2):
         truncate(checkpoints.folder / f"step-{step}")
-    assert checkpoints.newest() is None
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.newest()
+    first, *lines, hint = str(caught.value).splitlines()
+    assert first == f"{checkpoints.folder}: no checkpoint of this run can be used"
+    assert [line.partition(": state.pt is truncated")[0] for line in lines] == ["  step-2", "  step-1"]
+    assert "restore one of them; or start from scratch with checkpoint.resume=never" in hint
     assert log.text.count("checkpoint refused") == 2
+    for step in (1, 2):
+        shutil.rmtree(checkpoints.folder / f"step-{step}")
+    with pytest.raises(CheckpointError, match="  step-2: it is missing"):
+        checkpoints.newest()
+    (checkpoints.folder / "latest").unlink()
+    assert checkpoints.newest() is None, "it has none"
 
 
 def test_damage_of_something_else(tmp_path):
@@ -205,8 +217,10 @@ def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch, write)
     write({"format": 1, "model": Code()}, tmp_path / "step-1" / "state.pt")
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path / "step-1")
-    assert str(caught.value).startswith(f"{tmp_path / 'step-1'}: the checkpoint cannot be read: ")
+    assert str(caught.value).startswith(f"{tmp_path / 'step-1'}: state.pt is refused: ")
     assert "checkpoint.resume" in str(caught.value)
+    assert "weights_only" not in str(caught.value), "torch advises to load the file without the check"
+    assert "can still be loaded" not in str(caught.value)
     assert not (tmp_path / "executed").exists()
 
 
@@ -221,8 +235,9 @@ def test_foreign_files(tmp_path, value):
 def test_empty_and_missing_files(tmp_path, data):
     if data is not None:
         (tmp_path / "state.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read|state.pt is refused") as caught:
         read(tmp_path)
+    assert "weights_only" not in str(caught.value)
 
 
 # Which are kept
@@ -254,6 +269,21 @@ def test_best_weights_that_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="best weights could not be written"):
         checkpoints.mark_best(1, {"w": torch.ones(1)}, tmp_path / "none" / "w.safetensors")
     assert (tmp_path / "w.safetensors").read_bytes() == before
+
+
+def test_a_limit_on_file_sizes_is_named(tmp_path):
+    checkpoints, before = made(tmp_path, 1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = {"w": torch.ones(1 << 16)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="could not be written: File too large.*\n.*ulimit -f"):
+            checkpoints.write(2, large)
+        with pytest.raises(CheckpointError, match="could not be written: File too large\n.*ulimit -f"):
+            checkpoints.mark_best(1, large, tmp_path / "w.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(checkpoints) == ["latest", "step-1"]
+    assert not list(tmp_path.glob("w*"))
 
 
 def test_abandoned_steps_do_not_count_as_the_newest(tmp_path, log):

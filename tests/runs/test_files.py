@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.runs.files import commit, replacing, temporary_for, write_atomically
+from harness.errors import ConfigError
+from harness.runs.files import commit, replacing, require_output, temporary_for, write_atomically
 
 
 def test_an_error_keeps_the_old_file(tmp_path, monkeypatch):
@@ -42,6 +44,53 @@ def test_permissions_follow_the_umask(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "w.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_planted_link_is_not_followed(tmp_path):
+    """In the run folder of someone else, the temporary name may be a link to a file of this user."""
+    (tmp_path / "mine").write_text("mine")
+    temporary_for(tmp_path / "report.html").symlink_to(tmp_path / "mine")
+    write_atomically(tmp_path / "report.html", "page")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "page"
+
+
+# The output that a user names
+
+
+def test_outputs_that_would_replace_something_are_refused(tmp_path):
+    rows, run = tmp_path / "a.csv", tmp_path / "runs" / "digits"
+    rows.write_text("path\n")
+    os.link(rows, tmp_path / "hard.csv")
+    (tmp_path / "soft.csv").symlink_to(rows)
+    (tmp_path / "b.csv.tmp").write_text("path\n")
+    os.mkfifo(tmp_path / "pipe.csv")
+    (run / "checkpoints" / "step-3").mkdir(parents=True)
+    (run / "weights.safetensors").write_text("")
+    (tmp_path / "sweep" / "trials").mkdir(parents=True)
+    same = f"it would replace {rows}, which this command reads"
+    for out, inputs, problem in [
+        (rows, [rows], same),
+        (tmp_path / "hard.csv", [rows], same),
+        (tmp_path / "soft.csv", ["", "no such", rows], same),
+        (tmp_path / "runs" / ".." / "a.csv", [rows], same),
+        (tmp_path / "b.csv", [tmp_path / "b.csv.tmp"], "b.csv.tmp, which this command reads"),
+        (tmp_path / "pipe.csv", [], "it is a device or a pipe"),
+        (Path("/dev/null"), [], "it is a device or a pipe"),
+        (tmp_path, [], "it is a folder"),
+        (tmp_path / "no" / "x.csv", [], "there is no folder"),
+        (run / "weights.safetensors", [], "it would replace weights.safetensors of"),
+        (run / "checkpoints" / "step-3" / "state.pt", [], "it would replace checkpoints of"),
+        (tmp_path / "sweep" / "sweep.json", [], "it would replace sweep.json of"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            require_output(out, inputs)
+        assert problem in str(caught.value), out
+    (tmp_path / "model.onnx.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"replace .*model.onnx.json, which this command reads"):
+        require_output(tmp_path / "model.onnx", [tmp_path / "model.onnx.json"], also=".json")
+    for fine in (tmp_path / "new.csv", run / "report.html", run / "model.onnx", tmp_path / "weights.safetensors"):
+        require_output(fine, [rows, tmp_path])
 
 
 def test_a_folder_gets_its_name_when_it_is_complete(tmp_path):

@@ -163,6 +163,27 @@ def test_damaged_newest_checkpoint_is_skipped(config, bucket, kind):
     assert {"step-1", "step-3"} <= steps(bucket)
 
 
+@pytest.mark.parametrize("kind", ["cut", "no manifest", "gone"])
+def test_a_run_without_a_usable_checkpoint_is_not_started_from_scratch(config, bucket, kind):
+    save(started(config()), 1, 2)
+    for step in (1, 2):
+        place = f"/bucket/runs/digits/checkpoints/step-{step}"
+        if kind == "cut":
+            bucket.pipe(f"{place}/state.pt", bucket.cat(f"{place}/state.pt")[:-10])
+        else:
+            bucket.rm(f"{place}/manifest.json") if kind == "no manifest" else bucket.rm(place, recursive=True)
+    before = uploaded(bucket)
+    with pytest.raises(CheckpointError, match="no checkpoint of this run (.|\n)*  step-2: (.|\n)*resume=never"):
+        started(config("other"))
+    after = uploaded(bucket)
+    for name in ("start.json", "config.yaml"):  # of this start
+        assert after.pop(name) != before.pop(name)
+    assert after == before
+    again = run_folder(never := config("other", **{"checkpoint.resume": "never"}))
+    assert again.claim(never) == f"the earlier run was moved to {URL}/digits.1: checkpoint.resume=never"
+    assert uploaded(bucket, "digits.1")["metrics.jsonl"] == before["metrics.jsonl"]
+
+
 def test_the_scratch_folder_never_outweighs_the_url(config):
     """It may be newer, after a kill, or damaged: each start fills it from the URL."""
     folder = started(config())

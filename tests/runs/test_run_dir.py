@@ -85,9 +85,47 @@ def test_a_run_with_an_unreadable_configuration_is_moved_aside(tmp_path, content
     assert (tmp_path / "runs" / "small.1" / "config.yaml").read_bytes() == content
 
 
+def test_results_without_checkpoints_are_moved_aside(tmp_path):
+    claim(tmp_path)
+    (tmp_path / "runs" / "small" / "weights.safetensors").write_text("trained for a week")
+    note = claim(tmp_path, train={"epochs": 20})
+    assert note.endswith("small.1: it has results, but no checkpoint to resume from")
+    assert (tmp_path / "runs" / "small.1" / "weights.safetensors").read_text() == "trained for a week"
+    assert claim(tmp_path) == ""
+
+
+def test_results_of_an_unknown_recipe_are_not_continued(tmp_path):
+    claim(tmp_path)
+    run = tmp_path / "runs" / "small"
+    (run / "config.yaml").unlink()
+    assert claim(tmp_path) == "", "a run killed in its first moments"
+    (run / "config.yaml").unlink()
+    (run / "metrics.jsonl").write_text("first")
+    with pytest.raises(ConfigError, match=r"results in this folder \(metrics.jsonl\) is unknown(.|\n)*resume=never"):
+        claim(tmp_path)
+    assert [path.read_text() for path in run.glob("*.*")] == ["first"]
+    assert claim(tmp_path, checkpoint={"resume": "never"}).endswith("small.1: checkpoint.resume=never")
+    assert (tmp_path / "runs" / "small.1" / "metrics.jsonl").read_text() == "first"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "weights.safetensors", "sweep.json"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_the_folder_of_another_program_is_left_alone(tmp_path, name, resume):
+    folder = tmp_path / "runs" / "small"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    (folder / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"not the folder of a run, but has files of the same names: {name}"):
+        claim(tmp_path, checkpoint={"resume": resume})
+    assert sorted(path.name for path in folder.iterdir()) == sorted([name, "notes.txt"])
+    assert runs(tmp_path) == ["small"]
+    (folder / name).unlink()
+    assert claim(tmp_path) == "", "files of other names are no obstacle"
+
+
 def test_folders_that_cannot_be_written_or_moved(tmp_path, monkeypatch):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ConfigError, match="the run folder cannot be written: Not a directory\n  -> choose another"):
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory\n  -> a part of this path is a file"):
         claim(tmp_path)
     (tmp_path / "runs").unlink()
     claim(tmp_path)

@@ -140,4 +140,4 @@ def test_blocked_rank_is_recorded(tmp_path, cause, error):
 
 def test_full_disk_is_explained():
     shown = str(explained(OSError(28, "No space left on device", "x.pt")))
-    assert shown.startswith("x.pt: a file could not be written: No space left on device\n  -> fix that")
+    assert shown.startswith("x.pt: a file could not be read or written: No space left on device\n  -> free some space")

@@ -26,7 +26,7 @@ from typing import Any
 import filelock
 
 from harness.data.table.source import Source
-from harness.errors import DataError
+from harness.errors import DataError, reason, remedy
 from harness.runs.files import default_cache_dir, write_atomically
 
 FORMAT = 2  # increase it when the layout or the meaning of anything in the cache changes
@@ -127,9 +127,10 @@ class CacheEntry:
         except NotImplementedError as error:  # raised by filelock on a file system without locks
             raise DataError(f"the table cache cannot be locked: {error}", where=str(self.folder), hint=_HINT) from error
         except OSError as error:
-            reason = error.strerror or str(error)
             raise DataError(
-                f"the table cache cannot be written: {reason}", where=str(self.folder), hint=_HINT
+                f"the table cache cannot be written: {reason(error)}",
+                where=str(self.folder),
+                hint=remedy(error, f"or {_HINT}"),
             ) from error
 
     def try_lock(self) -> filelock.BaseFileLock | None:

@@ -14,7 +14,7 @@ from harness.engines.base import Job
 from harness.engines.dask import reservation
 from harness.engines.dask import worker as on_worker
 from harness.engines.dask.reservation import KEYS
-from harness.errors import LaunchError
+from harness.errors import LaunchError, reason, remedy
 from harness.version import __version__
 
 _PAUSE_S = 0.5  # between two attempts to reserve workers
@@ -101,7 +101,7 @@ def _marker(job: Job) -> Iterator[str]:
         with tempfile.NamedTemporaryFile(dir=output, prefix=f".{KEYS}") as file:
             yield str(Path(file.name).absolute())
     except OSError as error:
-        raise LaunchError(f"a file cannot be written: {error.strerror}", where=output) from None
+        raise LaunchError(f"a file cannot be written: {reason(error)}", where=output, hint=remedy(error)) from None
 
 
 def _shared(job: Job, facts: _Facts) -> bool:
