@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from harness.apex.on_cpu import (
     call_counter,
     device_arguments,
     distributed,
+    generators,
+    placement,
     redirect_cuda,
     torch_cuda,
 )
@@ -39,9 +43,14 @@ def redirected(_fresh_amp):
     call_counter.reset()
 
 
+def really(tensor):
+    """The device on which torch keeps ``tensor``, whatever scripts are told."""
+    return torch._C.TensorBase.device.__get__(tensor)
+
+
 def attributes():
     """{(owner, name): value} of every attribute of the modules and classes that are redirected."""
-    modules = (device_arguments, torch_cuda, autocast, distributed)
+    modules = (placement, device_arguments, torch_cuda, autocast, distributed)
     owners = {owner for module in modules for owner, _, _ in module.replacements()}
     return {(owner, name): value for owner in owners for name, value in vars(owner).items() if name != "__doc__"}
 
@@ -78,8 +87,7 @@ def test_tensors_are_on_the_cpu(device):
         torch.normal(1.0, 0.0, (2,), device=device),
     ]
     for tensor in made:
-        assert tensor.device == torch.device("cpu")
-        assert not tensor.is_cuda
+        assert really(tensor).type == "cpu"
         torch.testing.assert_close(tensor, x)
     assert x.to(torch.half).dtype is torch.half
     assert x.to(torch.zeros(1, dtype=torch.double)).dtype is torch.double
@@ -91,7 +99,7 @@ def test_every_factory_function_is_redirected():
     sample = {"arange": (3,), "zeros": (3,), "randn": (3,), "linspace": (0, 1, 3), "eye": (2,), "full": ((2,), 1.0)}
     sample |= {"randint": (5, (2,)), "randperm": (4,), "hann_window": (4,), "tril_indices": (2, 2), "empty": (2,)}
     for name, args in sample.items():
-        assert getattr(torch, name)(*args, device="cuda").device.type == "cpu"
+        assert getattr(torch, name)(*args, device="cuda").is_cuda
     harness.apex.uninstall()
     known = torch.utils._device._device_constructors()  # torch's own list
     owners = (torch, torch.fft, torch.nested)
@@ -104,17 +112,18 @@ def test_every_factory_function_is_redirected():
 def test_default_device():
     torch.set_default_device("cuda")
     try:
-        assert nn.Linear(2, 2).weight.device.type == "cpu"
+        assert really(nn.Linear(2, 2).weight).type == "cpu"
     finally:
         torch.set_default_device(None)
     with torch.device("cuda"):
-        assert torch.zeros(1).device.type == "cpu"
+        assert really(torch.zeros(1)).type == "cpu"
     assert torch.device("cuda", 1).type == "cuda", "a device is only a name; it is redirected where it is used"
 
 
 def test_modules_are_on_the_cpu():
     model = nn.Sequential(nn.Linear(2, 2, device="cuda"), nn.LSTM(2, 3)).cuda().to("cuda:0").cuda(0).half().float()
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert {really(p).type for p in model.parameters()} == {"cpu"}
+    assert {p.device for p in model.parameters()} == {torch.device("cuda", 0)}
     assert all(p.is_leaf for p in model.parameters())
     counts = call_counter.counts()
     assert (counts["Module.cuda"], counts["Module.to(cuda)"]) == (2, 1)
@@ -128,7 +137,7 @@ def test_modules_are_on_the_cpu():
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
 def test_tensor_types():
     x = torch.cuda.FloatTensor([1, 2])
-    assert x.type() == "torch.FloatTensor"
+    assert x.type() == "torch.cuda.FloatTensor"
     assert isinstance(x, torch.cuda.FloatTensor)
     assert not isinstance(x, torch.cuda.HalfTensor)
     assert not isinstance(x.tolist(), torch.cuda.FloatTensor)
@@ -155,19 +164,41 @@ def test_generators_and_random_states():
     torch.cuda.manual_seed(5)
     one = torch.rand(1, device="cuda")
     torch.cuda.manual_seed_all(5)
-    assert torch.equal(torch.rand(1), one)
+    assert torch.equal(torch.rand(1, device="cuda"), one)
+    assert torch.cuda.initial_seed() == 5
     state, states = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()
-    one = torch.rand(1)
+    one = torch.rand(1, device="cuda")
     torch.cuda.set_rng_state(state)
-    assert torch.equal(torch.rand(1), one)
+    assert torch.equal(torch.rand(1, device="cuda"), one)
     torch.cuda.set_rng_state_all(states)
     torch.cuda.set_rng_state(torch.zeros(16, dtype=torch.uint8))  # saved on a real GPU
-    assert torch.equal(torch.rand(1), one)
+    assert torch.equal(torch.rand(1, device="cuda"), one)
     with torch.random.fork_rng():
         torch.rand(3)
     torch.manual_seed(1)
     after = torch.rand(1)
     assert torch.equal(torch.rand(1, generator=torch.Generator().manual_seed(1)), after)
+
+
+def test_seeding_cuda_does_not_change_the_order_of_the_data(monkeypatch):
+    """Ranks often seed CUDA differently and the CPU alike, to shuffle alike."""
+    torch.manual_seed(0)
+    order = torch.randperm(100)
+    torch.manual_seed(0)
+    torch.cuda.manual_seed(1)
+    torch.rand(3, device="cuda")
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+    assert torch.equal(torch.randperm(100), order)
+    torch.manual_seed(7)
+    one = torch.rand(2, device="cuda")
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(2, device="cuda"), one), "torch.manual_seed seeds CUDA, too"
+
+    monkeypatch.setattr(generators, "_cpu_is_seeded", False)  # a script that seeds nothing but CUDA is reproducible
+    torch.cuda.manual_seed(3)
+    one = F.dropout(torch.ones(64))
+    torch.cuda.manual_seed(3)
+    assert torch.equal(F.dropout(torch.ones(64)), one)
 
 
 def test_current_device_and_stream_are_per_thread():
@@ -176,14 +207,203 @@ def test_current_device_and_stream_are_per_thread():
     def run():
         torch.cuda.set_device(2)
         with torch.cuda.stream(torch.cuda.Stream()) as stream:
-            found.append((torch.ones(1, device="cuda").device.type, torch.cuda.current_device()))
+            found.append((torch.ones(1, device="cuda").get_device(), torch.cuda.current_device()))
             assert torch.cuda.current_stream() is stream
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [("cpu", 2)]
+    assert found == [(2, 2)]
     assert torch.cuda.current_device() == 0
+
+
+# Where scripts find their tensors. Each table is what the same lines do under CUDA.
+
+HOST_TYPE, CUDA_TYPE = "torch.FloatTensor", "torch.cuda.FloatTensor"
+SOURCES = {
+    "host": lambda: torch.zeros(4, 4),
+    "numpy": lambda: torch.from_numpy(np.zeros((4, 4), dtype=np.float32)),
+    "computed on the host": lambda: torch.zeros(4, 4) / 255 + 0,
+    "view of the host": lambda: torch.zeros(8, 4)[2:6],
+    "transposed": lambda: torch.zeros(4, 4).t(),
+    "with gaps": lambda: torch.zeros(4, 8)[:, ::2],
+    "pinned": lambda: torch.zeros(4, 4).pin_memory(),
+    "cuda": lambda: torch.zeros(4, 4).cuda(),
+    "created on cuda": lambda: torch.zeros(4, 4, device="cuda"),
+    "like one on cuda": lambda: torch.zeros_like(torch.zeros(4, 4, device="cuda")),
+    "new from one on cuda": lambda: torch.zeros(1, device="cuda").new_zeros(4, 4),
+    "view of cuda": lambda: torch.zeros(8, 4, device="cuda")[2:6],
+    "detached from cuda": lambda: torch.zeros(4, 4, device="cuda", requires_grad=True).detach(),
+    "parameter of a module": lambda: nn.Linear(4, 4).cuda().weight.data,
+}
+ON_CUDA = [name for name in SOURCES if "cuda" in name or "parameter" in name]
+TO_CUDA = {
+    "cuda()": lambda x: x.cuda(),
+    "cuda(0)": lambda x: x.cuda(0, non_blocking=True),
+    "to('cuda')": lambda x: x.to("cuda"),
+    "to(device=)": lambda x: x.to(device=torch.device("cuda", 0), non_blocking=True),
+    "to(0, dtype)": lambda x: x.to(0, torch.float32),
+    "to(other)": lambda x: x.to(torch.zeros(1, device="cuda")),
+    "type(class)": lambda x: x.type(torch.cuda.FloatTensor),
+    "type(name)": lambda x: x.type("torch.cuda.FloatTensor"),
+    "type_as": lambda x: x.type_as(torch.zeros(1, device="cuda")),
+    "as_tensor": lambda x: torch.as_tensor(x, device="cuda"),
+}
+TO_HOST = {
+    "cpu()": lambda x: x.cpu(),
+    "to('cpu')": lambda x: x.to("cpu"),
+    "to(other)": lambda x: x.to(torch.zeros(1)),
+    "type(name)": lambda x: x.type("torch.FloatTensor"),
+    "type_as": lambda x: x.type_as(torch.zeros(1)),
+}
+
+
+def is_copy(move, x) -> bool:
+    """Whether ``move(x)`` has memory of its own."""
+    moved = move(x)
+    assert torch.equal(moved, x)
+    moved.add_(1)
+    if torch.equal(moved, x):
+        return False
+    assert moved.stride() == torch.empty_like(x).stride(), "strides are those of a copy to another device"
+    return True
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("move", TO_CUDA)
+def test_only_the_first_move_to_cuda_copies(source, move):
+    torch.zeros(1).cuda()
+    x = SOURCES[source]()
+    assert is_copy(TO_CUDA[move], x) == (source not in ON_CUDA)
+    moved = TO_CUDA[move](x)
+    assert all(again(moved) is moved or not is_copy(again, moved) for again in TO_CUDA.values())
+    assert (moved.is_cuda, moved.is_cpu, moved.get_device(), moved.type()) == (True, False, 0, CUDA_TYPE)
+    assert moved.device == torch.device("cuda", 0)
+    assert isinstance(moved, torch.cuda.FloatTensor)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("move", TO_HOST)
+def test_moving_to_the_host_is_a_snapshot(source, move):
+    torch.zeros(1).cuda()
+    x = SOURCES[source]()
+    if source not in ("computed on the host",):  # it may as well have been computed on CUDA, so it is copied
+        assert is_copy(TO_HOST[move], x) == (source in ON_CUDA)
+    moved = TO_HOST[move](x)
+    assert not is_copy(lambda y: y.cpu(), moved)
+    assert (moved.is_cuda, moved.is_cpu, moved.get_device(), moved.type()) == (False, True, -1, HOST_TYPE)
+    assert moved.device == torch.device("cpu")
+    assert not isinstance(moved, torch.cuda.FloatTensor)
+
+
+def test_computed_tensors_are_on_cuda_once_the_script_uses_it(monkeypatch):
+    monkeypatch.setattr(placement, "_is_used", False)
+    assert (torch.zeros(1) + 1).type() == HOST_TYPE
+    model = nn.Linear(2, 2).cuda().half()
+    model(torch.ones(1, 2).cuda().half()).sum().backward()
+    assert {p.type() for p in model.parameters()} == {p.grad.type() for p in model.parameters()}
+    assert model.weight.grad.type() == "torch.cuda.HalfTensor"
+    assert model.weight.storage().is_cuda
+    assert model.weight.grad.untyped_storage().device.type == "cuda"
+    assert torch.zeros(1).type() == HOST_TYPE
+
+
+def test_moving_between_devices_copies():
+    x = torch.zeros(2, device="cuda:0")
+    y = x.cuda(1)
+    y.add_(1)
+    assert (x.sum(), x.get_device(), y.get_device(), y[0].device.index) == (0, 0, 1, 1)
+    assert x.to(y).get_device() == 1
+
+
+def test_data_in_memory_survives_a_prefetcher():
+    """The idiom of the time: move a slice of the data, and normalize it there in place."""
+    images = torch.arange(8.0)
+    for _ in range(3):
+        batch = images[:4].cuda(non_blocking=True)
+        batch.sub_(batch.mean()).div_(2)
+    pinned = images.pin_memory()
+    pinned.zero_()
+    assert images.tolist() == list(range(8))
+    assert pinned.is_pinned()
+    assert pinned.pin_memory() is pinned
+    assert not images.is_pinned()
+
+
+def test_snapshot_of_the_best_weights_does_not_follow_training():
+    model = nn.Linear(2, 2).cuda()
+    best = {name: value.cpu() for name, value in model.state_dict().items()}
+    kept = model.cpu().state_dict()
+    before = best["weight"].clone()
+    parameter = model.weight
+    model.cuda()
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert model.weight is parameter
+    assert torch.equal(best["weight"], before)
+    assert torch.equal(kept["weight"], before)
+    assert torch.equal(model.weight.cpu(), before + 1)
+
+
+def test_moved_modules_stay_themselves():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].bias = model[1].bias  # tied
+    parameters = list(model.parameters())
+    moved = model.cuda()
+    assert moved is model
+    assert [a is b for a, b in zip(model.parameters(), parameters, strict=True)] == [True] * 3
+    storages = [p.data_ptr() for p in model.parameters()]
+    model.to("cuda").cuda().to(torch.zeros(1, device="cuda"))
+    assert [p.data_ptr() for p in model.parameters()] == storages
+    assert {b.is_cuda for b in model.buffers()} == {True}
+    model.to(torch.zeros(1))
+    assert {p.is_cuda for p in model.parameters()} == {False}
+    assert nn.LazyLinear(2).cuda()(torch.ones(1, 3)).shape == (1, 2)
+
+
+def test_moves_keep_the_gradient():
+    x = torch.ones(2, requires_grad=True)
+    (x.cuda() * 3).cpu().sum().backward()
+    assert x.grad.tolist() == [3, 3]
+    assert torch.ones(2, device="cuda", requires_grad=True).cuda().is_leaf
+
+
+def test_optimizer_state_is_where_the_parameters_are():
+    model = nn.Linear(2, 2).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2).cuda()).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert {v.device.type for v in optimizer.state[model.weight].values() if v.dim()} == {"cuda"}
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: nn.DataParallel(m, [0]), lambda m: lambda x: nn.parallel.data_parallel(m, x, [0])]
+)
+def test_parallel_wrappers_move_their_inputs(wrap):
+    class Centered(nn.Module):
+        def forward(self, x):
+            return x.sub_(x.mean())
+
+    images = torch.arange(4.0)
+    assert wrap(Centered())(images[:2]).tolist() == [-0.5, 0.5]
+    assert images.tolist() == [0, 1, 2, 3]
+
+
+def test_loaded_tensors_are_where_they_are_mapped():
+    for location, is_cuda in (("cuda:0", True), ("cpu", False), (lambda storage, _: storage.cuda(1), True)):
+        weight = torch.load(file_from_cuda(), map_location=location)["weight"]
+        assert weight.is_cuda is is_cuda
+        assert is_copy(lambda x: x.cpu(), weight) is is_cuda
+
+
+def test_code_of_torch_gets_the_truth():
+    x = torch.zeros(2, device="cuda")
+    assert "cuda" not in repr(x)
+    assert copy.deepcopy(x).is_cuda
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    assert torch.eye(2).to_sparse().cuda().device.type == "cpu", "sparse tensors have no storage to mark"
 
 
 # torch.cuda
@@ -340,7 +560,7 @@ def test_checkpoint_from_a_gpu_loads(map_location):
     for file in (from_cuda, from_cpu):
         loaded = torch.load(file, map_location=map_location)
         assert loaded["epoch"] == 2
-        assert loaded["weight"].device.type == "cpu"
+        assert really(loaded["weight"]).type == "cpu"
         assert loaded["weight"].tolist() == [0, 1, 2]
 
 

@@ -5,16 +5,16 @@ all, and ``harness.apex.uninstall`` restores them. A ``TorchFunctionMode`` would
 ``torch.cuda`` and class constructors, and adds a Python call to every operation. Replaced attributes only slow down
 the calls that can name a device.
 
-Redirected objects do not pretend: ``tensor.is_cuda`` is False, and ``torch.device("cuda")`` keeps its name; the CPU is
-chosen where a device is used. Scripts see CUDA as available, torch's own code does not. ``.cuda()`` returns the tensor
-itself, as ``.cpu()`` does for CPU tensors. Code compiled by ``torch.jit.script`` is not redirected.
+Scripts see CUDA as available and their tensors on it, as ``placement`` describes; torch's own code does not.
+``torch.device("cuda")`` keeps its name: the CPU is chosen where a device is used. Code compiled by ``torch.jit.script``
+is not redirected.
 """
 
 from __future__ import annotations
 
 from torch.jit import _builtins
 
-from harness.apex.on_cpu import autocast, call_counter, device_arguments, distributed, torch_cuda
+from harness.apex.on_cpu import autocast, call_counter, device_arguments, distributed, placement, torch_cuda
 from harness.apex.patches import patches
 
 __all__ = ["redirect_cuda"]
@@ -26,8 +26,9 @@ def redirect_cuda() -> None:
     Call it before the script runs: names imported earlier (``from torch import zeros``) keep the original function.
     """
     call_counter.reset()
+    placement.reset()
     # list all replacements before setting any: each wraps the original function
-    modules = (device_arguments, torch_cuda, autocast, distributed)
+    modules = (placement, device_arguments, torch_cuda, autocast, distributed)
     for owner, name, replacement in [row for module in modules for row in module.replacements()]:
         operation = _builtins._find_builtin(vars(owner).get(name))
         if operation is not None:  # torch.jit.script looks functions up by identity in this table

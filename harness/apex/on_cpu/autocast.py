@@ -10,7 +10,8 @@ import torch
 from torch.amp import autocast_mode, grad_scaler
 
 from harness.apex.on_cpu.call_counter import count
-from harness.apex.on_cpu.device_arguments import Replacement, names_cuda, takes_device
+from harness.apex.on_cpu.device_arguments import Replacement, takes_device
+from harness.apex.on_cpu.placement import names_cuda
 
 
 def replacements() -> Iterator[Replacement]:

@@ -6,6 +6,7 @@ The namespace ``torch.cuda`` itself is in ``torch_cuda``.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,22 +15,19 @@ from torch import Tensor, nn
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
-from harness.apex.on_cpu.call_counter import count, count_call, counted
+from harness.apex.on_cpu import placement
+from harness.apex.on_cpu.call_counter import count, count_call, counted, is_called_by_torch
+from harness.apex.on_cpu.generators import generator_of
+from harness.apex.on_cpu.placement import HOST, names_cuda, place_of
+from harness.apex.on_cpu.streams import current_device
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 
 _LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "normal"]
 _NEW = ["new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
+_RANDOM = ["normal", "rand", "randint", "randn", "randperm"]  # these take a generator
+_SHARING = ["as_tensor", "asarray"]  # these may return their argument, or a view of it
 _TYPES = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
-
-
-def names_cuda(device: Any) -> bool:
-    """True if ``device`` means a CUDA device: "cuda", "cuda:1", torch.device("cuda", 1), or its number."""
-    if isinstance(device, str):
-        return device == "cuda" or device.startswith("cuda:")
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, int) and not isinstance(device, bool)
 
 
 def takes_device(
@@ -65,24 +63,24 @@ def takes_device(
 def replacements() -> Iterator[Replacement]:
     """(owner, attribute, replacement) of everything that this module redirects."""
     yield Tensor, "cuda", _tensor_cuda
-    yield Tensor, "to", takes_device(Tensor.to, "Tensor.to(cuda)", position=1)
-    yield Tensor, "record_stream", counted("Tensor.record_stream", lambda *args: None)
+    yield Tensor, "cpu", _tensor_cpu(Tensor.cpu)
+    yield Tensor, "to", _tensor_to(Tensor.to)
     yield Tensor, "type", _tensor_type(Tensor.type)
+    yield Tensor, "type_as", _tensor_type_as(Tensor.type_as)
+    yield Tensor, "record_stream", counted("Tensor.record_stream", lambda *args: None)
     for name in _NEW:
-        yield Tensor, name, takes_device(getattr(Tensor, name), f"Tensor.{name}(device=cuda)")
+        yield Tensor, name, _creates(getattr(Tensor, name), f"Tensor.{name}(device=cuda)", like_first=True)
     for owner in (Tensor, torch.UntypedStorage, torch.TypedStorage):
-        yield owner, "pin_memory", counted(f"{owner.__name__}.pin_memory", lambda self, *args, **kwargs: self)
+        yield owner, "pin_memory", counted(f"{owner.__name__}.pin_memory", lambda self, *args: placement.pinned(self))
     for owner in (torch.UntypedStorage, torch.TypedStorage):
-        yield owner, "cuda", counted(f"{owner.__name__}.cuda", lambda self, *args, **kwargs: self)
+        yield owner, "cuda", counted(f"{owner.__name__}.cuda", _storage_cuda)
     yield from _factories()
     yield nn.Module, "cuda", counted("Module.cuda", nn.Module.cuda)
-    yield nn.Module, "to", takes_device(nn.Module.to, "Module.to(cuda)", position=1)
+    yield nn.Module, "to", _module_to(nn.Module.to)
     yield from _types()
     yield torch, "load", _load(torch.load)
     yield torch.serialization, "load", _load(torch.load)
-    default_device = _device.DeviceContext.__init__  # called by torch, so every call counts
-    name = "torch.set_default_device(cuda)"
-    yield _device.DeviceContext, "__init__", takes_device(default_device, name, position=1, count=count)
+    yield _device.DeviceContext, "__init__", _device_context(_device.DeviceContext.__init__)
     yield DataLoader, "__init__", _without_pinning(DataLoader.__init__)
 
 
@@ -92,7 +90,19 @@ def _factories() -> Iterator[Replacement]:
     for owner in (torch, torch.fft, torch.nested):
         for name, function in list(vars(owner).items()):
             if name in _LIKE or id(function) in constructors:
-                yield owner, name, takes_device(function, f"{owner.__name__}.{name}(device=cuda)")
+                text = f"{owner.__name__}.{name}(device=cuda)"
+                yield (
+                    owner,
+                    name,
+                    _creates(
+                        function,
+                        text,
+                        like_first=name.endswith("_like"),
+                        is_random=name in _RANDOM,
+                        may_share=name in _SHARING,
+                    ),
+                )
+    yield torch, "from_numpy", _from_numpy(torch.from_numpy)
 
 
 def _types() -> Iterator[Replacement]:
@@ -111,23 +121,149 @@ def _tensor_cuda(
     self: Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
 ) -> Tensor:
     count_call("Tensor.cuda")
-    return self if memory_format is torch.preserve_format else self.to(memory_format=memory_format)
+    moved = placement.move(self, place_of("cuda" if device is None else device))
+    return moved if memory_format is torch.preserve_format else moved.to(memory_format=memory_format)
+
+
+def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    place = place_of("cuda" if device is None else device)
+    return self if placement.recorded(self) == place else placement.put(self.clone(), place)
+
+
+def _tensor_cpu(original: Any) -> Any:
+    @functools.wraps(original)
+    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = original(self, *args, **kwargs)
+        return result if _is_internal() else placement.move(result, HOST)
+
+    return cpu
+
+
+def _tensor_to(original: Any) -> Any:
+    @functools.wraps(original)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        target = args[0] if args else kwargs.get("device", kwargs.get("other"))
+        if target is None or isinstance(target, torch.dtype):
+            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+        if isinstance(target, Tensor):
+            result: Tensor = original(self, *args, **kwargs)
+            return result if _is_internal() else _at(self, result, placement.assumed(target))
+        if names_cuda(target):
+            count_call("Tensor.to(cuda)")
+            args, kwargs = (("cpu", *args[1:]), kwargs) if args else ((), {**kwargs, "device": "cpu"})
+            result = original(self, *args, **kwargs)
+        else:
+            result = original(self, *args, **kwargs)
+            if _is_internal():
+                return result
+        return _at(self, result, place_of(target))
+
+    return to
 
 
 def _tensor_type(original: Any) -> Any:
     @functools.wraps(original)
     def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(self, _cpu_type(dtype), *args, **kwargs) if dtype is not None else original(self)
+        if dtype is None:
+            name: str = original(self)
+            if not is_called_by_torch() and placement.assumed(self) != HOST:
+                name = name.replace("torch.", "torch.cuda.", 1)
+            return name
+        result = original(self, _cpu_type(dtype), *args, **kwargs)
+        return result if isinstance(dtype, torch.dtype) or _is_internal() else _at(self, result, _place_of_type(dtype))
 
     return type_
+
+
+def _tensor_type_as(original: Any) -> Any:
+    @functools.wraps(original)
+    def type_as(self: Tensor, other: Tensor) -> Tensor:
+        return _at(self, original(self, other), placement.assumed(other))
+
+    return type_as
+
+
+def _at(before: Tensor, after: Tensor, place: int | None) -> Tensor:
+    """``after``, which is ``before`` converted, at ``place``: copied unless the conversion already has."""
+    if after is before or placement.shares_memory(after, before):
+        return placement.move(after, place)
+    return placement.put(after, place)  # type: ignore[no-any-return]
+
+
+def _is_internal() -> bool:
+    """True if code of torch called the calling function, except Module.cpu() and Module.to()."""
+    return is_called_by_torch(depth=2) and sys._getframe(2).f_globals["__name__"] != nn.Module.__module__
+
+
+def _module_to(original: Any) -> Any:
+    @functools.wraps(original)
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
+        if names_cuda(target):
+            count_call("Module.to(cuda)")
+        elif isinstance(target, Tensor):  # torch would read its true device
+            return original(self, placement.device_of(target), target.dtype)  # type: ignore[no-any-return]
+        return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return to
+
+
+def _creates(
+    original: Any, name: str, *, like_first: bool = False, is_random: bool = False, may_share: bool = False
+) -> Any:
+    """The factory function ``original``, with its result put where ``device`` says, else where its first argument is
+    (``like_first``) or at the default place.
+
+    ``is_random``: it draws for CUDA from CUDA's generator. ``may_share``: it may return its argument.
+    """
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None:
+            place = placement.recorded(args[0]) if like_first and args else placement.default()
+        elif (place := place_of(device)) is not None and place != HOST:
+            count_call(name)
+            kwargs["device"] = "cpu"
+            if is_random and kwargs.get("generator") is None:
+                kwargs["generator"] = generator_of(place)
+        result = original(*args, **kwargs)
+        if may_share:
+            return placement.move(result, place) if device is not None else result
+        return placement.put(result, place)
+
+    return create
+
+
+def _from_numpy(original: Any) -> Any:
+    @functools.wraps(original)
+    def from_numpy(array: Any) -> Tensor:
+        return placement.put(original(array), HOST)  # type: ignore[no-any-return]
+
+    return from_numpy
 
 
 def _default_type(original: Any) -> Any:
     @functools.wraps(original)
     def set_default_tensor_type(t: Any, /) -> None:
         original(_cpu_type(t))
+        placement.set_default(_place_of_type(t))
 
     return set_default_tensor_type
+
+
+def _device_context(original: Any) -> Any:
+    """``with torch.device(...)`` and ``set_default_device``: torch fills in the CPU, so factories cannot tell."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, device: Any) -> None:
+        if names_cuda(device):
+            count("torch.set_default_device(cuda)")
+            placement.set_default(None)
+            device = "cpu"
+        original(self, device)
+
+    return __init__
 
 
 def _without_pinning(original: Any) -> Any:
@@ -149,26 +285,24 @@ def _load(original: Any) -> Any:
         def place(storage: Any, location: str) -> Any:
             if callable(map_location):
                 placed = map_location(storage, location)
-                return placed if placed is not None else _place_on_cpu(storage, location)
+                return placed if placed is not None else _place_storage(storage, location)
             target = map_location.get(location, location) if isinstance(map_location, dict) else map_location
-            return _place_on_cpu(storage, location if target is None else target)
+            return _place_storage(storage, location if target is None else target)
 
-        if map_location is None or callable(map_location) or isinstance(map_location, dict):
-            return original(f, place, *args, **kwargs)
-        if names_cuda(map_location):
-            count("torch.load(map_location=cuda)")
-            map_location = "cpu"
-        return original(f, map_location, *args, **kwargs)
+        if isinstance(map_location, torch.device) and map_location.type == "meta":
+            return original(f, map_location, *args, **kwargs)
+        return original(f, place, *args, **kwargs)
 
     return load
 
 
-def _place_on_cpu(storage: Any, location: Any) -> Any:
+def _place_storage(storage: Any, location: Any) -> Any:
     """``storage``, which torch has read to the CPU, if ``location`` is CUDA; else moved to ``location`` by torch."""
     if names_cuda(location):
         count("torch.load(map_location=cuda)")
-        return storage
-    return torch.serialization.default_restore_location(storage, str(location))
+        return placement.put(storage, place_of(location))
+    placed = torch.serialization.default_restore_location(storage, str(location))
+    return placement.put(placed, place_of(location))
 
 
 # Replacements of classes
@@ -182,10 +316,10 @@ class _StandIn(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         count(cls.path)
-        return cls.cpu_class(*args, **kwargs)
+        return placement.put(cls.cpu_class(*args, **kwargs), current_device())
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.cpu_class)
+        return isinstance(instance, cls.cpu_class) and placement.assumed(instance) != HOST
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.cpu_class, name)
@@ -208,6 +342,12 @@ def _cpu_type(dtype: Any) -> Any:
     return dtype
 
 
+def _place_of_type(kind: Any) -> int:
+    """The place that a tensor type names, given as a class or by name."""
+    name = kind if isinstance(kind, str) else kind.path if isinstance(kind, _StandIn) else ""
+    return current_device() if name.startswith("torch.cuda.") else HOST
+
+
 def _generator(cpu_class: Callable[..., Any]) -> Any:
     class Generator(_StandIn):
         def __call__(cls, device: Any = "cpu") -> Any:
@@ -215,5 +355,8 @@ def _generator(cpu_class: Callable[..., Any]) -> Any:
                 count("torch.Generator(device=cuda)")
                 device = "cpu"
             return cpu_class(device)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, cls.cpu_class)
 
     return _stand_in("torch.Generator", cpu_class, Generator)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.apex.on_cpu.call_counter import count
-from harness.apex.on_cpu.device_arguments import Replacement, names_cuda
+from harness.apex.on_cpu.device_arguments import Replacement
+from harness.apex.on_cpu.placement import move_all, names_cuda
 
 
 def replacements() -> Iterator[Replacement]:
@@ -43,6 +44,7 @@ def _data_parallel(original: Any) -> Any:
         nn.Module.__init__(self)
         # the state in which torch leaves the wrapper when it finds no device: forward calls the module
         self.module, self.device_ids = module, []
+        _move_inputs(self)
 
     return __init__
 
@@ -56,7 +58,13 @@ def _functional_data_parallel(
     module_kwargs: Any = None,
 ) -> Any:
     count("data_parallel")
-    return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    return module(*move_all(inputs), **move_all(module_kwargs or {}))
+
+
+def _move_inputs(wrapper: nn.Module) -> None:
+    """Have ``wrapper`` move its inputs to CUDA, as torch's parallel wrappers do: the model may change them in place."""
+    wrapper.register_forward_pre_hook(lambda _, args, kwargs: (move_all(args), move_all(kwargs)), with_kwargs=True)
 
 
 def _distributed(original: Any) -> Any:
@@ -67,6 +75,8 @@ def _distributed(original: Any) -> Any:
         if device_ids is not None or output_device is not None:
             count("DistributedDataParallel(device_ids=)")
         original(self, module, None, None, *args, **kwargs)
+        if device_ids is not None:
+            _move_inputs(self)
 
     return __init__
 

@@ -1,7 +1,6 @@
 """Replaces ``torch.cuda``: one device per local rank, no memory in use, all work always done.
 
-Streams, events and the current device are in ``streams``. Random numbers are the CPU's: seeding CUDA seeds the CPU
-generator.
+Streams, events and the current device are in ``streams``, random generators in ``generators``.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness.apex.local_rank import num_local_ranks
+from harness.apex.on_cpu import generators
 from harness.apex.on_cpu.call_counter import count_call, counted, is_called_by_torch
 from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.streams import (
@@ -51,7 +50,7 @@ def replacements() -> Iterator[Replacement]:
         for owner in owners:
             if name in vars(owner):
                 yield owner, name, replacement
-    yield torch.cuda, "default_generators", (torch.default_generator,) * num_local_ranks()
+    yield torch.cuda, "default_generators", tuple(map(generators.generator_of, range(num_local_ranks())))
     for module, names in (
         ("nvtx", "mark range_end range_pop range_push range_start"),
         ("profiler", "init start stop"),
@@ -69,25 +68,19 @@ def _by_name() -> dict[str, Any]:
         **dict.fromkeys(_RETURN_NONE.split(), lambda *args, **kwargs: None),
         **dict.fromkeys(_RETURN_ZERO.split(), lambda *args, **kwargs: 0),
         **dict.fromkeys(_RETURN_EMPTY.split(), lambda *args, **kwargs: {}),
+        **generators.functions(),
         "current_device": current_device,
         "current_stream": current_stream,
         "default_stream": default_stream,
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_name": lambda device=None: DEVICE_NAME,
         "get_device_properties": _properties,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * num_local_ranks(),
-        "initial_seed": torch.initial_seed,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "is_current_stream_capturing": lambda: False,
         "is_initialized": lambda: True,
-        "manual_seed": _seed,
-        "manual_seed_all": _seed,
         "mem_get_info": lambda device=None: (_host_bytes("SC_AVPHYS_PAGES"), _host_bytes("SC_PHYS_PAGES")),
         "memory_summary": lambda *args, **kwargs: "no CUDA memory: harness.apex --device cpu\n",
         "set_device": set_device,
-        "set_rng_state": lambda new_state, device=None: _set_rng_state(new_state),
-        "set_rng_state_all": lambda new_states: _set_rng_state(new_states[0]),
         "set_stream": set_stream,
     }
     return {
@@ -128,16 +121,6 @@ def _properties(device: Any = None) -> SimpleNamespace:
         total_memory=_host_bytes("SC_PHYS_PAGES"),
         multi_processor_count=os.cpu_count() or 1,
     )
-
-
-def _seed(seed: int) -> None:
-    # not torch.manual_seed, which in turn seeds CUDA
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _set_rng_state(state: Tensor) -> None:
-    if state.numel() == torch.get_rng_state().numel():  # ignores a state that was saved from a CUDA generator
-        torch.set_rng_state(state)
 
 
 @contextmanager

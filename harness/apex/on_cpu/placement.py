@@ -1,0 +1,181 @@
+"""Where each tensor is as far as the script can tell: on a CUDA device or on the host.
+
+Under CUDA a move between the two copies, and a second move does not. Scripts depend on both: a data set is normalized
+in place after ``.cuda()``, and ``.cpu()`` takes a snapshot of the weights. So the storage of every tensor that a
+redirected call returns carries its place. A tensor computed from others carries none, since finding out would slow down
+every operation. It is moved by copying, which is always safe, and it counts as being on CUDA once the script has put
+something there: nearly everything that a training script computes comes from its model, gradients above all.
+
+Code of torch and of this package gets the truth: all tensors are on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import parameter
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import get_worker_info
+
+from harness.apex.on_cpu.call_counter import is_called_by_torch
+from harness.apex.on_cpu.streams import current_device
+
+HOST = -1
+_PLACE, _PINNED = "_harness_apex_place", "_harness_apex_pinned"  # attributes of a torch.UntypedStorage
+
+_default: int | None = HOST  # of factory functions; None if it cannot be told
+_is_used = False  # whether this process has put a tensor on CUDA
+
+
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, replacement) of everything that this module redirects."""
+    yield Tensor, "is_cuda", _answer(Tensor.is_cuda, lambda place: place != HOST)
+    yield Tensor, "is_cpu", _answer(Tensor.is_cpu, lambda place: place == HOST)
+    yield Tensor, "device", _answer(Tensor.device, _device)
+    yield Tensor, "get_device", _method(Tensor.get_device, lambda place: place)
+    yield Tensor, "is_pinned", lambda self, *args, **kwargs: getattr(_storage(self), _PINNED, False)
+    for owner in (torch.UntypedStorage, torch.TypedStorage):
+        yield owner, "is_cuda", _answer(owner.is_cuda, lambda place: place != HOST)
+        yield owner, "device", _answer(owner.device, _device)
+        yield owner, "get_device", _method(owner.get_device, lambda place: place)
+        yield owner, "is_pinned", lambda self, *args, **kwargs: getattr(_storage(self), _PINNED, False)
+
+
+def names_cuda(device: Any) -> bool:
+    """True if ``device`` means a CUDA device: "cuda", "cuda:1", torch.device("cuda", 1), or its number."""
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def place_of(device: Any) -> int | None:
+    """The index of a CUDA device, HOST for the CPU, None for devices of other kinds."""
+    if names_cuda(device):
+        index = device if isinstance(device, int) else torch.device(device).index
+        return current_device() if index is None else index
+    return HOST if torch.device(device).type == "cpu" else None
+
+
+def default() -> int | None:
+    """The place of tensors that are made without naming a device."""
+    return _default
+
+
+def set_default(place: int | None) -> None:
+    global _default
+    _default = place
+
+
+def reset() -> None:
+    """Start as a process that has not used CUDA."""
+    global _default, _is_used
+    _default, _is_used = HOST, False
+
+
+def recorded(value: Any) -> int | None:
+    """The place that a redirected call gave to this tensor or storage; None if it came out of other operations."""
+    return getattr(_storage(value), _PLACE, None)
+
+
+def assumed(value: Any) -> int:
+    """The place that a script is told."""
+    place = recorded(value)
+    if place is None:
+        place = current_device() if _is_used and get_worker_info() is None else HOST
+    return place
+
+
+def put(value: Any, place: int | None) -> Any:
+    """Record that this tensor or storage, which is new or was moved, is at ``place``; return it."""
+    global _is_used
+    storage = _storage(value)
+    if storage is not None and place is not None:
+        setattr(storage, _PLACE, place)
+        _is_used = _is_used or place != HOST
+    return value
+
+
+def move(tensor: Tensor, place: int | None) -> Tensor:
+    """``tensor`` if it is at ``place``, else a copy there, with strides and autograd history as in a copy to CUDA."""
+    if place is None or recorded(tensor) == place:
+        return tensor
+    return tensor if parameter.is_lazy(tensor) else put(tensor.clone(), place)  # type: ignore[no-any-return]
+
+
+def move_all(values: Any) -> Any:
+    """``values`` with each tensor in it moved to the current device."""
+    return tree_map_only(Tensor, lambda tensor: move(tensor, current_device()), values)
+
+
+def pinned(value: Any) -> Any:
+    """A copy of this tensor or storage in what the script takes for pinned memory; itself if it is there already."""
+    if getattr(_storage(value), _PINNED, False):
+        return value
+    copy = put(value.clone(), HOST)
+    if (storage := _storage(copy)) is not None:
+        setattr(storage, _PINNED, True)
+    return copy
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """True if both are views of one storage."""
+    storage = _storage(one)
+    return storage is not None and storage is _storage(other)
+
+
+def _storage(value: Any) -> torch.UntypedStorage | None:
+    """The storage of a tensor in host memory; None for sparse, meta and wrapped tensors."""
+    if isinstance(value, torch.TypedStorage):
+        return value._untyped_storage
+    if not isinstance(value, Tensor) or parameter.is_lazy(value):
+        return value if isinstance(value, torch.UntypedStorage) else None
+    try:
+        storage = value.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return storage if _TRUE_DEVICE(storage).type == "cpu" else None
+
+
+_TRUE_DEVICE = torch.UntypedStorage.device.__get__
+
+
+def device_of(value: Any) -> torch.device:
+    """The device that a script is told."""
+    return _device(assumed(value))
+
+
+def _device(place: int) -> torch.device:
+    return torch.device("cpu") if place == HOST else torch.device("cuda", place)
+
+
+def _answer(original: Any, for_script: Any) -> Any:
+    """A property that tells scripts what follows from the assumed place, and all others what ``original`` does."""
+
+    def answer(self: Any) -> Any:
+        if is_called_by_torch() or _storage(self) is None:
+            return original.__get__(self)
+        return for_script(assumed(self))
+
+    return property(answer)
+
+
+def _method(original: Any, for_script: Any) -> Any:
+    """As ``_answer``, for a method."""
+
+    @functools.wraps(original)
+    def answer(self: Any) -> Any:
+        if is_called_by_torch() or _storage(self) is None:
+            return original(self)
+        return for_script(assumed(self))
+
+    return answer
+
+
+os.register_at_fork(after_in_child=reset)  # CUDA cannot be used in a forked process
