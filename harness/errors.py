@@ -96,6 +96,22 @@ def _rebuild(cls: type[HarnessError], message: str, where: str, hint: str) -> Ha
     return cls(message, where=where, hint=hint)
 
 
+def portable(error: Exception) -> Exception:
+    """``error`` if another process can unpickle it, else its text as the nearest class that survives pickling."""
+    import pickle  # late: the command line imports this module
+
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    except Exception:  # of a class that is local, or whose __init__ takes other arguments
+        pass
+    if not isinstance(error, HarnessError):
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    own = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return own(error.message, where=error.where, hint=error.hint)
+
+
 class ConfigError(HarnessError):
     """The YAML, an override, or a combination of settings is wrong."""
 

@@ -1,25 +1,30 @@
 """The batches of one rank: training steps from any position of an epoch, and evaluation batches.
 
-Worker processes load the batches. The training process decides which rows each batch has, so resuming at a position
-needs no state of the workers.
+Worker processes load the batches (loader_workers.py). The training process decides which rows each batch has, so
+resuming at a position needs no state of the workers.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from harness.data.batch import Batch, Dataset
-from harness.data.loader_workers import in_loader_worker
+from harness.data.loader_workers import PREFETCH, LoadError, WatchedDataLoader, in_loader_worker, sent, worker_death
 from harness.data.shards import Segment, bounds, num_steps, shard, step_rows
-from harness.errors import HarnessError
+from harness.errors import TrainingError
+
+
+class StoppedWaiting(Exception):
+    """The rank was asked to stop while it waited for a batch."""
 
 
 @dataclass(frozen=True)
@@ -41,54 +46,93 @@ class _Requests(Sampler):
 
 
 class _Fetch(torch.utils.data.Dataset):
-    """A batch per request. Errors are returned, because torch would wrap the text of a raised one in a traceback."""
+    """A batch per request. In a worker an exception is returned in its place."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, request: BatchRequest) -> Batch | HarnessError:
-        try:
+    def __getitem__(self, request: BatchRequest) -> Any:
+        if get_worker_info() is None:
             return self.dataset.batch(request.rows, request.epoch)
-        except HarnessError as error:
-            return error
+        try:
+            return sent(self.dataset.batch(request.rows, request.epoch))
+        except Exception as error:
+            return sent(LoadError.of(error))
 
 
 class Loader:
     """Batches of ``dataset``, fetched by ``num_workers`` processes and moved to ``device``."""
 
-    def __init__(self, dataset: Dataset, num_workers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        num_workers: int,
+        device: torch.device,
+        timeout_s: float = math.inf,
+        leave: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Workers that deliver nothing for ``timeout_s`` are an error. While they do not, ``leave`` is asked twice per
+        second whether to end the wait."""
         self.dataset, self.device = dataset, device
         self.wait_s = 0.0  # time that training waited for data
+        self._timeout_s, self._leave, self._since = timeout_s, leave, 0.0
+        self._blocked = False  # the last wait ended without a batch
         self._requests = _Requests()
-        self._loader = DataLoader(
+        self._loader = WatchedDataLoader(
             _Fetch(dataset),
             sampler=self._requests,
             batch_size=None,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            prefetch_factor=PREFETCH if num_workers else None,
             worker_init_fn=in_loader_worker,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # without its own, starting an epoch would advance the training stream
         )
+        self._loader.while_waiting = self._while_waiting
 
     def fetch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """Yield the batches of ``requests``, in order, on the device. Raises the HarnessErrors of the dataset."""
+        """Yield the batches of ``requests``, in order, on the device.
+
+        Raises the errors of the dataset, TrainingError if a worker died or nothing comes, and StoppedWaiting.
+        """
         self._requests.pending = requests
-        batches = iter(self._loader)
+        batches: Iterator[Any] | None = None
         while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
+            start = self._since = time.perf_counter()
+            try:
+                batches = iter(self._loader) if batches is None else batches
+                batch = next(batches, None)
+            except (RuntimeError, OSError, EOFError) as error:
+                if death := worker_death(error, getattr(self._loader._iterator, "_workers", ())):
+                    raise death from None
+                raise
             self.wait_s += time.perf_counter() - start
+            self._blocked = False
             if batch is None:
                 return
-            if isinstance(batch, HarnessError):
-                raise batch
+            if isinstance(batch, LoadError):
+                batch.reraise()
             yield batch.to(self.device)
+
+    def _while_waiting(self) -> None:
+        self._blocked = True
+        if self._leave():
+            raise StoppedWaiting
+        if time.perf_counter() - self._since > self._timeout_s:
+            raise TrainingError(
+                f"the loader workers delivered no batch for {self._timeout_s:g} s (runtime.timeout_s)",
+                hint="likely causes: a slow or unreachable disk, a dataset that waits for a lock or a network, or "
+                "batches that take longer than that; py-spy dump --pid PID shows where a worker is. Raise "
+                "runtime.timeout_s if the data is only slow, or set data.num_workers=0 to see the dataset's own error",
+            )
 
     def close(self) -> None:
         """End the worker processes."""
         iterator: Any = getattr(self._loader, "_iterator", None)
         if iterator is not None:
+            if self._blocked:
+                iterator.kill_workers()
             iterator._shutdown_workers()
             self._loader._iterator = None
 
@@ -143,7 +187,8 @@ class TrainData:
         return segment.world_size == self.world_size and segment.per_rank == self.per_rank
 
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
-        """Yield the groups of ``epoch`` after ``segments``: the same number on every rank."""
+        """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
+        ``leave`` ended a wait."""
         done, first = list(segments), 0
         if done and self._ours(done[-1]):
             first = done.pop().steps  # the current ranks continue the last segment with the same assignment
@@ -161,10 +206,11 @@ class TrainData:
         for step in steps:
             scale = self.world_size / step_rows(num_left, self.world_size, self.per_rank, step)
             parts = self._micro_batches(rows, num_left, step)
-            yield [
-                MicroBatch(batch, len(part) * scale, len(part))
-                for part, batch in zip(parts, itertools.islice(batches, len(parts)), strict=True)
-            ]
+            try:
+                group = list(itertools.islice(batches, len(parts)))
+            except StoppedWaiting:
+                return
+            yield [MicroBatch(batch, len(part) * scale, len(part)) for part, batch in zip(parts, group, strict=True)]
 
     def _micro_batches(self, rows: np.ndarray, num_left: int, step: int) -> list[np.ndarray]:
         """This rank's rows of ``step``, in the same number of parts on every rank.

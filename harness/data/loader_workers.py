@@ -1,25 +1,203 @@
-"""Signals in loader processes: which they obey, and how they exit with the rank that they load for."""
+"""Loader processes: how batches and errors reach the rank, which signals they obey, and how they end with it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import re
+import shutil
 import signal
 import sys
 import threading
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from harness.data.batch import Batch
+from harness.errors import HarnessError, TrainingError, first_line, portable
+
+SHARED_MEMORY = "/dev/shm"
+PREFETCH = 2  # batches that each worker keeps ready
+MORE_SHARED_MEMORY = (
+    f"give {SHARED_MEMORY} more space (docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory), lower "
+    "the batch or data.num_workers, or set data.num_workers=0, which needs none"
+)
+MIB = 2**20
+_POLL_S = 0.5  # between two calls of ``while_waiting``
+_DEATHS = {
+    signal.SIGKILL: ("out of memory, a user or a scheduler", "see dmesg; lower data.num_workers or the batch"),
+    signal.SIGBUS: (f"usually because {SHARED_MEMORY} is full", MORE_SHARED_MEMORY),
+}
+_CRASH = ("a crash in a library that the dataset uses", "set data.num_workers=0 to see where it happens")
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a loader worker, to be printed as the cause of its error."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class LoadError:
+    """An exception of a dataset, on its way to the rank. Torch would wrap its text in a traceback."""
+
+    error: Exception
+    trace: str
+
+    @classmethod
+    def of(cls, error: Exception) -> LoadError:
+        return cls(portable(error), "".join(traceback.format_exception(error)))
+
+    def reraise(self) -> NoReturn:
+        """Raise the exception. Only one that is not a HarnessError needs the traceback of the worker, as its cause."""
+        raise self.error from None if isinstance(self.error, HarnessError) else WorkerTraceback(self.trace)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A batch or an error, pickled by the worker itself.
+
+    Torch pickles in a thread, which drops what it cannot pickle or find shared memory for, and the rank would wait for
+    ever.
+    """
+
+    content: bytes
+
+    def received(self) -> Batch | LoadError:
+        found: Batch | LoadError = pickle.loads(self.content)
+        return found
+
+    def pin_memory(self) -> Batch | LoadError:
+        found = self.received()
+        return found.pin_memory() if isinstance(found, Batch) else found
+
+
+def sent(found: Batch | LoadError) -> Sent:
+    """``found``, or the error for which it cannot be sent."""
+    try:
+        return Sent(bytes(ForkingPickler.dumps(found)))
+    except Exception as error:
+        full = "shared memory" in str(error)
+        unsendable = RuntimeError(f"a batch of the dataset cannot be sent to the rank: {error}")
+        failure = LoadError.of(_without_space(found, error) if full else unsendable.with_traceback(error.__traceback__))
+        return Sent(bytes(ForkingPickler.dumps(failure)))
+
+
+def _without_space(found: Any, error: Exception) -> TrainingError:
+    needed = found.inputs.nbytes + found.targets.nbytes
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        space = f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB are free"
+    except OSError as missing:
+        space = str(missing)
+    return TrainingError(
+        f"a loader worker could not put a batch of {needed / MIB:.1f} MiB into shared memory: {first_line(error)}",
+        where=f"{SHARED_MEMORY} ({space})",
+        hint=MORE_SHARED_MEMORY,
+    )
+
+
+class WatchedDataLoader(DataLoader):
+    """A DataLoader that calls ``while_waiting`` twice per second while its workers deliver nothing. It may raise."""
+
+    while_waiting: Callable[[], None]
+
+    def _get_iterator(self) -> Any:
+        return _WatchedIterator(self) if self.num_workers else super()._get_iterator()
+
+
+class _WatchedIterator(_MultiProcessingDataLoaderIter):
+    def __init__(self, loader: WatchedDataLoader) -> None:
+        self._while_waiting = loader.while_waiting
+        self._packed: SimpleQueue[Sent | None] = SimpleQueue()
+        self._unpacked: SimpleQueue[Any] = SimpleQueue()
+        super().__init__(loader)
+        # In a thread: unpacking asks the worker for its shared memory, and waits for ever for one that is frozen.
+        threading.Thread(target=self._unpack, name="harness-unpack", daemon=True).start()
+
+    def _try_get_data(self, timeout: float = _POLL_S) -> tuple[bool, Any]:
+        success, found = super()._try_get_data(_POLL_S)
+        if not success:
+            self._while_waiting()
+        elif isinstance(found, tuple) and isinstance(found[1], Sent):
+            self._packed.put(found[1])  # also if nobody asks for the batch any more: this frees its memory
+            found = (found[0], self._next_unpacked())
+        return success, found
+
+    def _next_unpacked(self) -> Batch | LoadError:
+        while True:
+            try:
+                found = self._unpacked.get(timeout=_POLL_S)
+            except Empty:
+                self._while_waiting()
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    def _unpack(self) -> None:
+        while (packed := self._packed.get()) is not None:
+            try:
+                self._unpacked.put(packed.received())
+            except Exception as error:
+                self._unpacked.put(error)
+
+    def _shutdown_workers(self) -> None:
+        self._packed.put(None)
+        super()._shutdown_workers()
+
+    def kill_workers(self) -> None:
+        """Kill the processes. Torch would wait 5 s for each that is blocked."""
+        if self._worker_pids_set:  # otherwise torch raises an error for each that dies
+            _remove_worker_pids(id(self))
+            self._worker_pids_set = False
+        for worker in self._workers:
+            worker.kill()
+
+
+def worker_death(error: Exception, workers: Sequence[Any] = ()) -> TrainingError | None:
+    """The error of a rank whose loader worker died, if torch raised ``error`` for it; None for other errors.
+
+    Torch notices while it waits for a batch, or by a signal, which raises its error at any place.
+    """
+    lost = re.match(r"DataLoader worker \(pid(?:\(s\))? (\d+).*?\) (?:is killed by signal: (.*?)\.|exited)", str(error))
+    if isinstance(error, OSError | EOFError):  # a connection to a worker that is about to be gone
+        for worker in workers:
+            with suppress(RuntimeError):  # torch's own, by a signal
+                worker.join(_POLL_S)
+    codes = [worker.exitcode for worker in workers if worker.exitcode]
+    if lost is None and not codes:
+        return None
+    number = next((one for one in signal.Signals if lost and signal.strsignal(one) == lost[2]), None)
+    number = number or next((signal.Signals(-code) for code in codes if code < 0), None)
+    if number is None:
+        code = f" with exit code {codes[0]}" if codes else ""
+        how, (cause, hint) = f"exited{code}", ("the dataset, or a library that it uses, ended the process", _CRASH[1])
+    else:
+        how, (cause, hint) = f"was killed by {number.name}", _DEATHS.get(number, _CRASH)
+    return TrainingError(f"a loader worker{f' (process {lost[1]})' if lost else ''} {how}: {cause}", hint=hint)
 
 
 def in_loader_worker(_: int) -> None:
     """Set up the signals of a loader process so that only its parent ends it.
 
     Launchers and schedulers signal every process of a rank. If a loader died of the signal, the rank would fail while
-    it writes its checkpoint. So Ctrl-C and SIGUSR1 are ignored, and SIGTERM is, too, unless the parent sent it. When
-    the parent is killed, a loader exits within a second: until then it holds the parent's connections open, and no
+    it writes its checkpoint. So Ctrl-C, SIGHUP and SIGUSR1 are ignored, and SIGTERM is, too, unless the parent sent it.
+    When the parent is killed, a loader exits within a second: until then it holds the parent's connections open, and no
     peer notices the loss.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     rank = multiprocessing.parent_process()
     if sys.platform == "linux" and rank is not None:  # other systems do not report the sender of a signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from harness.distributed import devices
 from harness.distributed.launch_env import Launch
 from harness.distributed.network import interface_towards
-from harness.errors import HarnessError, LaunchError
+from harness.errors import HarnessError, LaunchError, portable
 
 Value = TypeVar("Value")
 
@@ -160,10 +160,9 @@ class Runtime:
 
 
 def _portable(error: Exception) -> HarnessError:
-    """``error`` as an exception that can be pickled."""
-    if isinstance(error, HarnessError):
-        return error
-    return HarnessError(f"{type(error).__name__}: {error}")
+    """``error`` as a HarnessError that can be pickled."""
+    known = portable(error) if isinstance(error, HarnessError) else None
+    return known if isinstance(known, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
 
 
 def open_store(launch: Launch, timeout_s: float) -> Any:

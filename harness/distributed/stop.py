@@ -53,6 +53,10 @@ class Stop:
                 self._pending = self._runtime.max_async([bool(self.reason), self._next_pause()])
         return self.verdict
 
+    def without_asking(self) -> bool:
+        """True if a stop was requested and this is the only rank: others would wait for it in the step."""
+        return bool(self.reason) and self._runtime.world_size == 1
+
     def settle(self) -> bool:
         """The verdict including every request made so far. Waits for all ranks, so it is for rare points only.
         Collective."""

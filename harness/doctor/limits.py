@@ -59,13 +59,19 @@ def shared_memory(system: System) -> Iterator[Finding]:
         text = "/dev/shm does not exist, but data loader workers need it"
         yield Finding("shared_memory", "problem", text, ("mount -t tmpfs shm /dev/shm", without))
         return
-    text = f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free"
+    # Each worker of each rank keeps two batches ready (harness.data.loader_workers.PREFETCH).
+    image_batches = usage.free // (64 * 224 * 224 * 3)
+    text = (
+        f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free: space for {image_batches} batches "
+        "of 64 images of 224 x 224, of which each loader worker of each rank keeps 2"
+    )
+    plan = "harness check -c CONFIG --world RANKS  # what a run needs"
     more = ("docker run --shm-size=8g …; in Kubernetes an emptyDir of medium Memory at /dev/shm", without)
     if usage.free < 16 * MIB:
         clean = "ls -l /dev/shm  # delete files of killed processes"
-        yield Finding("shared_memory", "problem", f"{text}: data loader workers will fail", (clean, *more))
+        yield Finding("shared_memory", "problem", f"{text}; most runs will fail", (clean, *more))
     elif usage.free < GIB:
-        yield Finding("shared_memory", "note", f"{text}: too little for large batches and many workers", more)
+        yield Finding("shared_memory", "note", text, (plan, *more))
     else:
         yield Finding("shared_memory", "ok", text)
 

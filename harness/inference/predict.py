@@ -118,7 +118,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
     with runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
-    loader = Loader(task.eval, config.data.num_workers, runtime.device)
+    loader = Loader(task.eval, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.without_asking)
     try:
         written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from harness.config.schema import Config
+from harness.data.loader import StoppedWaiting
 from harness.training.metrics import Sums
 from harness.training.run import Run
 from harness.training.task import OpenedTask
@@ -43,6 +44,8 @@ def evaluate(run: Run) -> dict[str, Any] | None:
                     rows += len(batch)
                     outputs = module(prepare(run, batch.inputs))
                     sums.add(run.task.evaluate(outputs, batch.targets))
+    except StoppedWaiting:
+        return None
     finally:
         module.train()
     total = sums.reduce(run.runtime)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from harness.data.loader_workers import worker_death
 from harness.distributed import stack
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
@@ -121,7 +122,7 @@ def explained(error: Exception) -> Exception:
             where=str(error.filename or ""),
             hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
         )
-    return error
+    return worker_death(error) or error
 
 
 def lost_peer(error: Exception) -> str:

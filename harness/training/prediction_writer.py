@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
-from harness.data.loader import BatchRequest, Loader
+from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, DataError, HarnessError, first_line
@@ -77,6 +77,8 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
                     found = _block(predictor, next(batches), asked[turn], size) if turn < len(mine) else None
                 if found is None and predictor.sharded:
                     _forward(predictor, loader.dataset.batch(np.zeros(1, np.int64), None).to(loader.device), size)
+            except StoppedWaiting:
+                continue
             except Exception as error:
                 failure = error
                 stop.request("a prediction failed")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from harness.config import loader
 from harness.config.schema import Config
+from harness.data.loader_workers import MIB, MORE_SHARED_MEMORY, PREFETCH, SHARED_MEMORY
 from harness.distributed import devices
 from harness.distributed.runtime import Runtime
-from harness.errors import HarnessError
+from harness.errors import ConfigError, HarnessError
 from harness.runs import remote
 from harness.trackers import metrics_log
 from harness.training import build, optim, precision, strategy
+from harness.training.task import OpenedTask
 
 
 def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[str, Any], list[HarnessError]]:
@@ -49,8 +54,32 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
             facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
         facts |= build.describe(config, task, size, world_size, device, chosen.backend)
+        attempt(_shared_memory, config, task, size, -(-world_size // config.launch.nnodes), facts)
     attempt(strategy.check_world, config.parallel, world_size)
     return facts, errors
+
+
+def _shared_memory(config: Config, task: OpenedTask, size: build.Sizes, num_ranks: int, facts: dict[str, Any]) -> None:
+    """Add what the batches of the loader workers of ``num_ranks`` ranks occupy to ``facts``. Raises ConfigError if
+    /dev/shm has less."""
+    workers, row = config.data.num_workers, task.train.batch(np.zeros(1, np.int64), 0)
+    if not workers or not Path(SHARED_MEMORY).is_dir():
+        return
+    rows = max(size.per_rank // config.batch.accumulate, size.eval_batch)
+    batch_mib = rows * (row.inputs.nbytes + row.targets.nbytes) / MIB
+    needed = batch_mib * num_ranks * (workers * PREFETCH + 1)  # and the batch that the rank works on
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    facts["shared memory"] = (
+        f"up to {needed:.1f} MiB for batches of {batch_mib:.1f} MiB: {num_ranks} ranks x ({workers} workers x "
+        f"{PREFETCH} + 1); {SHARED_MEMORY} has {usage.free / MIB:.0f} MiB free"
+    )
+    if needed > usage.free / MIB:
+        raise ConfigError(
+            f"the loader workers of this machine need up to {needed:.1f} MiB in {SHARED_MEMORY}, which has "
+            f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB free",
+            where="data.num_workers",
+            hint=MORE_SHARED_MEMORY,
+        )
 
 
 def _reach(config: Config) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
+import signal
 import time
 from dataclasses import replace
 
@@ -13,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data.loader import EvalData, Loader, TrainData
+from harness.data.loader import EvalData, Loader, StoppedWaiting, TrainData
 from harness.data.shards import RULES, Segment
-from harness.errors import DataError
+from harness.errors import DataError, TrainingError
 from tests.fixtures import CountingTable
 
 CPU = torch.device("cpu")
@@ -171,6 +173,96 @@ def test_error_in_a_worker_is_raised_unchanged(workers):
         assert error.__cause__ is None
     finally:
         train.loader.close()
+
+
+class TwoArguments(Exception):
+    def __init__(self, place, reason):
+        super().__init__(f"{place}: {reason}")
+
+
+class OwnError(DataError):
+    def __init__(self, image):
+        super().__init__(f"{image} is odd", where="odd.csv", hint="turn it")
+
+
+class Odd(CountingTable):
+    """At row 5 it does what ``how`` names."""
+
+    def __init__(self, how):
+        super().__init__(12)
+        self.how = how
+
+    def batch(self, rows, epoch):
+        batch = super().batch(rows, epoch)
+        if 5 in rows:
+            getattr(self, self.how)(batch)
+        return batch
+
+    def other_arguments(self, batch):
+        raise TwoArguments("x.png", "odd")
+
+    def other_arguments_of_an_own_error(self, batch):
+        raise OwnError("x.png")
+
+    def local_class(self, batch):
+        class Local(Exception):
+            pass
+
+        raise Local("odd")
+
+    def not_picklable(self, batch):
+        batch.bad.append(lambda: None)
+
+    def killed(self, batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def exits(self, batch):
+        os._exit(3)
+
+    def blocks(self, batch):
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("other_arguments", RuntimeError, "TwoArguments: x.png: odd"),
+        ("other_arguments_of_an_own_error", DataError, "odd.csv: x.png is odd\n  -> turn it"),
+        ("local_class", RuntimeError, "Local: odd"),
+        ("not_picklable", RuntimeError, "a batch of the dataset cannot be sent to the rank: Can't pickle"),
+        ("killed", TrainingError, "was killed by SIGKILL: out of memory, a user or a scheduler"),
+        ("exits", TrainingError, "exited with exit code 3: the dataset, or a library that it uses, ended the process"),
+        ("blocks", TrainingError, "the loader workers delivered no batch for 1.5 s (runtime.timeout_s)"),
+    ],
+)
+def test_failure_of_a_worker_is_named(how, kind, text):
+    """Torch drops what a worker cannot pickle, and would wait for it for ever."""
+    loader = Loader(Odd(how), 1, CPU, timeout_s=1.5 if how == "blocks" else 30)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(kind) as caught:
+            list(TrainData(loader, "contiguous", 0, 1, 4, 1, 0).groups(0, []))
+    finally:
+        loader.close()
+    assert type(caught.value) is kind
+    assert text in str(caught.value)
+    assert time.monotonic() - begin < 15
+    assert multiprocessing.active_children() == []
+    if kind is RuntimeError:
+        assert "Traceback" in str(caught.value.__cause__), "the worker's"
+
+
+def test_wait_for_workers_can_be_ended():
+    asked = []
+    loader = Loader(Odd("blocks"), 1, CPU, leave=lambda: asked.append(1) is None)
+    data = TrainData(loader, "contiguous", 0, 1, 4, 1, 0)
+    try:
+        assert len(list(data.groups(0, []))) < 3
+        with pytest.raises(StoppedWaiting):
+            list(EvalData(loader, 0, 1, 4).batches())
+    finally:
+        loader.close()
+    assert asked
 
 
 def test_waiting_time_is_measured():

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -24,7 +25,7 @@ from tests.end_to_end.experiment import (
     run_folder,
     write_config,
 )
-from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import END_S, START_S, Started, drivers, started, wait_for_steps, wait_until
 from tests.ranks import free_port, launch_environment, wait_for
 
 SINGLE_NODE = ROOT / "launch" / "single_node.sh"
@@ -253,3 +254,49 @@ def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
         first.signal(signal.SIGTERM)
         assert first.wait(END_S) == EXIT_STOPPED
     assert len(json.loads((folder / "provenance.json").read_text())) == 1
+
+
+# Without data
+
+
+def loader_workers(run: Started) -> list[int]:
+    """Process ids of the loader workers of a single rank."""
+    return [pid for pid in run.alive() if pid != run.process.pid]
+
+
+def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data):
+    """Stopped workers stand for a disk that does not answer."""
+    config = write_config(tmp_path, data, **SLOW)
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
+        wait_for_steps(run_folder(config), 2)
+        for worker in (workers := loader_workers(run)):
+            run.signal(signal.SIGSTOP, worker)
+        time.sleep(1)  # until the batches that were ready are used
+        run.signal(signal.SIGTERM)
+        assert run.wait(END_S) == EXIT_STOPPED, run.text()
+        assert workers
+        assert not run.alive()
+    assert checkpoint_of(run_folder(config)) == max(steps(run_folder(config)))
+
+
+@pytest.mark.slow
+def test_small_shared_memory_is_an_error_that_names_the_remedy(tmp_path, data):
+    """In a mount namespace whose /dev/shm has 1 MiB. Docker's default is 64 MiB."""
+    mount = "mount -t tmpfs -o size=1m shm /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount file systems")
+    config = write_config(tmp_path, data, task={"image_size": [600, 600]}, data={"num_workers": 1})
+    python = f"{sys.executable} -m harness"
+    script = (
+        f"{mount} && {sys.executable} {DRIVER} -c {config}; echo train $?; {python} check -c {config}; echo check $?"
+    )
+    with started(["unshare", "-m", "sh", "-c", script], tmp_path / "terminal.txt") as run:
+        assert run.wait(START_S) == 0
+        text = run.text()
+    assert "train 70" in text
+    assert "check 2" in text
+    assert "error: /dev/shm (" in text
+    assert "a loader worker could not put a batch of 2.7 MiB into shared memory" in text
+    assert "need up to 8.2 MiB in /dev/shm" in text
+    assert text.count("docker run --shm-size=8g") == 2
+    assert "Traceback" not in text
