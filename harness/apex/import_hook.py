@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,8 +55,27 @@ def uninstall() -> None:
     _set_aside.clear()
 
 
-class _Finder(MetaPathFinder):
+class _Metadata(Distribution):
+    """The installed distribution apex, which libraries look up to see if Apex is installed.
+
+    The version is that of NVIDIA's Apex, which never had another, with a local part that names this package.
+    """
+
+    def read_text(self, filename: str) -> str | None:
+        summary = "The Apex API on plain PyTorch, by harness.apex; not NVIDIA's own"
+        text = f"Metadata-Version: 2.1\nName: apex\nVersion: 0.1+harness\nSummary: {summary}\n"
+        return text if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _Finder(DistributionFinder):
     """Finds ``apex.X`` as ``harness.apex.X``, and explains what does not exist."""
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        name = getattr(context, "name", None)  # None asks for all distributions
+        return [_Metadata()] if name is None or name.lower() == "apex" else []
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         safe_globals.add_when_imported()  # every import passes here, so torch and numpy are noticed

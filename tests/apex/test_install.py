@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import pickle
 import subprocess
@@ -337,3 +338,14 @@ def test_uninstall_keeps_safe_globals_of_the_script(installed):
         harness.apex.uninstall()
         assert Own in torch.serialization.get_safe_globals()
         assert argparse.Namespace not in torch.serialization.get_safe_globals()
+
+
+def test_libraries_find_the_distribution(installed):
+    """transformers and others ask for it before they import apex."""
+    assert importlib.metadata.version("apex") == "0.1+harness"
+    assert importlib.metadata.metadata("apex")["Summary"].startswith("The Apex API on plain PyTorch")
+    assert "apex" in {found.metadata["Name"] for found in importlib.metadata.distributions()}
+    assert torch.__version__.startswith(importlib.metadata.version("torch"))
+    harness.apex.uninstall()
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")

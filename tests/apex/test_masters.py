@@ -12,9 +12,37 @@ from torch import nn
 from harness.apex import amp
 from tests.apex.shared import LEVELS, backward, copies, same, tensors_in, through_a_file
 
+
+class Wrapper(torch.optim.Optimizer):
+    """The LARS wrappers of many projects: they never call ``Optimizer.__init__`` and pass everything on."""
+
+    def __init__(self, optimizer):
+        self.optim = optimizer
+
+    param_groups = property(lambda self: self.optim.param_groups)
+    state = property(lambda self: self.optim.state)
+    defaults = property(lambda self: self.optim.defaults)
+
+    def state_dict(self):
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none=True):
+        self.optim.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group):
+        self.optim.add_param_group(param_group)
+
+    def step(self, closure=None):
+        return self.optim.step(closure)
+
+
 OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-3, eps=1e-4),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=1e-3),
+    "wrapper": lambda params: Wrapper(torch.optim.SGD(params, lr=1e-2, momentum=0.9)),
 }
 
 
@@ -276,3 +304,16 @@ def test_step_counters_are_not_rounded():
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         optimizer.zero_grad()
         assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"].item() == 4097
+
+
+def test_state_dict_of_another_form_is_left_alone(caplog):
+    class Wrapped(Wrapper):
+        def state_dict(self):
+            return {"inner": self.optim.state_dict()}
+
+    model = net()
+    optimizer = Wrapped(torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(model, optimizer, 1)
+    assert set(optimizer.state_dict()) == {"inner"}
+    assert "Wrapped.state_dict() returns no param_groups, so it does not hold the master weights" in caplog.text

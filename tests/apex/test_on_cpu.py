@@ -296,6 +296,7 @@ def test_moving_to_the_host_is_a_snapshot(source, move):
     assert not isinstance(moved, torch.cuda.FloatTensor)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_computed_tensors_are_on_cuda_once_the_script_uses_it(monkeypatch):
     monkeypatch.setattr(placement, "_is_used", False)
     assert (torch.zeros(1) + 1).type() == HOST_TYPE
@@ -603,6 +604,36 @@ def test_nccl_becomes_gloo():
     assert first[:3] == ("gloo", 3.0, 3.0)
     assert {"init_process_group(nccl)", "new_group(nccl)", "barrier(device_ids=)"} <= set(first[4])
     assert first[4]["DistributedDataParallel(device_ids=)"] == 1
+
+
+def sync_batchnorm_in_a_group():
+    redirect_cuda()
+    dist.init_process_group("nccl", init_method="env://")
+    try:
+        rows = torch.arange(12.0).view(6, 2)
+        layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)).cuda()
+        mine = rows[:2] if dist.get_rank() == 0 else rows[2:]
+        mine = mine.cuda().requires_grad_()
+        out = layer(mine)
+        (out * rows[: len(mine)]).sum().backward()
+        evaluated = layer.eval()(mine)
+        return [t.tolist() for t in (out, mine.grad, layer.running_mean, layer.running_var, evaluated)]
+    finally:
+        dist.destroy_process_group()
+        harness.apex.uninstall()
+
+
+def test_sync_batchnorm_of_torch_covers_all_ranks():
+    first, second = run_ranks(2, sync_batchnorm_in_a_group, group=False)
+    harness.apex.uninstall()
+    rows, layer = torch.arange(12.0).view(6, 2).requires_grad_(), nn.BatchNorm1d(2)
+    out = layer(rows)
+    (out * torch.cat([torch.arange(4.0).view(2, 2), torch.arange(8.0).view(4, 2)])).sum().backward()
+    expected = (out, rows.grad, layer.running_mean, layer.running_var, layer.eval()(rows))
+    for place, both in enumerate(expected):
+        parts = (both, both) if place in (2, 3) else (both[:2], both[2:])
+        for part, found in zip(parts, (first, second), strict=True):
+            torch.testing.assert_close(torch.tensor(found[place]), part.detach())
 
 
 def test_list_of_redirected_calls():

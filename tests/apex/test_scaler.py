@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.apex import amp
+from harness.apex import amp, amp_C
 from harness.apex.amp.scaler import LossScaler
+from harness.apex.multi_tensor_apply import multi_tensor_applier
 from tests.apex.shared import through_a_file
 
 
@@ -53,6 +54,21 @@ def test_any_bad_element_is_found(bad, dtype):
 
 
 @pytest.mark.contract("2.1", "2.2")
+@pytest.mark.parametrize("replace", [False, True])
+def test_loops_that_unscale_by_themselves_report_overflow(replace):
+    """They hand the flag to multi_tensor_applier, or a flag of their own to the scaler."""
+    scaler = LossScaler("dynamic")
+    for bad in (1.0, math.inf, 1.0):
+        scaler.clear_overflow_state()
+        if replace:
+            scaler._overflow_buf = torch.zeros(1, dtype=torch.int32)
+        gradients = [torch.tensor([bad])]
+        multi_tensor_applier(amp_C.multi_tensor_scale, scaler._overflow_buf, [gradients, gradients], 1 / 65536)
+        assert bool(scaler._overflow_buf.item()) == (bad == math.inf)
+        assert scaler.update_scale() == (bad == math.inf)
+    assert (scaler.loss_scale(), scaler._overflow_buf.dtype) == (2.0**15, torch.int32)
+
+
 def test_maximum_limits_growth_and_start():
     scaler = LossScaler("dynamic", max_loss_scale=2.0**17)
     scaler._unskipped = 1999

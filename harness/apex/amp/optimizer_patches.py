@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from harness.apex.amp import cast_engine, gradients
 from harness.apex.amp.master_weights import all_params, recast_state
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.stash import AmpStash, drop_saved_masters, lazy_init, save_and_load_masters, stash_of
+from harness.apex.amp.stash import AmpStash, drop_saved_masters, lazy_init, loading_masters, saving_masters, stash_of
 
 NAMES = (
     "_amp_stash",
@@ -46,6 +46,8 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
     stash = AmpStash(master_weights)
     _set(optimizer, stash, "_amp_stash", stash)
     own: dict[str, Callable[..., Any]] = {
+        "state_dict": saving_masters(optimizer.state_dict),
+        "load_state_dict": loading_masters(optimizer.load_state_dict),
         "_lazy_init_maybe_master_weights": lazy_init,
         "_amp_lazy_init": lazy_init,
         "_prepare_amp_backward": gradients.prepare,
@@ -66,7 +68,6 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
                     optimizer.state[parameter] = recast_state(optimizer.state[parameter], parameter)
     for name, function in own.items():
         _set(optimizer, stash, name, MethodType(function, optimizer))
-    stash.undo += save_and_load_masters(optimizer)
 
 
 def release(optimizer: Optimizer) -> None:

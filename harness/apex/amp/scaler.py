@@ -52,6 +52,7 @@ class LossScaler:
         self._unskipped = 0
         self._has_overflow = False
         self._found: dict[torch.device, Tensor] = {}
+        self._flag: Tensor | None = None
         self._inverse: dict[torch.device, tuple[float, Tensor]] = {}
         self._deferred = 0
         self._in_a_row = 0
@@ -62,16 +63,29 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        """A one-element tensor, not 0 if ``unscale_`` has found an inf or NaN since the last clear."""
+        """Apex's flag, one int32: not 0 if an inf or NaN was found since the last clear.
+
+        Loops that unscale by themselves pass it to ``multi_tensor_applier`` or replace it. ``update_scale`` reads it.
+        """
+        if self._flag is None:
+            device = next(iter(self._found), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         for found in self._found.values():
-            return found.view(1)
-        return torch.zeros(1)
+            self._flag.masked_fill_(found.to(self._flag.device) != 0, 1)
+        return self._flag
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, flag: Tensor) -> None:
+        self._flag = flag
 
     def clear_overflow_state(self) -> None:
-        """Forget what ``unscale_`` found."""
+        """Forget that an inf or NaN was found."""
         self._has_overflow = False
-        for found in self._found.values():
+        for found in (*self._found.values(), *self._flags()):
             found.zero_()
+
+    def _flags(self) -> list[Tensor]:
+        return [] if self._flag is None else [self._flag]
 
     def unscale_(self, gradients: Sequence[Tensor], scale: float) -> None:
         """Divide dense ``gradients`` by ``scale`` in place; a dynamic scaler also notes any inf or NaN among them.
@@ -110,8 +124,8 @@ class LossScaler:
 
         A dynamic scaler reads the overflow flag from the device: the one sync point of amp.
         """
-        if self.dynamic and self._found:
-            self._has_overflow = any(found.item() for found in self._found.values())
+        if self.dynamic and not self._has_overflow:
+            self._has_overflow = any(found.item() for found in (*self._found.values(), *self._flags()))
         contexts, self._deferred = self._deferred + 1, 0
         if self.dynamic and self._has_overflow:
             self._back_off()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,13 +55,30 @@ def lazy_init(optimizer: Optimizer) -> None:
         _take_saved(optimizer)
 
 
-def save_and_load_masters(optimizer: Optimizer) -> list[Callable[[], None]]:
-    """Make state dicts of ``optimizer`` hold its masters; return functions that undo it."""
-    return [
-        optimizer.register_state_dict_post_hook(_save).remove,
-        optimizer.register_load_state_dict_pre_hook(_before_load).remove,
-        optimizer.register_load_state_dict_post_hook(_after_load).remove,
-    ]
+def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
+    """``Optimizer.state_dict``, with the masters in what ``previous`` returns.
+
+    A method of the instance, not a hook: some optimizers wrap another one, pass state dicts on to it, and have no hooks
+    because they never call ``Optimizer.__init__``.
+    """
+
+    @functools.wraps(previous)
+    def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _with_masters(self, previous(*args, **kwargs))
+
+    return state_dict
+
+
+def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
+    """``Optimizer.load_state_dict``, which also loads the masters."""
+
+    @functools.wraps(previous)
+    def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        lazy_init(self)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
+        previous(*args, **kwargs)
+        _after_load(self)
+
+    return load_state_dict
 
 
 def drop_saved_masters(optimizer: Optimizer) -> None:
@@ -69,7 +87,7 @@ def drop_saved_masters(optimizer: Optimizer) -> None:
         group.pop(SAVED, None)
 
 
-def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Put the masters (aliases, like all of a state dict) into their param group, None where there is none.
 
     A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
@@ -79,16 +97,19 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
     lazy_init(optimizer)
     stash.refresh()
+    if len(state_dict.get("param_groups", ())) != len(optimizer.param_groups):
+        messages.warn(
+            f"{type(optimizer).__name__}.state_dict() returns no param_groups, so it does not hold the master weights: "
+            "a resumed run recreates them from the model's rounded weights. Return the wrapped optimizer's state dict.",
+            always=True,
+        )
+        return state_dict
     masters = {id(master) for master in stash.all_fp32_from_fp16_params}
     groups = [
         {**saved, SAVED: [p.detach() if id(p) in masters else None for p in group["params"]]}
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    lazy_init(optimizer)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
 
 
 def _after_load(optimizer: Optimizer) -> None:

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.apex.on_cpu.call_counter import count
 from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.placement import move_all, names_cuda
+from harness.apex.parallel.sync_batchnorm import SyncBatchNorm
+from harness.apex.parallel.syncbn_statistics import global_statistics, normalize
 
 
 def replacements() -> Iterator[Replacement]:
@@ -26,6 +29,7 @@ def replacements() -> Iterator[Replacement]:
     if dist.is_available():
         distributed = nn.parallel.DistributedDataParallel
         yield distributed, "__init__", _distributed(distributed.__init__)
+        yield nn.SyncBatchNorm, "forward", _sync_batchnorm_forward
         for name, wrap in (
             ("init_process_group", _init_process_group),
             ("new_group", _new_group),
@@ -79,6 +83,18 @@ def _distributed(original: Any) -> Any:
             _move_inputs(self)
 
     return __init__
+
+
+def _sync_batchnorm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    """``nn.SyncBatchNorm``, whose own implementation refuses CPU tensors, with the arithmetic of ``apex.parallel``."""
+    if not (self.training and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
+        return _BatchNorm.forward(self, input)
+    count("SyncBatchNorm")
+    self._check_input_dim(input)
+    mean, var, total = global_statistics(input.detach(), self.process_group)
+    if self.track_running_stats:
+        SyncBatchNorm._update_running(self, mean, var, total)  # type: ignore[arg-type]
+    return normalize(input, self.weight, self.bias, mean, var, total, self.eps, self.process_group)
 
 
 def _init_process_group(original: Any) -> Any:
