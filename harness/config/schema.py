@@ -185,8 +185,9 @@ class TrainSection(Section):
     patience: Positive | None = None
     """Stop after this many evaluations without a better checkpoint.best_metric; null: never."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """If the loss is not finite: stop with a report (costs nothing), or skip the step on all ranks (the host waits for
-    the device once per step).
+    """If the loss of a step is infinite or NaN: stop at the next log line or checkpoint (costs nothing), or skip the
+    step on all ranks (the host waits for the device once per step). Either way a run fails if its weights or its
+    validation loss become infinite or NaN, or if no step of an epoch updates the weights.
     """
     evaluate_every: Positive = 1
     """Epochs between evaluations; the last epoch is always evaluated."""

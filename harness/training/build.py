@@ -24,6 +24,7 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import checkpointing, optim, precision, rng, strategy
 from harness.training.console import ProgressBar
+from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
 from harness.training.task import OpenedTask, require_members
@@ -81,6 +82,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         optimizer=optimizer,
         schedule=optim.Schedule(config.schedule, size.lr, final_lr, size.steps_per_epoch, size.total_steps),
         ema=ema,
+        health=Health(config, runtime, chosen, parallel.module, ema, folder.where),
         checkpoints=folder.checkpoints,
         tracker=tracker,
         progress=ProgressBar(runtime.rank),
@@ -88,6 +90,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         state=State(),
         meter=Meter(runtime.device),
         coverage=Coverage(len(task.train)),
+        skipped_rows=Coverage(len(task.train)),
         started=time.perf_counter(),
     )  # fmt: skip
     checkpointing.resume(run)

@@ -30,11 +30,13 @@ def save(run: Run) -> None:
     if run.saved_step == state.step:
         return
     run.collect_waits()
-    # The loss since the last log line: a model that diverged must not become the newest checkpoint.
-    run.check_health(runtime.sum(run.meter.loss.detach().clone()).item(), run.meter.steps)
+    # A model that diverged must not become the newest checkpoint.
+    run.health.loss(runtime.sum(run.meter.loss.detach().clone()).item(), run.meter.steps, state, run.saved_step)
+    run.health.weights(state, run.saved_step)
     state.wall_s = run.wall_s()
     ranks = runtime.gather_to_first(_of_this_rank(run))
     seen = run.coverage.bits(runtime)
+    skipped_rows = run.skipped_rows.bits(runtime) if state.epoch_skipped else None
     weights, optimizer = _whole(run, run.module), _whole(run, run.optimizer)
     ema = _whole(run, run.ema) if run.ema else None
     with runtime.together("saving"):
@@ -51,6 +53,7 @@ def save(run: Run) -> None:
                     "ema": ema,
                     "ranks": ranks,
                     "seen": seen,
+                    "skipped_rows": skipped_rows,
                     "log_offset": run.tracker.offset(),
                     "world_size": runtime.world_size,
                     "data": run.task.fingerprint,
@@ -162,6 +165,8 @@ def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
     ranks, rank = content["ranks"], run.runtime.rank
     if rank == 0:
         run.coverage.load(content["seen"])
+        if (skipped_rows := content.get("skipped_rows")) is not None:  # absent in checkpoints of older versions
+            run.skipped_rows.load(skipped_rows)
     if content["world_size"] == run.runtime.world_size:
         rng.set_state(ranks[rank]["rng"], run.runtime.device)
         for name, buffer in run.float_buffers().items():

@@ -80,12 +80,11 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update()
 
-    def show(self, loss: float, lr: float, rows_per_s: float) -> None:
-        """Show the newest numbers next to the bar, or as a line."""
+    def show(self, text: str) -> None:
+        """Show ``text``, the newest numbers, next to the bar, or as a line."""
         due = self._rank == 0 and time.monotonic() - self._plain_at > PLAIN_PERIOD_S
         if self._bar is None and not due:
             return
-        text = f"loss {loss:.4f}  lr {lr:.3g}  {rows_per_s:.0f} rows/s"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
         else:

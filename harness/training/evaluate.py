@@ -10,6 +10,7 @@ import torch
 
 from harness.config.schema import Config
 from harness.data.loader import StoppedWaiting
+from harness.errors import DataError
 from harness.training.metrics import Sums
 from harness.training.run import Run
 from harness.training.task import OpenedTask
@@ -50,6 +51,12 @@ def evaluate(run: Run) -> dict[str, Any] | None:
         module.train()
     total = sums.reduce(run.runtime)
     counted, unread = run.runtime.sum(torch.tensor([rows, bad], device=run.runtime.device)).tolist()
+    if not counted:
+        raise DataError(
+            f"none of the {data.num_rows} validation rows could be read",
+            where="task",
+            hint="check the paths of the validation data; task.on_bad_image=error shows the first unreadable file",
+        )
     metrics = {**run.task.report(total), "rows_used": counted, "rows": data.num_rows, "bad_rows": unread}
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
 

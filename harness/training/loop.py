@@ -27,6 +27,7 @@ def train(run: Run) -> bool:
         if run.evaluation_due():
             evaluation(run)
         elif run.finished():
+            run.health.result(run.state)
             return True
         else:
             epoch(run)
@@ -56,9 +57,11 @@ def epoch(run: Run) -> None:
         if run.stop.agreed() or state.step == config.train.max_steps:
             break
     run.progress.stop()
-    if left == 0:
+    if left == 0 or run.finished():
         if run.meter.steps:
             run.log_train(lr)
+        run.health.updates(state, run.saved_step)
+    if left == 0:
         run.log_coverage()
         state.next_epoch()
 
@@ -109,7 +112,10 @@ def count(run: Run, losses: list[tuple[Tensor, MicroBatch]], skip: bool) -> None
         meter.bad += min(len(batch.bad), micro.num_rows)  # padding rows are not counted
         if micro.num_rows:
             run.coverage.add(batch.rows)
-            if not skip:
+            if skip:
+                run.skipped_rows.add(batch.rows)
+                meter.add_skipped(loss if run.config.train.on_nan == "stop" else None, micro.num_rows)
+            else:
                 meter.add_loss(loss, micro.num_rows)
 
 
@@ -124,6 +130,7 @@ def evaluation(run: Run) -> None:
     plain = {key: value for key, value in found.items() if isinstance(value, int | float)}
     metrics = {key: plain[key] for key in run.config.task.metrics}
     run.tracker.log("eval", {"step": state.step, "epoch": state.epoch, **plain, "wall_s": run.wall_s()})
+    run.health.validation(metrics, state)
     state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
     value = found[name]
     increases = run.config.task.metrics[name] == "max"

@@ -66,6 +66,11 @@ class Precision:
         scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
         return float(scalers[0].loss_scale()) if scalers else 1.0
 
+    def can_lower_scale(self) -> bool:
+        """True if the loss scale is dynamic and above its minimum, which is 1 unless min_loss_scale is set."""
+        scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
+        return bool(scalers) and scalers[0].dynamic and self.loss_scale() > (self.options.get("min_loss_scale") or 1.0)
+
     def state_dict(self) -> dict[str, Any]:
         return {name: dict(scaler) for name, scaler in self.amp.state_dict().items()}
 

@@ -29,7 +29,10 @@ class State:
     applied: int = 0  # updates that changed the weights; the schedule counts these
     skipped: int = 0
     skipped_in_a_row: int = 0
-    rows: int = 0  # training rows over all ranks
+    epoch_applied: int = 0  # the same within this epoch
+    epoch_skipped: int = 0
+    rows: int = 0  # training rows over all ranks, including those of skipped steps
+    rows_skipped: int = 0  # of these, in skipped steps
     bad_rows: int = 0  # unreadable images, over all ranks
     evaluated: int = 0  # the step of the last evaluation
     best: float | None = None
@@ -43,9 +46,11 @@ class State:
         self.step += 1
         if skipped:
             self.skipped += 1
+            self.epoch_skipped += 1
             self.skipped_in_a_row += 1
         else:
             self.applied += 1
+            self.epoch_applied += 1
             self.skipped_in_a_row = 0
 
     def add_best(self, value: float) -> None:
@@ -58,6 +63,7 @@ class State:
 
     def next_epoch(self) -> None:
         self.epoch, self.segments = self.epoch + 1, []
+        self.epoch_applied = self.epoch_skipped = 0
 
     @property
     def in_epoch(self) -> bool:
@@ -72,7 +78,7 @@ class State:
 
 
 class Coverage:
-    """The rows of the epoch that were really used. Each rank records its own; ``bits`` and ``count`` join them."""
+    """A set of rows of the epoch. Each rank records its own; ``bits`` and ``count`` join them."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -85,12 +91,12 @@ class Coverage:
             self._mark()
 
     def bits(self, runtime: Runtime) -> Tensor:
-        """The rows that any rank used, eight per byte. Collective."""
+        """The rows that any rank recorded, eight per byte. Collective."""
         self._mark()
         return runtime.union(torch.from_numpy(np.packbits(self._used)))
 
     def count(self, runtime: Runtime) -> int:
-        """The number of distinct rows that all ranks used. Collective."""
+        """The number of distinct rows that all ranks recorded. Collective."""
         return int(np.unpackbits(self.bits(runtime).numpy(), count=self.num_rows).sum())
 
     def clear(self) -> None:
@@ -109,8 +115,10 @@ class Coverage:
 class Window(NamedTuple):
     """The measurements between two log lines, over all ranks."""
 
-    loss: float  # mean over its rows; NaN if there are none
-    rows: int
+    total: float  # sum of the loss over the rows of applied steps; NaN if the loss of any step was
+    loss: float  # mean over these rows; NaN if there are none
+    rows: int  # of all steps
+    rows_skipped: int  # of skipped steps
     bad: int
     waited: float  # fraction of the time that hosts waited for data
     shares: dict[str, float]  # fraction of the time by phase, including data and host; they add up to 1
@@ -122,6 +130,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # sum over this rank's rows
         self.rows = 0  # of this rank, in applied steps
+        self.rows_skipped = 0  # of this rank, in skipped steps
         self.bad = 0
         self.steps = 0
         self.wait_s = 0.0
@@ -143,6 +152,13 @@ class Meter:
         self.loss.add_(mean.detach(), alpha=rows)
         self.rows += rows
 
+    def add_skipped(self, mean: Tensor | None, rows: int) -> None:
+        """Count rows of a skipped step. Their loss is left out of the sum, but one that is not finite makes it NaN: no
+        loss scale can cure that. None tolerates it."""
+        self.rows_skipped += rows
+        if mean is not None:
+            self.loss.add_(mean.detach(), alpha=0)
+
     def spent_s(self) -> dict[str, float]:
         """Seconds of this rank by phase. The time between steps is ``data`` as far as the host waited for data, and
         ``host`` otherwise: the loop, log lines, checkpoints. On CUDA, steps are timed on the stream."""
@@ -154,29 +170,31 @@ class Meter:
     def reduce(self, runtime: Runtime) -> Window:
         """Sum the window over all ranks and start a new one. Collective. The host waits for the device."""
         spent = self.spent_s()
-        sums: list[float] = [self.rows, self.bad, self.wait_s, *spent.values()]
+        sums: list[float] = [self.rows, self.rows_skipped, self.bad, self.wait_s, *spent.values()]
         if runtime.world_size == 1:
-            total, rows, bad, wait_s, *times = self.loss.item(), *sums
+            total, rows, skipped, bad, wait_s, *times = self.loss.item(), *sums
         else:
             host = torch.tensor(sums, dtype=torch.float64).to(self.loss.device)
-            total, rows, bad, wait_s, *times = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
+            total, rows, skipped, bad, wait_s, *times = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
         self.loss.zero_()
-        self.rows = self.bad = self.steps = 0
+        self.rows = self.rows_skipped = self.bad = self.steps = 0
         self.wait_s = self.time_s = 0.0
         self.timer.spent_s = dict.fromkeys(PHASES, 0.0)
         time_s = sum(times) or math.inf  # without time all shares are zero
         shares = {phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)}
-        return Window(total / rows if rows else math.nan, int(rows), int(bad), wait_s / time_s, shares)
+        loss = total / rows if rows else math.nan
+        return Window(total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part as plain numbers, which can be summed over ranks."""
         self.tick()
-        return {"loss": self.loss.item(), "rows": self.rows, "bad": self.bad, "steps": self.steps,
-                "wait_s": self.wait_s, "time_s": self.time_s,
+        return {"loss": self.loss.item(), "rows": self.rows, "rows_skipped": self.rows_skipped, "bad": self.bad,
+                "steps": self.steps, "wait_s": self.wait_s, "time_s": self.time_s,
                 **{f"{phase}_s": seconds for phase, seconds in self.timer.spent_s.items()}}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss.fill_(state["loss"])
         self.rows, self.bad, self.steps = state["rows"], state["bad"], state["steps"]
+        self.rows_skipped = state.get("rows_skipped", 0)  # absent in checkpoints of older versions
         self.wait_s, self.time_s = state["wait_s"], state["time_s"]
         self.timer.spent_s = {phase: state[f"{phase}_s"] for phase in PHASES}

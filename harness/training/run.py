@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from harness.config.schema import Config
 from harness.data.loader import EvalData, TrainData
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import TrainingError
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.console import ProgressBar
+from harness.training.health import Health
 from harness.training.optim import Ema, Schedule
 from harness.training.precision import Precision
 from harness.training.progress import Coverage, Meter, State
@@ -28,8 +27,6 @@ from harness.training.strategy import ParallelModel
 from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
-
-MAX_SKIPPED_IN_A_ROW = 100  # a dynamic loss scale halves at each skip, so it has long reached its minimum by then
 
 
 @dataclass
@@ -47,13 +44,15 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     ema: Ema | None
+    health: Health
     checkpoints: Checkpoints
     tracker: MetricsLog
     progress: ProgressBar
     stop: Stop
     state: State
     meter: Meter
-    coverage: Coverage
+    coverage: Coverage  # the rows of this epoch's steps so far
+    skipped_rows: Coverage  # of these, the rows of skipped steps
     saved_step: int = -1
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
@@ -67,7 +66,8 @@ class Run:
         return time.perf_counter() - self.started
 
     def throughput(self) -> float:
-        """Training rows per second over all ranks, including log lines and checkpoints but not evaluation."""
+        """Training rows per second over all ranks, including skipped steps, log lines and checkpoints, but not
+        evaluation."""
         return self.state.rows / self.state.train_s if self.state.train_s else 0.0
 
     def finished(self) -> bool:
@@ -89,53 +89,50 @@ class Run:
         self.meter.wait_s, self.train_data.loader.wait_s = self.meter.wait_s + self.train_data.loader.wait_s, 0.0
 
     def log_train(self, lr: float) -> None:
-        """Write a training entry; its loss is the mean over all rows of all ranks since the last one. Collective."""
+        """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
+        Collective."""
         state, meter = self.state, self.meter
         steps = meter.steps
         self.collect_waits()
         meter.tick()
         time_s = meter.time_s
-        loss, rows, bad, waited, shares = meter.reduce(self.runtime)
-        state.rows, state.bad_rows, state.train_s = state.rows + rows, state.bad_rows + bad, state.train_s + time_s
-        self.check_health(loss if rows else 0.0, steps)
-        rows_per_s, scale = rows / time_s if time_s else None, self.precision.loss_scale()
+        seen = meter.reduce(self.runtime)
+        state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
+        state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
+        self.health.loss(seen.total, steps, state, self.saved_step)
+        rows_per_s, scale = seen.rows / time_s if time_s else None, self.precision.loss_scale()
         self.tracker.log(
             "train",
-            {"step": state.step, "epoch": state.epoch, "loss": loss, "lr": lr, "loss_scale": scale,
-             "skipped": state.skipped, "samples": state.rows, "samples_per_s": rows_per_s, "data_wait": waited,
-             **{f"time_{phase}": round(share, 6) for phase, share in shares.items()}, "wall_s": self.wall_s()},
+            {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, "loss_scale": scale,
+             "skipped": state.skipped, "samples": state.rows, "samples_skipped": state.rows_skipped,
+             "samples_per_s": rows_per_s, "data_wait": seen.waited,
+             **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "wall_s": self.wall_s()},
         )  # fmt: skip
-        self.progress.show(loss, lr, rows_per_s or 0.0)
-
-    def check_health(self, loss: float, steps: int) -> None:
-        """Raise TrainingError if ``loss``, of the last ``steps`` steps, is not finite, or if too many steps in a row
-        were skipped. ``loss`` is reduced over ranks, so all ranks raise together."""
-        state = self.state
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss became {loss} within the last {steps} steps (step {state.step}, epoch {state.epoch})",
-                where=self.folder.where,
-                hint="lower optimizer.lr, set train.clip_norm or a warm-up, or use train.on_nan=skip; "
-                "an unchanged recipe resumes from the last checkpoint",
-            )
-        if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
-                f"{state.skipped_in_a_row} steps in a row were skipped because their gradients were not finite "
-                f"(loss scale {self.precision.loss_scale():g})",
-                where=self.folder.where,
-                hint="try precision.opt_level=O4 (bfloat16) or O0; if that fails too, the data or the model yields NaN",
-            )
+        all_skipped = f"all of the last {steps} steps skipped, loss scale {scale:g}"
+        shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
+        self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
 
     def log_coverage(self) -> None:
-        """Write how many distinct rows the epoch used over all ranks, and start the next. Collective."""
+        """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
+        Collective."""
         state, rows = self.state, self.coverage.num_rows
         used = self.coverage.count(self.runtime)
-        entry = {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows": rows, "bad_rows": state.bad_rows}
-        self.tracker.log("epoch", entry)
+        left_out = self.skipped_rows.count(self.runtime) if state.epoch_skipped else 0
+        self.tracker.log(
+            "epoch",
+            {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - left_out, "rows": rows,
+             "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
+        )  # fmt: skip
+        text = f"{used} of {rows} rows used"
+        if state.epoch_skipped:
+            steps = "1 step" if state.epoch_skipped == 1 else f"{state.epoch_skipped} steps"
+            why = "for overflow" if self.config.train.on_nan == "stop" else "for overflow or NaN"
+            text += f"; {used - left_out} of them updated the weights, {left_out} were in {steps} skipped {why}"
         unreadable = f"; {state.bad_rows} unreadable images so far" if state.bad_rows else ""
-        skipped = f"; {state.skipped} of {state.step} steps so far skipped for overflow" if state.skipped else ""
-        log.info("epoch %d: %d of %d rows used%s%s", state.epoch + 1, used, rows, unreadable, skipped)
+        log.info("epoch %d: %s%s", state.epoch + 1, text, unreadable)
         self.coverage.clear()
+        if state.epoch_skipped:
+            self.skipped_rows.clear()
 
     def float_buffers(self) -> dict[str, Tensor]:
         """The running statistics of batch norms, which training leaves to each rank."""
@@ -167,7 +164,8 @@ class Run:
                     {"name": self.config.name, "finished": self.finished(), "epoch": state.epoch, "step": state.step,
                      "evaluation": evaluation,
                      "best": {self.config.best_metric: state.best, "step": state.best_step}, "history": state.history,
-                     "samples": state.rows, "skipped": state.skipped, "bad_rows": state.bad_rows,
+                     "samples": state.rows, "samples_skipped": state.rows_skipped, "skipped": state.skipped,
+                     "bad_rows": state.bad_rows,
                      "wall_s": self.wall_s(), "world_size": self.runtime.world_size, "amp": self.precision.backend}
                 )  # fmt: skip
                 self.folder.publish()

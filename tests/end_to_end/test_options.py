@@ -48,10 +48,12 @@ def test_clipping_bounds_the_first_update(tmp_path, data):
 
 
 def test_schedule_counts_only_applied_updates(tmp_path, data):
-    """The loss scale overflows at first: skipped steps are counted, and the learning rate waits for applied ones."""
+    """The loss scale overflows at first: skipped steps are counted, also their rows over both ranks, and the learning
+    rate waits for applied ones."""
     folder = train(
         tmp_path,
         data,
+        2,
         precision={"opt_level": "O2", "loss_scale": "dynamic", "max_loss_scale": 2.0**24},
         train={"log_every": 1, "epochs": 2},
         optimizer={"lr": 0.05},
@@ -66,6 +68,14 @@ def test_schedule_counts_only_applied_updates(tmp_path, data):
     assert lines[-1]["loss_scale"] == 65536 / 2**skipped
     state = last_checkpoint(folder)["state"]
     assert state["applied"] + state["skipped"] == state["step"] == len(lines)
+    left_out = 8 * skipped
+    first, second = of_split(folder, "epoch")
+    assert (first["rows_used"], first["rows_updated"], first["steps_skipped"]) == (61, 61 - left_out, skipped)
+    assert (second["rows_used"], second["rows_updated"], second["steps_skipped"]) == (61, 61, 0)
+    assert [line["samples"] for line in lines[:8]] == [8, 16, 24, 32, 40, 48, 56, 61]
+    assert lines[-1]["samples_skipped"] == left_out
+    said = f"61 of 61 rows used; {61 - left_out} of them updated the weights, {left_out} were in {skipped} step"
+    assert said in (tmp_path / "terminal-0.txt").read_text()
 
 
 def test_moving_average_is_evaluated_and_exported(tmp_path, data):
@@ -85,12 +95,19 @@ def test_patience_stops_early(tmp_path, data):
     assert json.loads((folder / "summary.json").read_text())["finished"]
 
 
-def test_nan_stops_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path, data):
+@pytest.mark.parametrize(("strategy", "level"), [("ddp", "O0"), ("fsdp", "O1")])
+def test_nan_stops_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path, data, strategy, level):
+    """A NaN on one rank under O1 is no overflow that a smaller loss scale could cure."""
     model = {"name": f"{MODELS}.NanAtStep", "args": {"step": 11, "rank": 1}}
-    config = write_config(tmp_path, data, model=model, checkpoint={"every_steps": 1})
+    config = write_config(
+        tmp_path, data, model=model, checkpoint={"every_steps": 1}, parallel={"strategy": strategy},
+        precision={"opt_level": level},
+    )  # fmt: skip
     assert run(config, 2) == [70, 70]
     failure = json.loads((run_folder(config) / "failure.json").read_text())
     assert "the loss became nan" in failure["message"]
+    assert ("first non-finite layer: layer.weight" if level == "O0" else "all weights are finite") in failure["message"]
+    assert f"checkpoint.resume={run_folder(config)}/checkpoints/step-10" in failure["message"]
     content = last_checkpoint(run_folder(config))
     assert content["state"]["step"] == 10
     assert all(tensor.isfinite().all() for tensor in content["model"].values())

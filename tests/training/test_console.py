@@ -53,7 +53,7 @@ def use(progress: ProgressBar) -> None:
     progress.start(epoch=0, epochs=2, done=0, steps=4)
     for _ in range(4):
         progress.step()
-        progress.show(0.5, 0.1, 100.0)
+        progress.show("loss 0.5000  lr 0.1  100 rows/s")
         time.sleep(0.12)  # a bar is drawn at most ten times a second
     progress.stop()
 

@@ -57,22 +57,28 @@ def filled(losses: list[tuple[float, int]]) -> Meter:
 def test_loss_is_the_mean_over_rows():
     meter = filled([(1.0, 4), (3.0, 1)])
     meter.bad, meter.wait_s, meter.time_s = 2, 0.25, 1.0
-    loss, rows, bad, waited, _ = meter.reduce(Runtime())
-    assert (loss, rows, bad, waited) == (pytest.approx(7 / 5), 5, 2, 0.25)
+    meter.add_skipped(torch.tensor(9.0), 3)
+    seen = meter.reduce(Runtime())
+    assert (seen.loss, seen.rows, seen.rows_skipped) == (pytest.approx(7 / 5), 8, 3)
+    assert (seen.bad, seen.waited) == (2, 0.25)
     assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s, meter.loss.item()) == (0, 0, 0, 0, 0, 0)
-    loss, rows, *_ = meter.reduce(Runtime())
-    assert math.isnan(loss)
-    assert rows == 0
+    seen = meter.reduce(Runtime())
+    assert math.isnan(seen.loss)
+    assert seen.rows == 0
+    for tolerated, total in ((None, 0.0), (torch.tensor(math.inf), math.nan)):
+        meter.add_skipped(tolerated, 3)
+        assert meter.reduce(Runtime()).total == pytest.approx(total, nan_ok=True)
 
 
 def test_loss_resumes_exactly():
     whole, first = filled([(0.1, 3), (0.2, 3), (0.3, 2)]), filled([(0.1, 3)])
+    first.add_skipped(None, 5)
     second = Meter(CPU)
     second.load_state_dict(first.state_dict())
     for mean, rows in [(0.2, 3), (0.3, 2)]:
         second.add_loss(torch.tensor(mean), rows)
     assert torch.equal(second.loss, whole.loss)
-    assert (second.rows, second.steps, second.bad) == (whole.rows, 1, 0)
+    assert (second.rows, second.rows_skipped, second.steps, second.bad) == (whole.rows, 5, 1, 0)
 
 
 def test_time_outside_training_is_excluded(monkeypatch):
@@ -90,8 +96,9 @@ def _reduce():
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
         meter = filled([(1.0, 4)] if runtime.rank == 0 else [])
         meter.bad = runtime.rank
-        return meter.reduce(runtime)[:3]
+        meter.add_skipped(None, 2)
+        return meter.reduce(runtime)[1:5]
 
 
 def test_loss_over_ranks():
-    assert run_ranks(2, _reduce, group=False, timeout_s=30) == [(1.0, 4, 1)] * 2
+    assert run_ranks(2, _reduce, group=False, timeout_s=30) == [(1.0, 8, 4, 1)] * 2

@@ -1,0 +1,184 @@
+"""Whether a run still learns: finite loss and weights, and steps that update the weights.
+
+Every decision is made from values that are equal on all ranks, where the host waits for the device anyway: the loss at
+log lines, the weights at checkpoints, the updates at the end of an epoch, the validation loss at evaluations.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import Config
+from harness.distributed.runtime import Runtime
+from harness.errors import TrainingError
+from harness.runs import layout
+from harness.training.fsdp import local
+from harness.training.optim import Ema
+from harness.training.precision import Precision
+from harness.training.progress import State
+
+log = logging.getLogger("harness")
+
+MAX_SKIPPED_IN_A_ROW = 100  # a dynamic loss scale halves at each skip, so it has long reached its minimum by then
+
+
+@dataclass
+class Health:
+    """The checks of a run, which raise TrainingError on all ranks alike. ``where``: the run folder, for messages.
+
+    Building it is collective. Buffers and frozen parameters that are not finite at that time, such as a mask of -inf,
+    are not checked later.
+    """
+
+    config: Config
+    runtime: Runtime
+    precision: Precision
+    module: nn.Module
+    ema: Ema | None
+    where: str
+    _unchecked: frozenset[str] = field(init=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        fixed = {name for name, tensor in self._tensors() if not tensor.requires_grad}
+        self._unchecked = frozenset(fixed.intersection(_not_finite(self._peaks())))
+
+    def loss(self, total: float, steps: int, state: State, saved_step: int) -> None:
+        """Check ``total``, the reduced loss of the last ``steps`` steps, and the steps skipped in a row. Collective."""
+        if not math.isfinite(total):
+            self._fail(f"the loss became {total} within the last {steps} steps", state, saved_step, batches=True)
+        if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            what = f"{state.skipped_in_a_row} steps in a row were skipped because their gradients were not finite"
+            self._fail(what, state, saved_step)
+
+    def weights(self, state: State, saved_step: int) -> None:
+        """Check the weights, their moving average and the buffers of every rank. Collective; the host waits."""
+        if _not_finite(self._peaks()):
+            self._fail("the weights are no longer finite", state, saved_step)
+
+    def updates(self, state: State, saved_step: int) -> None:
+        """At the end of an epoch, check that it updated the weights. Collective.
+
+        At the start the loss scale may have to fall for longer than a short epoch. So an epoch without an update fails
+        only if the scale cannot fall any further.
+        """
+        if state.epoch_skipped and not state.epoch_applied and not self.precision.can_lower_scale():
+            what = f"none of the {state.epoch_skipped} steps of epoch {state.epoch + 1} updated the weights"
+            self._fail(f"{what}: their gradients were not finite", state, saved_step)
+
+    def validation(self, metrics: dict[str, float], state: State) -> None:
+        """Check the validation loss. Collective.
+
+        The loss is every metric with "loss" in its name; without one, every metric of which less is better. Other
+        metrics may be infinite or NaN: a perplexity that overflows, an F1 score without positives.
+        """
+        directions = self.config.task.metrics
+        losses = [name for name in directions if "loss" in name] or [
+            name for name, better in directions.items() if better == "min"
+        ]
+        if bad := [name for name in losses if not math.isfinite(metrics[name])]:
+            self._fail(f"the validation {bad[0]} is {metrics[bad[0]]}", state, state.best_step)
+
+    def result(self, state: State) -> None:
+        """At the end of the run, check that an evaluation could be the best; warn if no step updated the weights."""
+        if not state.applied:
+            log.warning(
+                "none of the %d steps updated the weights, which are still the initial ones: the loss scale started "
+                "too high and has fallen to %g; train for more steps, or set precision.max_loss_scale=%g",
+                state.step,
+                scale := self.precision.loss_scale(),
+                scale,
+            )
+        if state.history and state.best is None:
+            others = ", ".join(name for name in self.config.task.metrics if name != self.config.best_metric)
+            raise TrainingError(
+                f"no evaluation had a finite {self.config.best_metric}, so no best weights were written",
+                where=self.where,
+                hint=f"set checkpoint.best_metric to another metric ({others})" if others else "lower optimizer.lr",
+            )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and buffers in the order of the model's layers, then the moving averages, with their names."""
+        for prefix, layer in self.module.named_modules():
+            yield from layer.named_parameters(prefix, recurse=False)
+            yield from layer.named_buffers(prefix, recurse=False)
+        if self.ema is not None:
+            names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+            for name, average in zip(names, self.ema.average, strict=True):
+                yield f"the moving average of {name}", average
+
+    def _peaks(self) -> dict[str, float]:
+        """The largest absolute value of each tensor over all ranks, NaN if it has one. Collective."""
+        mine = {name: peak for name, peak in _peaks(self._tensors()).items() if name not in self._unchecked}
+        largest = np.max([list(of_rank) for of_rank in self.runtime.gather(list(mine.values()))], axis=0)
+        return dict(zip(mine, largest.tolist(), strict=True))
+
+    def _fail(self, what: str, state: State, good_step: int, batches: bool = False) -> NoReturn:
+        """Raise TrainingError with the first layer that is not finite, what to try, and the step to continue from.
+
+        ``batches``: single batches may be the cause. Collective.
+        """
+        peaks, config = self._peaks(), self.config
+        if bad := _not_finite(peaks):
+            layer = f"first non-finite layer: {bad[0]} ({len(bad)} of {len(peaks)} tensors)"
+        else:
+            name = max(peaks, key=lambda key: peaks[key], default="none")
+            layer = f"all weights are finite, the largest is in {name} ({peaks.get(name, 0.0):.3g})"
+        epoch = state.epoch + state.in_epoch  # counted from 1, as in the log
+        place = f"step {state.step}, epoch {epoch}, loss scale {self.precision.loss_scale():g}"
+        raise TrainingError(
+            f"{what} ({place}); {layer}",
+            where=self.where,
+            hint=f"{_remedies(config, batches and not bad)}\n     {self._continuation(good_step)}",
+        )
+
+    def _continuation(self, step: int) -> str:
+        """What to type to continue with other settings from the checkpoint of ``step``, if there is one."""
+        if step <= 0:
+            return "there is no good checkpoint to continue from: start again with these settings"
+        checkpoint = f"{self.where}/{layout.CHECKPOINTS}/{layout.step_name(step)}"
+        return (
+            f"to continue from step {step}, the last good one, with these settings, add name={self.config.name}-2 "
+            f"checkpoint.resume={checkpoint}; the same command without changes would most likely fail again"
+        )
+
+
+def _remedies(config: Config, batches: bool) -> str:
+    """Settings to try. ``batches``: single batches may be the cause."""
+    found = [f"lower optimizer.lr (now {config.optimizer.lr:g})"]
+    if config.train.clip_norm is None:
+        found.append("set train.clip_norm=1")
+    if not config.schedule.warmup_epochs:
+        found.append("set schedule.warmup_epochs=1")
+    if config.precision.opt_level in ("O1", "O2", "O3"):
+        found.append("use precision.opt_level=O4 (bfloat16)")
+    if batches and config.train.on_nan == "stop":
+        found.append("use train.on_nan=skip if single batches cause it")
+    return ", or ".join(found)
+
+
+@torch.no_grad()
+def _peaks(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, float]:
+    """The largest absolute value of each dense floating-point tensor on this rank. The host waits for the device."""
+    names, peaks = [], []
+    for name, tensor in tensors:
+        values = local(tensor.detach())
+        values = torch.view_as_real(values) if values.is_complex() else values
+        if not values.is_floating_point() or values.layout is not torch.strided:
+            continue
+        names.append(name)
+        values = values.float() if values.dtype.itemsize == 1 else values  # float8 has no aminmax
+        ends = torch.aminmax(values) if values.numel() else (values.new_zeros(()),) * 2  # a shard may be empty
+        peaks.append(torch.stack(list(ends)).double().abs().max())
+    return dict(zip(names, torch.stack(peaks).tolist() if peaks else [], strict=True))
+
+
+def _not_finite(peaks: dict[str, float]) -> list[str]:
+    return [name for name, peak in peaks.items() if not math.isfinite(peak)]

@@ -1,0 +1,230 @@
+"""Runs that stopped learning fail, and those that only look like it do not. Several ranks: end_to_end."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from harness.distributed.runtime import Runtime
+from harness.distributed.stop import Stop
+from harness.errors import DataError, TrainingError
+from harness.runs import remote
+from harness.training import build, loop
+from harness.training.health import Health
+from harness.training.progress import State
+from harness.training.run import Run
+from tests.fixtures import make_config, write_rows
+
+HERE = "tests.training.test_health"
+NUM_TRAIN, STEPS = 12, 3  # rows and steps of an epoch
+
+
+class Spoiled(nn.Module):
+    """A linear model with a mask of -inf, which from training step ``step`` on (from 1) does what ``how`` says."""
+
+    def __init__(self, num_classes: int, how: str = "", step: int = 1) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(num_classes)
+        self.norm = nn.BatchNorm1d(num_classes)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.how, self.left = how, step
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        self.left -= self.training
+        logits = self.norm(self.layer(images.flatten(1))) + self.mask[0, 0]
+        if self.left > 0:
+            return logits
+        if not self.training:
+            return logits * torch.nan if self.how == "nan evaluation" else logits
+        if self.how == "nan loss once" and self.left == 0:
+            return logits * torch.nan
+        if self.how == "nan statistics":
+            self.norm.running_var = torch.tensor([1.0, torch.nan, 1.0])
+        elif self.how == "endless gradients":
+            logits.register_hook(lambda gradient: gradient * torch.inf)
+        elif self.how == "large gradients":  # finite once the loss scale has fallen
+            logits.register_hook(lambda gradient: torch.where(gradient.abs().max() > 1, torch.inf, gradient))
+        return logits
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Builds a run on one rank, in this process; ``how`` and ``step`` are those of Spoiled."""
+    write_rows(tmp_path, "train", NUM_TRAIN)
+    write_rows(tmp_path, "eval", 6)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that it is restored
+    built: list[Run] = []
+
+    def begin(how: str = "", step: int = 1, *overrides: str, **sections) -> Run:
+        model = {"name": f"{HERE}.Spoiled", "args": {"how": how, "step": step}}
+        config = make_config(
+            tmp_path,
+            ["train.epochs=4", "train.log_every=2", "optimizer.lr=0.01", "precision.max_loss_scale=1024", *overrides],
+            model=model,
+            **sections,
+        )
+        folder = remote.run_folder(config)
+        folder.claim(config)
+        built.append(build.build(config, Runtime(), folder, Stop(Runtime())))
+        return built[-1]
+
+    yield begin
+    for run in built:
+        run.close()
+
+
+def failure(run: Run) -> str:
+    with pytest.raises(TrainingError) as raised:
+        loop.train(run)
+    assert raised.value.exit_code == 70
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_nan_loss_stops_at_the_next_log_line_or_is_skipped(start, level):
+    settings = [f"precision.opt_level={level}", "optimizer.momentum=0.9"]
+    text = failure(start("nan loss once", 4, *settings))  # in the second epoch
+    assert "the loss became nan within the last 1 steps (step 4, epoch 2, loss scale " in text
+    layer = "first non-finite layer: layer.weight" if level == "O0" else "all weights are finite, the largest is in "
+    assert layer in text
+    assert ("train.on_nan=skip" in text) == (level != "O0")
+    assert "lower optimizer.lr (now 0.01), or set train.clip_norm=1" in text
+    run = start("nan loss once", 4, *settings, "train.on_nan=skip")
+    assert loop.train(run)
+    assert (run.state.skipped, run.state.applied) == (1, 4 * STEPS - 1)
+    assert all(math.isfinite(entry["loss"]) for entry in run.state.history)
+
+
+@pytest.mark.parametrize("how", ["nan statistics", "nan evaluation", "nan average"])
+def test_diverged_model_never_replaces_the_best(start, tmp_path, how):
+    run = start(how, 4, "train.ema_decay=0.5")
+    if how == "nan average":
+        update = run.ema.update
+
+        def spoil(sources):
+            update(sources)
+            if run.state.step >= STEPS:
+                run.ema.average[2][0] = torch.inf
+
+        run.ema.update = spoil
+    text = failure(run)
+    assert {
+        "nan statistics": "first non-finite layer: norm.running_var (1 of 10 tensors)",
+        "nan evaluation": "the validation loss is nan (step 6, epoch 2, loss scale 1024); all weights are finite",
+        "nan average": "first non-finite layer: the moving average of norm.weight (1 of 10 tensors)",
+    }[how] in text
+    folder = tmp_path / "runs" / "small"
+    good = folder / "checkpoints" / f"step-{STEPS}"
+    assert f"name=small-2 checkpoint.resume={good}" in text
+    assert (folder / "checkpoints" / "best").read_text().strip() == good.name
+    best = load_file(folder / "weights.safetensors")
+    assert all(value.isfinite().all() for name, value in best.items() if name != "mask")
+    # What the message says to type works.
+    again = start("", 1, "name=small-2", f"checkpoint.resume={good}", "optimizer.lr=0.001")
+    assert again.state.step == STEPS
+    assert loop.train(again)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_weights_are_checked_without_a_loss(start, level):
+    """A layer that the loss does not depend on."""
+    run = start("", 1, f"precision.opt_level={level}")
+    with torch.no_grad():
+        run.module.layer.bias[0] = torch.inf
+    run.module.norm = nn.Identity()
+    run.module.layer.forward = lambda inputs: inputs[:, :3] * run.module.layer.weight.sum()
+    assert "first non-finite layer: layer.bias" in failure(run)
+
+
+def test_first_epochs_may_pass_until_the_loss_scale_fits(start):
+    run = start("large gradients", 1, "precision.opt_level=O2")
+    assert loop.train(run)
+    skipped = [json.loads(line)["steps_skipped"] for line in run.folder.metrics.read_text().splitlines()
+               if '"split": "epoch"' in line]  # fmt: skip
+    assert skipped[:2] == [STEPS, STEPS]
+    assert run.state.applied > 0
+
+
+@pytest.mark.parametrize("settings", [["precision.opt_level=O1"], ["precision.opt_level=O0", "train.on_nan=skip"]])
+def test_epoch_without_an_update_fails(start, settings):
+    text = failure(start("endless gradients", 2 * STEPS + 1, "train.epochs=20", *settings))
+    # From 1024 the scale reaches 1 in 10 steps, from the third epoch on; a static scale fails the first such epoch.
+    place = "step 18, epoch 6" if "precision.opt_level=O1" in settings else "step 9, epoch 3"
+    assert "none of the 3 steps of epoch" in text
+    assert f"({place}, loss scale 1)" in text
+
+
+def test_run_without_an_update_warns(start, caplog):
+    assert loop.train(start("large gradients", 1, "precision.opt_level=O2", "train.max_steps=2"))
+    assert "none of the 2 steps updated the weights, which are still the initial ones" in caplog.text
+    assert "has fallen to 256" in caplog.text
+
+
+def test_rows_of_skipped_steps_are_told_apart(start, caplog):
+    """Also for a run that is shorter than train.log_every."""
+    run = start("nan loss once", 2, "train.on_nan=skip", "train.epochs=1", "train.log_every=50", "batch.global=5")
+    with caplog.at_level("INFO", "harness"):
+        run.tracker.log, entries = lambda split, values: entries.append({"split": split, **values}), []
+        assert loop.train(run)
+    epoch = next(entry for entry in entries if entry["split"] == "epoch")
+    assert [epoch[key] for key in ("rows_used", "rows_updated", "rows", "steps_skipped")] == [12, 7, 12, 1]
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert (summary["samples"], summary["samples_skipped"], summary["skipped"]) == (12, 5, 1)
+    assert run.throughput() == pytest.approx(12 / run.state.train_s)
+    assert "12 of 12 rows used; 7 of them updated the weights, 5 were in 1 step skipped" in caplog.text
+
+
+def test_short_run_has_its_rows_and_loss(start):
+    run = start("", 1, "train.max_steps=1", "train.log_every=50")
+    assert loop.train(run)
+    assert run.state.rows == 4
+    assert run.throughput() > 0
+    assert '"split": "train", "step": 1' in run.folder.metrics.read_text()
+
+
+def test_progress_says_that_all_steps_were_skipped(start):
+    run, shown = start("large gradients", 1, "precision.opt_level=O1", "train.log_every=3"), []
+    run.progress.show = shown.append
+    loop.train(run)
+    assert shown[0].startswith("all of the last 3 steps skipped, loss scale 128  lr ")
+    assert shown[-1].startswith("loss ")
+
+
+def test_evaluation_without_a_readable_row(start, tmp_path):
+    for image in (tmp_path / "eval_images").iterdir():
+        image.write_bytes(b"not an image")
+    with pytest.raises(DataError, match="none of the 6 validation rows could be read"):
+        loop.train(start("", 1, task={"on_bad_image": "skip"}))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "bad"),
+    [
+        ({"char_loss": 800.0, "perplexity": math.inf}, ""),
+        ({"char_loss": math.nan, "perplexity": math.nan}, "char_loss is nan"),
+        ({"perplexity": math.inf}, "perplexity is inf"),
+        ({"f1": math.nan}, ""),
+    ],
+)
+def test_only_a_loss_must_be_finite(start, metrics, bad):
+    health = start().health
+    directions = {name: "max" if name == "f1" else "min" for name in metrics}
+    section = SimpleNamespace(metrics=directions)
+    other = Health(health.config.model_copy(update={"task": section}), health.runtime, health.precision, health.module,
+                   None, "runs/x")  # fmt: skip
+    if not bad:
+        other.validation(metrics, State())
+        state = State(applied=1, history=[{"step": 1}])
+        with pytest.raises(TrainingError, match="no evaluation had a finite"):
+            other.result(state)
+    else:
+        with pytest.raises(TrainingError, match=f"the validation {bad}"):
+            other.validation(metrics, State())
