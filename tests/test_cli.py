@@ -32,6 +32,7 @@ VERBS = {
     "schema": "--of --out",
     "sweep": "-c --config --dry-run --engine --parallel --retry-failed key=value",
     "train": "-c --config --local-rank --local_rank key=value",
+    "verify-resume": "-c --config --engine --folder --full --kills --nproc --seed --steps key=value",
 }
 
 
@@ -56,7 +57,7 @@ def words_of(capsys, call, *argv) -> set[str]:
 def test_the_words_are_these(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    assert re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M) == list(VERBS)
+    assert re.findall(r"^    ([\w-]+)\s", capsys.readouterr().out, re.M) == list(VERBS)
     for verb, words in VERBS.items():
         assert words_of(capsys, cli.main, verb) == set(words.split()), verb
     assert words_of(capsys, cli.drive) == set(VERBS["train"].split())

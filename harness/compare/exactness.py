@@ -47,7 +47,8 @@ class Difference:
 def differences(one: Path, other: Path) -> list[Difference]:
     """Every difference between two run folders; empty if one repeats the other bit for bit.
 
-    Times do not count, nor do checkpoints that only one folder has kept, unless it is the newest or the best one.
+    Times and the names of the runs do not count, nor do checkpoints that only one folder has kept, unless it is the
+    newest or the best one.
     Reads all checkpoints that both have. Folders without a log or checkpoint are different, even if both lack it.
     """
     return [*_logs(one, other), *_checkpoints(one, other), *_summaries(one, other), *_files(one, other)]
@@ -109,7 +110,7 @@ def _checkpoints(one: Path, other: Path) -> Iterator[Difference]:
 
 def _summaries(one: Path, other: Path) -> Iterator[Difference]:
     pair = [_text(folder / layout.SUMMARY) for folder in (one, other)]
-    contents = [ABSENT if text == ABSENT else _without_times(_parsed(text)) for text in pair]
+    contents = [ABSENT if text == ABSENT else {**_without_times(_parsed(text)), "name": ""} for text in pair]
     yield from (Difference(layout.SUMMARY, what) for what in differing("summary", *contents))
 
 

@@ -6,8 +6,10 @@ import argparse
 import gc
 import os
 import signal
+import time
 
 from harness.config import arguments as shared
+from harness.runs.probe_plan import PROBE
 
 VERB = "train"
 HELP = "train the experiment of a YAML file, as a single process or as one rank under a launcher"
@@ -20,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train as the rank that the environment describes; return the exit code."""
-    parent = os.getppid()  # before the imports, which take seconds
+    parent, began = os.getppid(), time.monotonic()  # before the imports, which take seconds
     # A scheduler sends SIGUSR1 once, ahead of its time limit, and its default action is to kill the process. It stays
     # blocked until harness.distributed.stop has a handler for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -31,4 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     gc.freeze()
     gc.enable()
+    if plan := os.environ.get(PROBE):
+        from harness.training import probe
+
+        probe.arm(plan, os.environ, arguments.local_rank, began)
     return main.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent)

@@ -1,4 +1,4 @@
-"""The commands of docs/compare.md, with three training steps instead of ten epochs."""
+"""The commands of docs/compare.md and docs/verify_resume.md, with a few training steps instead of many."""
 
 from __future__ import annotations
 
@@ -59,3 +59,17 @@ def test_documented_commands(place, block, capsys):
     if "seeds" in out:
         assert "over 3 and 3 seeds" in out
         assert re.search(r"top1 +[\d.]+ ± [\d.]+ +[\d.]+ ± [\d.]+", out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_verify_resume(place, capsys):
+    page = (ROOT / "docs" / "verify_resume.md").read_text()
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        words = shlex.split(line)
+        assert words[0] == "harness"
+        assert main([*words[1:], "--kills", "1", "--steps", "4"]) == 0, line
+        out = capsys.readouterr().out
+        assert re.search(r"^exact: killed 1 time,", out, re.M), out

@@ -52,7 +52,7 @@ def test_every_command_is_tested():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
     assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh", "pip"}
-    assert len(commands()) == 28
+    assert len(commands()) == 29
 
 
 def test_launch_commands_are_those_of_the_engines_page():
@@ -117,8 +117,8 @@ def test_launch_scripts(tmp_path):
         "PYTHON": sys.executable,
         "APEX_HARNESS_CACHE": str(tmp_path),
     }
-    # tests/benchmark runs the benchmark, and tests/engines those of harness launch.
-    elsewhere = ("harness launch", "harness bench")
+    # tests/benchmark runs the benchmark, tests/compare verify-resume, and tests/engines those of harness launch.
+    elsewhere = ("harness launch", "harness bench", "harness verify-resume")
     found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith(elsewhere)]
     assert len(found) == 5
     for number, line in enumerate(found):

@@ -1,0 +1,161 @@
+"""``harness verify-resume``: an unbroken run, the same run killed several times, their comparison, and the cause of a
+difference."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.compare import diagnosis, kill_plan, starts
+from harness.compare.exactness import Difference, differences
+from harness.compare.kill_plan import Progress
+from harness.compare.parting import Parting
+from harness.compare.starts import Starts
+from harness.config import loader
+from harness.config.schema import Config
+from harness.errors import ConfigError
+from harness.runs import layout
+from harness.runs.files import is_url
+from harness.runs.probe_plan import Kill, ProbePlan
+
+UNBROKEN, KILLED, AGAIN = "unbroken", "killed", "unbroken-again"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The words of the command line."""
+
+    path: str
+    overrides: list[str]
+    kills: int
+    steps: int | None = None
+    full: bool = False
+    seed: int = 0
+    folder: Path | None = None
+
+
+def verify(asked: Asked) -> bool:
+    """Run and compare; print what happens. True if the killed run equals the unbroken one bit for bit.
+
+    Raises HarnessError if the configuration is wrong, or if a run fails by itself.
+    """
+    config = loader.load(asked.path, asked.overrides)
+    world_size = config.launch.nnodes * config.launch.nproc
+    folder = _folder(asked.folder)
+    same = False
+    try:
+        same = _verify(asked, config, world_size, folder)
+    finally:
+        if same and asked.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _say(f"the runs are in {folder / 'runs'}, their output in {folder / 'output.txt'}")
+    return same
+
+
+def _folder(wanted: Path | None) -> Path:
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    if wanted.exists() and any(wanted.iterdir()):
+        raise ConfigError("the folder is not empty", where=str(wanted), hint="name a new one with --folder")
+    wanted.mkdir(parents=True, exist_ok=True)
+    return wanted.resolve()
+
+
+def _verify(asked: Asked, config: Config, world_size: int, folder: Path) -> bool:
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    _say(f"{asked.path} on {ranks}, engine {config.launch.engine}: one unbroken run, then the same run killed "
+         f"{asked.kills} times (seed {asked.seed})")  # fmt: skip
+    length = starts.examine(asked.path, asked.overrides, world_size)
+    changes = {} if asked.full else starts.shortened(config, asked.overrides, length, asked.steps)
+    for key, (was, now) in changes.items():
+        _say(f"  shortened: {key} {was} -> {now}")
+    if not asked.full and "train.max_steps" in changes and int(changes["train.max_steps"][1]) < length.per_epoch:
+        _say(f"  an epoch has {length.per_epoch} steps, so none ends; --steps N trains longer")
+    words = [*asked.overrides, *(f"{key}={now}" for key, (_, now) in changes.items())]
+    runs = Starts(asked.path, words, folder, config)
+    first = runs.finish(UNBROKEN)
+    done = Progress(runs.folder_of(UNBROKEN))
+    runs.limit(first.wall_s)
+    _say(f"unbroken: {done}, in {first.wall_s:.1f} s")
+    startup_s = max(0.0, first.wall_s - done.wall_s)  # including the exit
+    _say(f"about {_minutes((asked.kills + 1) * startup_s + 1.5 * done.wall_s)} more")
+    chance = random.Random(asked.seed)
+    kills = kill_plan.choose(done, asked.kills, world_size, startup_s, is_url(config.output), chance)
+    num_kills = _killed(runs, kills, world_size)
+    found = differences(runs.folder_of(UNBROKEN), runs.folder_of(KILLED))
+    if not found:
+        if not num_kills:
+            _say("nothing is shown: the run ended before the first kill; train more --steps")
+            return False
+        compared = f"{len(done.checkpoints)} checkpoints, {done.lines} log lines, summary, best weights"
+        compared += ", predictions" if done.predicts else ""
+        times = f"{num_kills} time{'s' if num_kills > 1 else ''}"
+        _say(f"exact: killed {times}, the run equals the unbroken one bit for bit ({compared})")
+        return True
+    _report(runs, found, done)
+    return False
+
+
+def _killed(runs: Starts, kills: list[Kill], world_size: int) -> int:
+    """Kill the run at each moment, then let it finish; return the number of kills that happened."""
+    happened = 0
+    for number, kill in enumerate(kills, 1):
+        mark = runs.folder / f"mark-{number}.json"
+        ended = runs.start(KILLED, ProbePlan(str(mark), kill))
+        if not mark.exists():
+            if ended.code:
+                raise starts.failed(KILLED, ended, runs.log)
+            _say(f"kill {number} of {len(kills)}: the run had ended before ({kill.where} of step {kill.step})")
+            return happened
+        happened += 1
+        content = json.loads(mark.read_text(encoding="utf-8"))
+        newest = _newest(runs.folder_of(KILLED))
+        _say(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}; {newest}")
+    last = runs.finish(KILLED)
+    _say(f"finished after {happened} kills, in {last.wall_s:.1f} s")
+    return happened
+
+
+def _newest(folder: Path) -> str:
+    try:
+        name = (folder / layout.CHECKPOINTS / layout.LATEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        return "no checkpoint yet"
+    return f"newest checkpoint: {name}"
+
+
+def _report(runs: Starts, found: list[Difference], done: Progress) -> None:
+    """Say where the runs part, and look for the cause."""
+    parting = Parting(found, done.checkpoints)
+    _say("not exact: the killed run parts from the unbroken one")
+    for line in parting.lines():
+        _say(f"  {line}")
+    _say("does it part without a kill, too? a second unbroken run follows")
+    runs.finish(AGAIN)
+    again = differences(runs.folder_of(UNBROKEN), runs.folder_of(AGAIN))
+    if again:
+        _say("yes: two unbroken runs differ, so the training itself is not deterministic; the resume is not to blame")
+        parting = Parting(again, done.checkpoints)
+        for line in parting.lines():
+            _say(f"  {line}")
+        causes = diagnosis.of_chance(runs, parting)
+    else:
+        _say("no: two unbroken runs are equal, so a kill loses something that no checkpoint holds")
+        causes = diagnosis.of_loss(runs, parting, done)
+    if not causes:
+        _say("no cause was found in the user's code")
+    for cause in causes:
+        _say(f"  {cause}")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

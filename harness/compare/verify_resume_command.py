@@ -1,0 +1,50 @@
+"""``harness verify-resume``: kill a run of the user's own configuration at random moments, and compare the result."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from harness.compare.command import EXIT_DIFFERENT
+from harness.config import arguments as shared
+from harness.config import plugins
+from harness.errors import EXIT_DONE
+
+VERB = "verify-resume"
+HELP = "kill a short run of a configuration at random moments, and check that it resumes bit for bit"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_config(parser)
+    parser.add_argument(
+        "--kills", type=shared.positive(int), default=6, metavar="N", help="how often to kill the run (default: 6)"
+    )
+    parser.add_argument(
+        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine in the file)"
+    )
+    parser.add_argument("--nproc", type=shared.positive(int), metavar="N", help="ranks per machine")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps",
+        type=shared.positive(int),
+        metavar="N",
+        help="optimizer steps to train (default: one and a half epochs, or 24 steps if an epoch has more than 60)",
+    )
+    length.add_argument("--full", action="store_true", help="train as the configuration says, without shortening it")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments (default: 0)")
+    parser.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="keep the runs here (default: temporary, kept if they differ)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the verdict; return 0 if the killed run equals the unbroken one, else 1. Raises HarnessError if a run fails
+    by itself."""
+    from harness.compare import verification
+
+    launch = {"engine": arguments.engine, "nproc": arguments.nproc}
+    overrides = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in launch.items() if value is not None)]
+    asked = verification.Asked(
+        arguments.config, overrides, arguments.kills, arguments.steps, arguments.full, arguments.seed, arguments.folder
+    )
+    return EXIT_DONE if verification.verify(asked) else EXIT_DIFFERENT

@@ -1,0 +1,200 @@
+"""What ``harness verify-resume`` writes down inside a rank to find why two runs differ.
+
+    draws-RANK-PID.jsonl        a line for each place in the user's code that draws numbers that no checkpoint holds
+    changes-RANK-PID.jsonl      attributes of a dataset that changed in a loader process while it loaded a batch
+    attributes-RANK-STEP.json   attributes of model, task and optimizer that no state_dict holds, after a step
+
+Python calls a profile function at every call of a C function, which is how a draw is seen whatever name it was imported
+under. It makes a run a few times slower, so only a short run is observed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness.data import loader
+from harness.data.batch import Batch
+from harness.training import attributes, loop
+
+_HARNESS = str(Path(__file__).resolve().parents[1]) + os.sep
+_STDLIB = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+_CLOCKS = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"})
+_TORCH_DRAWS = frozenset(
+    ["rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
+     "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "dropout", "dropout_", "poisson"]
+)  # fmt: skip
+_NUMPY_DRAWS = (
+    "seed", "rand", "randn", "randint", "random", "random_sample", "uniform", "normal", "choice", "permutation",
+    "shuffle", "standard_normal", "beta", "binomial", "poisson", "exponential",
+)  # fmt: skip
+_WORKER_BATCHES = 6  # of a loader process, whose dataset is searched for changes before and after each
+
+
+class _Observer:
+    """The observations of one process. A loader process inherits its rank's by fork and writes files of its own."""
+
+    def __init__(self, folder: str, rank: int, steps: tuple[int, ...]) -> None:
+        self.folder, self.rank, self.steps = Path(folder), rank, frozenset(steps)
+        self._seen: set[tuple[str, str, int]] = set()
+        self._seeded: set[str] = set()  # the global streams that the dataset has seeded for this batch
+        self._torch_seed = 0
+        self._loading = False
+        self._batches = 0
+
+    def write(self, kind: str, content: dict[str, Any]) -> None:
+        with open(self.folder / f"{kind}-{self.rank}-{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+
+    def draw(self, kind: str, function: str, frame: FrameType | None) -> None:
+        """Write down the place in the user's code that led to a call, once."""
+        place = _users_place(frame)
+        if place is None or (kind, *place) in self._seen:
+            return
+        self._seen.add((kind, *place))
+        self.write("draws", {"kind": kind, "function": function, "file": place[0], "line": place[1]})
+
+    def profile(self, frame: FrameType, event: str, called: Any) -> None:
+        if event != "c_call":
+            return
+        owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+        if isinstance(owner, random.Random):
+            self._random(owner, name, frame)
+        elif name == "urandom" or (name == "seed" and isinstance(owner, torch.Generator)):
+            self.draw("entropy", name, frame)
+        elif name in _CLOCKS and getattr(owner, "__name__", "") == "time":
+            self.draw("clock", f"time.{name}", frame)
+        elif name in _TORCH_DRAWS and self._in_worker() and torch.initial_seed() == self._torch_seed:
+            self.draw("worker", f"torch {name}", frame)
+
+    def _random(self, stream: random.Random, name: str, frame: FrameType) -> None:
+        is_global = stream is random._inst  # type: ignore[attr-defined]
+        if name == "seed":
+            if frame.f_code.co_name == "seed" and frame.f_locals.get("a", frame.f_locals.get("x")) is None:
+                self.draw("entropy", "an unseeded random.Random", frame)
+            elif is_global:
+                self._seeded.add("random")
+        elif is_global and self._in_worker() and "random" not in self._seeded:
+            caller: FrameType | None = frame
+            while caller is not None and caller.f_code.co_filename == random.__file__:
+                name, caller = caller.f_code.co_name, caller.f_back
+            self.draw("worker", f"random.{name}", caller)
+
+    def numpy(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """A call of a function of numpy.random, which is no C function in the sense of ``profile``."""
+        if name == "seed":
+            self._seeded.add("numpy")
+            if not arguments or arguments[0] is None:
+                self.draw("entropy", "numpy.random.seed()", sys._getframe(2))
+        elif self._in_worker() and "numpy" not in self._seeded:
+            self.draw("worker", f"numpy.random.{name}", sys._getframe(2))
+
+    def _in_worker(self) -> bool:
+        return self._loading and torch.utils.data.get_worker_info() is not None
+
+    def load(self, fetch: Any, fetcher: Any, request: Any) -> Batch:
+        """``fetch`` a batch of a dataset."""
+        in_worker = torch.utils.data.get_worker_info() is not None
+        searched = in_worker and self._batches < _WORKER_BATCHES
+        before = attributes.digest({"dataset": fetcher.dataset}) if searched else {}
+        self._batches += 1
+        self._loading, self._torch_seed = True, torch.initial_seed()
+        self._seeded.clear()
+        if in_worker:
+            sys.setprofile(self.profile)
+        try:
+            batch: Batch = fetch(fetcher, request)
+        finally:
+            self._loading = False
+        after = attributes.digest({"dataset": fetcher.dataset}) if searched else {}
+        for name in sorted(before.keys() & after.keys()):
+            if before[name] != after[name]:
+                self.write("changes", {"name": name, "values": [before[name], after[name]]})
+        return batch
+
+    def counted(self, run: Any) -> None:
+        """Write the attributes after one of the planned steps."""
+        if run.state.step not in self.steps:
+            return
+        roots = {"model": run.module, "task": run.task, "optimizer": run.optimizer}
+        modules = {type(root).__module__ for root in (*roots.values(), run.task.train, run.task.eval)}
+        roots |= {
+            name: vars(sys.modules[name]) for name in sorted(modules) if _is_users(sys.modules[name].__file__ or "<")
+        }
+        found = attributes.digest(roots)
+        path = self.folder / f"attributes-{self.rank}-{run.state.step}.json"
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    def warned(self, message: Warning | str) -> None:
+        """A warning of torch's about an operation that is not deterministic."""
+        text = str(message)
+        if "does not have a deterministic implementation" in text:
+            name = text.partition(" does not have")[0]
+            frame = sys._getframe(2)
+            if _users_place(frame) is None:
+                self.write("draws", {"kind": "op", "function": f"{name}, in the backward pass", "file": "", "line": 0})
+            else:
+                self.draw("op", name, frame)
+
+
+def arm(folder: str, rank: int, steps: tuple[int, ...]) -> None:
+    """Observe this process, and the loader processes that it starts, from now on."""
+    os.makedirs(folder, exist_ok=True)
+    observer = _Observer(folder, rank, steps)
+    count, fetch, train = loop.count, loader._Fetch.__getitem__, loop.train
+
+    def counted(run: Any, *rest: Any) -> None:
+        count(run, *rest)
+        observer.counted(run)
+
+    def train_observed(run: Any) -> bool:
+        if not run.config.train.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.set_warn_always(True)
+        return train(run)
+
+    def shown(message: Any, *rest: Any, **options: Any) -> None:
+        observer.warned(message)
+
+    loop.count, loop.train = counted, train_observed  # type: ignore[assignment]
+    loader._Fetch.__getitem__ = lambda self, request: observer.load(fetch, self, request)  # type: ignore[method-assign]
+    warnings.showwarning = shown
+    for name in _NUMPY_DRAWS:
+        setattr(np.random, name, _watched(observer, name, getattr(np.random, name)))
+    sys.setprofile(observer.profile)
+
+
+def _watched(observer: _Observer, name: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def watched(*arguments: Any, **options: Any) -> Any:
+        observer.numpy(name, (*arguments, *options.values()))
+        return function(*arguments, **options)
+
+    return watched
+
+
+def _users_place(frame: FrameType | None) -> tuple[str, int] | None:
+    """(file, line) of the innermost call in the user's code; None if the harness called without the user."""
+    while frame is not None and not (file := os.path.realpath(frame.f_code.co_filename)).startswith(_HARNESS):
+        if _is_users(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """True for a file that belongs neither to Python nor to an installed package."""
+    installed = "/site-packages/" in file or "/dist-packages/" in file
+    return os.path.isfile(file) and not installed and not file.startswith(_STDLIB)
