@@ -80,6 +80,7 @@ def test_kill_in_the_write_of_a_checkpoint(tmp_path, data):
     assert_same_run(unbroken, saved.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_kill_in_every_other_place(tmp_path, data, world_size):
     unbroken = train(tmp_path / "unbroken", data, world_size, **SETTINGS)
