@@ -6,7 +6,11 @@ NPROC ?= 2
 
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: train test test-all check bench gpu-check clean
+KILLS ?= 1000
+SEED ?= 0
+JOBS ?= 2
+
+.PHONY: train test test-all check bench campaign gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --standalone --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
@@ -29,6 +33,9 @@ bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
 	$(BIN)/python -m benchmarks.apex_amp_step
 	$(BIN)/python -m benchmarks.apex_o1_engine
+
+campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them; CHAIN=SEED-NUMBER repeats one chain
+	$(BIN)/python -m benchmarks.campaign $(if $(CHAIN),--chain $(CHAIN),--kills $(KILLS) --seed $(SEED) --jobs $(JOBS))
 
 gpu-check: $(VENV)/.test  ## needs a CUDA device: the Apex tests and benchmarks on it
 	$(BIN)/python -m pytest tests/apex --device cuda

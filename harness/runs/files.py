@@ -60,6 +60,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def make_folder(path: Path) -> None:
+    """Create ``path`` and the folders above it, durably: otherwise a power cut may remove a synced file's folder."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing or [path]:  # an existing one may be of a start that was killed just now
+        with suppress(PermissionError):  # a folder may be open for writing, but not for reading
+            _sync(folder.parent)
+
+
 def require_output(out: Path, inputs: Iterable[str | Path], also: str = "") -> None:
     """Raise ConfigError if a command cannot write ``out``, and the file with ``also`` appended to that name.
 

@@ -26,7 +26,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, reason, remedy
 from harness.runs import exit_files, layout
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
-from harness.runs.files import finite, write_atomically
+from harness.runs.files import finite, make_folder, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
 _OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
@@ -74,7 +74,7 @@ class RunFolder:
         Raises ConfigError if it does not."""
         lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"), thread_local=False)
         with contextlib.suppress(OSError, NotImplementedError):  # ``claim`` reports the first; some disks have no locks
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             try:
                 lock.acquire(timeout=_LOCK_S)
             except filelock.Timeout:
@@ -101,7 +101,8 @@ class RunFolder:
             raise own_checkpoint(config.checkpoint.resume)
         note = self._resume_or_move(config, rehearse)
         try:
-            self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
+            self.checkpoints.folder.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             write_atomically(self.path / layout.CONFIG, loader.to_text(config))
             self.forget_end()

@@ -1,0 +1,164 @@
+"""Draws chains and kills from a seed: chain N of a seed is always the same."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchvision.io import write_png
+
+from benchmarks.campaign.trigger import Kill
+
+NAMES = "bella luna max lucy charlie cooper daisy buddy sadie molly bailey lola stella tucker zoe milo leo jasper"
+LAUNCHED = 0.08  # share of the chains with real launchers, whose ranks take seconds to start
+_WAYS = [("ddp", 1), ("ddp", 2), ("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 2), ("dp", 1), ("none", 1)]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One configuration, how its ranks are started, and how often it is killed. ``traits``: one value per dimension of
+    the result table."""
+
+    name: str
+    engine: str
+    world_size: int
+    num_kills: int
+    sections: dict[str, Any]
+    at_url: bool
+    traits: dict[str, str]
+
+    def config(self, folder: Path, data: Path) -> dict[str, Any]:
+        """The configuration of a run whose files are all in ``folder``."""
+        task = {
+            key: value.replace("DATA", str(data)) if isinstance(value, str) else value
+            for key, value in self.sections["task"].items()
+        }
+        place = f"file://{folder}/url" if self.at_url else str(folder / "runs")
+        return {
+            **self.sections, "name": "run", "output": place, "task": task,
+            "data": {**self.sections["data"], "cache_dir": str(folder / "cache")},
+            "runtime": {"device": "cpu", "timeout_s": 20},
+            "launch": {"nproc": self.world_size, "threads": 1, "grace_s": 20},
+        }  # fmt: skip
+
+
+def chain(seed: int, number: int) -> Chain:
+    """Chain ``number`` of ``seed``."""
+    dice = random.Random(f"campaign {seed} {number}")
+    strategy, world_size = dice.choice(_WAYS)
+    level = dice.choice(["O0", "O1", "O4"] if strategy == "fsdp" else ["O0", "O1", "O2", "O3", "O4", "O5"])
+    launched = dice.random() < LAUNCHED
+    engine = (
+        dice.choice(["harness launch", "harness launch", "torchrun", "torch.distributed.launch"])
+        if launched
+        else "bare"
+    )
+    if launched and world_size == 3:
+        world_size = 2
+    overlapped = strategy == "ddp" and dice.random() < 0.5
+    shard = dice.choice(["contiguous", "strided", "global"])
+    accumulate = dice.choice([1, 1, 2])
+    train: dict[str, Any] = {"epochs": 3, "log_every": dice.choice([1, 3])}
+    if ema := dice.random() < 0.4:
+        train["ema_decay"] = 0.9
+    if clip := dice.random() < 0.4:
+        train["clip_norm"] = 1.0
+    workers = dice.choice([0, 0, 0, 1])
+    at_url = dice.random() < 0.15
+    name, task, model, options = _task(dice, strategy, level)
+    every = dice.choice([None, 1, 2, 3])
+    sections = {
+        "seed": number,
+        "task": task,
+        "model": model,
+        "data": {"num_workers": workers, "shard": shard},
+        "batch": {"global": 12, "accumulate": accumulate},
+        "optimizer": dice.choice([{"name": "sgd", "lr": 0.05, "momentum": 0.9}, {"name": "adam", "lr": 0.003}]),
+        "schedule": dice.choice([{"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}]),
+        "precision": {"opt_level": level},
+        "parallel": {"strategy": strategy, "delay_allreduce": not overlapped},
+        "train": train,
+        "checkpoint": {"every_steps": every, "keep": dice.choice([1, 2])},
+    }
+    options |= {"moving average": ema, "clipping": clip, "micro-batches": accumulate > 1, "loader worker": workers > 0}
+    kind = f"ddp, {'overlapped' if overlapped else 'delayed'}" if strategy == "ddp" else strategy
+    traits = {
+        "level": level, "strategy": kind, "ranks": str(world_size), "engine": engine, "shard rule": shard,
+        "task": name, "run folder": "URL" if at_url else "local",
+        "checkpoint every": f"{every} steps" if every else "epoch",
+        "option": ",".join(option for option, on in options.items() if on) or "none",
+    }  # fmt: skip
+    num_kills = dice.randint(3, 4) if launched else dice.randint(4, 6)
+    return Chain(f"{seed}-{number}", engine, world_size, num_kills, sections, at_url, traits)
+
+
+def _task(
+    dice: random.Random, strategy: str, level: str
+) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, bool]]:
+    """(name, section task, section model, which options they use)."""
+    if dice.random() < 0.3:
+        task = {"name": "pet_names", "names": "DATA/names.txt", "rows": "names"}
+        dropout = dice.choice([0.0, 0.2])
+        args = {"embedding": 8, "hidden": 8, "num_layers": 2, "dropout": dropout}
+        return "pet_names", task, {"name": "char_gru", "args": args}, {"dropout": dropout > 0}
+    augment, dropout, norm = dice.random() < 0.5, dice.choice([0.0, 0.2]), dice.random() < 0.5
+    images: dict[str, Any] = {
+        "name": "image_csv", "train_csv": "DATA/train.csv", "eval_csv": "DATA/eval.csv", "root": "DATA",
+        "color": "gray",
+    }  # fmt: skip
+    if augment:
+        images["augment"] = {"crop_padding": 1, "horizontal_flip": 0.5}
+    model = {"name": "small_cnn", "args": {"width": 3, "dropout": dropout, "batch_norm": norm}}
+    return "image_csv", images, model, {"augmentation": augment, "dropout": dropout > 0, "batch norm": norm}
+
+
+def kills(chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> list[Kill]:
+    """The kills of ``chain``, one per start. ``counts``: {rank: {place: operations}} of the unbroken run."""
+    dice = random.Random(f"kills {chain.name}")
+    drawn = [_kill(dice, chain, counts) for _ in range(chain.num_kills)]
+    return sorted(drawn, key=lambda kill: kill.place == "end")  # a run that has reached its end has no steps left
+
+
+def _kill(dice: random.Random, chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> Kill:
+    rank = dice.choices(range(chain.world_size), [2.0] + [1.0] * (chain.world_size - 1))[0]
+    weights = {"start-up": 2, "step": 4, "checkpoint": 4, "evaluation": 2, "end": 2, "upload": 3}
+    places = [place for place in weights if counts[rank].get(place)]
+    place = dice.choices(places, [weights[place] for place in places])[0]
+    # The run must not end before its last kill.
+    share = 1.0 if place in ("start-up", "end") else 1.2 / chain.num_kills
+    number = dice.randint(1, max(1, round(share * counts[rank][place])))
+    how, target = dice.choices(
+        [("KILL", "one rank"), ("KILL", "all ranks"), ("TERM", "one rank"), ("TERM", "all ranks"), ("INT", "all ranks"),
+         ("INT", "one rank"), ("STOP", "one rank")],
+        [8, 6, 2, 2, 2, 1, 2],
+    )[0]  # fmt: skip
+    if chain.engine != "bare" and (target == "all ranks" or dice.random() < 0.3):
+        target = "launcher"
+    elif chain.world_size == 1:
+        target = "all ranks"
+    if how == "STOP" and target == "launcher":
+        how = "KILL"
+    delay_s = dice.choice([0.0, 0.0, dice.uniform(0, 0.003), dice.uniform(0, 0.1)])
+    then_s = dice.uniform(0.05, 1.0) if how == "STOP" else 0.0
+    return Kill(rank, place, number, int(signal.Signals[f"SIG{how}"]), target, delay_s, then_s)
+
+
+def write_data(folder: Path) -> None:
+    """Write the data of all chains: striped images whose direction is the label, and names."""
+    generator = torch.Generator().manual_seed(0)
+    (folder / "images").mkdir(parents=True)
+    for split, count in (("train", 37), ("eval", 14)):  # odd sizes: ragged shards, ragged last batches
+        lines = ["path,label"]
+        for row in range(count):
+            label = row % 3
+            pixels = torch.randint(0, 80, (1, 8, 8), generator=generator, dtype=torch.uint8)
+            pixels[0, label::3] += 150
+            write_png(pixels.transpose(1, 2).contiguous() if row % 2 else pixels, f"{folder}/images/{split}{row}.png")
+            lines.append(f"images/{split}{row}.png,{'abc'[label]}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    (folder / "names.txt").write_text("\n".join(NAMES.split()) + "\n")

@@ -1,0 +1,118 @@
+"""Compares a run that was killed with its unbroken run: the bits, the files, and the exit codes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.campaign.job import End
+from benchmarks.campaign.plan import Chain
+from benchmarks.campaign.trigger import Kill
+from harness.trackers.metrics_log import TIMES
+
+_KILLED, _STOPPED, _LOST = -signal.SIGKILL, 75, 70
+_OF_CAMPAIGN = {"config.yaml", "terminal.txt", "report.jsonl", "python"}
+
+
+def digests(run: Path) -> dict[str, str]:
+    """{part: SHA-256} of the results in a run folder, without times. Independent of ``harness compare``."""
+    newest = run / "checkpoints" / (run / "checkpoints/latest").read_text().strip()
+    content = torch.load(newest / "state.pt", weights_only=True)
+    content.pop("log_offset")  # counts bytes, and the logged times vary in their number of digits
+    found = {f"checkpoint: {part}": _digest(_timeless(value)) for part, value in content.items()}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found["metrics.jsonl"] = _digest([{k: v for k, v in line.items() if k not in TIMES} for line in lines])
+    found["summary.json"] = _digest(_timeless(json.loads((run / "summary.json").read_text())))
+    for name in ("weights.safetensors", "predictions.csv", "confusion.csv", "task.json"):
+        if (run / name).exists():
+            found[name] = hashlib.sha256((run / name).read_bytes()).hexdigest()
+    return found
+
+
+def _timeless(value: Any) -> Any:
+    """``value`` without the seconds in it."""
+    if isinstance(value, dict):
+        return {key: _timeless(item) for key, item in value.items() if not str(key).endswith("_s")}
+    return [_timeless(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.sha256()
+    for part in _flat(value):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _flat(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{key!r}:".encode()
+            yield from _flat(item)
+    elif isinstance(value, list | tuple):
+        yield f"[{len(value)}".encode()
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield repr(value).encode()
+
+
+def wrong_bits(unbroken: dict[str, str], broken: dict[str, str]) -> list[str]:
+    """The parts that differ."""
+    return sorted(part for part in unbroken.keys() | broken.keys() if unbroken.get(part) != broken.get(part))
+
+
+def stray_files(unbroken: Path, broken: Path, keep: int) -> list[str]:
+    """Files in the folder ``broken`` that the unbroken run did not leave, and files that are missing. The
+    kept checkpoints may be of other steps, but not more: the newest ``keep`` and the best."""
+    expected, found = _names(unbroken), _names(broken)
+    steps = {path.parent for path in broken.rglob("checkpoints/step-*/*")}
+    more = [f"{len(steps)} checkpoints, but keep is {keep}"] if len(steps) > keep + 1 else []
+    return [*sorted(found - expected), *(f"missing: {name}" for name in sorted(expected - found)), *more]
+
+
+def _names(folder: Path) -> set[str]:
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    for pattern, same in ((r"/step-\d+(?=/|$)", "/step-N"), (r"(?<=cache/runs/run-)\w+", "URL")):
+        names = {re.sub(pattern, same, name) for name in names}
+    return names - _OF_CAMPAIGN
+
+
+def wrong_codes(chain: Chain, kill: Kill | None, end: End) -> str:
+    """The reason why the exit codes of a start do not fit its end; empty if they do.
+
+    A stopped rank exits with 75, or with 130 (SIGINT) or 143 (SIGTERM) before there is a checkpoint; a rank that lost
+    a peer with 70. A run may also have been done already when the signal came.
+    """
+    if end.hung:
+        return ""  # reported as such
+    allowed = {0} if kill is None or end.fired is None else _allowed(chain, kill, end)
+    if all(code in allowed for code in end.codes):
+        return ""
+    return f"exit codes {end.codes} instead of {sorted(allowed)}"
+
+
+def _allowed(chain: Chain, kill: Kill, end: End) -> set[int]:
+    early = kill.place == "start-up"
+    if kill.signal in (signal.SIGKILL, signal.SIGSTOP):
+        if chain.engine != "bare":
+            # torch's launcher exits with 1 for a rank that failed.
+            return {_KILLED} if kill.target == "launcher" else {0, 1, _LOST}
+        done = {0} if kill.place == "end" or kill.delay_s else set()
+        return {_KILLED, *done, *({_LOST} if chain.world_size > 1 else ())}
+    allowed = {0, _STOPPED}
+    if early:
+        allowed |= {130 if kill.signal == signal.SIGINT else 143}
+    if chain.engine.startswith("torch"):
+        allowed |= {1, -kill.signal, 128 + kill.signal}  # of torch's launcher, whatever its ranks return
+    return allowed

@@ -1,0 +1,118 @@
+"""The kill campaign of benchmarks/campaign: it finds planted defects and no others, and can be interrupted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Runs chains of the campaign, each in a process of its own, with a defect planted into the harness. Forked ranks
+# inherit it.
+PROGRAM = """
+import dataclasses, json, os, sys, time
+from pathlib import Path
+from benchmarks.campaign import __main__ as campaign, chain, job, plan
+campaign.preload()
+from harness.distributed.stop import Stop
+from harness.runs.run_dir import RunFolder
+from harness.training import rng
+
+def lost_random_stream():
+    rng.set_state = lambda *arguments: None
+
+def file_left_behind():
+    claim = RunFolder.claim
+    def claim_and_leave(self, *arguments, **options):
+        resumes = self.metrics.exists()
+        note = claim(self, *arguments, **options)
+        if resumes:
+            (self.path / "half.tmp").touch()
+        return note
+    RunFolder.claim = claim_and_leave
+
+def rank_that_never_ends():
+    job.END_S = 3.0
+    def request(self, reason):
+        time.sleep(1000)
+    Stop.request = request
+
+def wrong_exit_code():
+    from harness.training import exit_report
+    exit_report.EXIT_STOPPED = 1
+
+def nothing():
+    pass
+
+def first(signal, place, **traits):
+    "The first chain with these traits, to be hit by the signal in the place, twice."
+    number = next(n for n in range(1000) if traits.items() <= plan.chain(1, n).traits.items()
+                  and "dropout" in plan.chain(1, n).traits["option"])
+    real = plan.kills
+    kill = plan.Kill(0, place, 2, int(getattr(plan.signal, signal)), "one rank", 0.0, 0.0)
+    plan.kills = lambda *arguments: [kill, kill]
+    return plan.chain(1, number)
+
+folder = Path(sys.argv[1])
+local = {"engine": "bare", "run folder": "local", "level": "O0"}
+data = campaign._data(folder)
+CASES = [(nothing, "SIGKILL", "step", local | {"ranks": "2"}),
+         (nothing, "SIGTERM", "step", local | {"ranks": "1", "engine": "harness launch", "level": "O1"}),
+         (lost_random_stream, "SIGKILL", "evaluation", local | {"ranks": "1"}),
+         (file_left_behind, "SIGKILL", "checkpoint", local | {"ranks": "1"}),
+         (rank_that_never_ends, "SIGTERM", "step", local | {"ranks": "1"}),
+         (wrong_exit_code, "SIGTERM", "step", local | {"ranks": "1"})]
+for index, (plant, signal, place, traits) in enumerate(CASES):
+    def work():
+        plant()
+        chosen = first(signal, place, **traits)
+        result = chain.run(chosen, folder / str(index), data)
+        print(json.dumps({"plant": plant.__name__, **result}), flush=True)
+    os.waitpid(campaign._forked(work), 0)
+"""
+
+
+@pytest.mark.slow
+def test_campaign_finds_planted_defects(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [(result["plant"], sorted({problem["kind"] for problem in result["problems"]})) for result in results]
+    assert found == [
+        ("nothing", []),
+        ("nothing", []),
+        ("lost_random_stream", ["wrong bits"]),
+        ("file_left_behind", ["stray file"]),
+        ("rank_that_never_ends", ["hang"]),
+        ("wrong_exit_code", ["exit code"]),
+    ], done.stdout + done.stderr
+    exact = results[0]
+    assert [kill["codes"][0] for kill in exact["kills"]] == [-9, -9]
+    assert all(kill["codes"][1] == 70 and kill["end_s"] < 30 for kill in exact["kills"])
+    assert [kill["codes"] for kill in results[1]["kills"]] == [[75], [75]]
+    assert "checkpoint: model" in results[2]["problems"][0]["text"]
+    assert "half.tmp" in results[3]["problems"][0]["text"]
+    # What hangs says where: the stack of the rank is in its terminal file.
+    assert " in request\n" in (tmp_path / "4/broken/terminal.txt").read_text()
+
+
+@pytest.mark.slow
+def test_campaign_goes_on_where_it_was_stopped(tmp_path):
+    def campaign(kills: int) -> str:
+        words = ["--seed", "3", "--kills", str(kills), "--jobs", "2", "--no-page", "--folder", str(tmp_path)]
+        command = [sys.executable, "-m", "benchmarks.campaign", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        return done.stdout
+
+    assert "| chains | kills |" in campaign(1)
+    results = {path: path.read_text() for path in tmp_path.glob("seed-3-*/results/*.json")}
+    first = min(results)
+    first.unlink()  # as if it had been interrupted in this chain
+    assert f"3-{int(first.stem)} " in campaign(1)
+    assert first.exists()
+    assert all(path.read_text() == text for path, text in results.items() if path != first)
