@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import EXIT_STOPPED
@@ -69,6 +71,46 @@ def kill_session(leader: int) -> None:
     """Kill what a dead session leader left behind, such as loader processes."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process, so that no other one with the same number is taken for it."""
+
+    host: str
+    pid: int
+    started: str
+    """Clock ticks from the boot of the machine to the start of the process."""
+    place: str = ""
+    """Machine and container: within one place, processes see each other and share a network."""
+
+    @classmethod
+    def of_this_process(cls) -> Identity:
+        return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1], _place())
+
+    def state(self) -> str:
+        """The letter of proc(5), such as "S" (sleeping) or "T" (stopped by a signal); "X" if the process has ended.
+        Empty if it cannot be determined: on another machine or in another container, or without Linux's /proc."""
+        if not self.started or self.place != _place():
+            return ""
+        state, started = _stat(self.pid)
+        return state if started == self.started and state != "Z" else "X"
+
+
+def _place() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and start time of a process; empty if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
 
 
 def _children() -> set[int]:

@@ -23,10 +23,11 @@ class Cause(str, Enum):
     DONE = "done"
     STOPPED = "stopped"  # early, on request, with a checkpoint
     ERROR = "error"  # its own error
+    HUNG = "hung"  # it did not reach a collective in which other ranks waited for it
     PEER_LOST = "peer_lost"  # a consequence: another rank failed or is gone
     LAUNCHER_LOST = "launcher_lost"  # a consequence: the process that started it is gone
     SIGNAL = "signal"  # killed; only an engine can report it
-    NODE_LOST = "node_lost"  # its machine, pod or worker is gone; only an engine can report it
+    NODE_LOST = "node_lost"  # its machine, pod, worker or process is gone; an engine or another rank can report it
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,12 @@ def to_torch_error_file(exit: RankExit, world_size: int) -> str:
     torch reports the error file with the earliest timestamp as the root cause, and compares whole seconds. A peer often
     notices a failure within the same second, so a consequence is dated one second later.
     """
-    text = "".join(exit.traceback) or f"{exit.error or exit.cause.value}: {exit.message}"
-    timestamp = int(exit.time) + (exit.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST))
+    is_consequence = exit.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST)
+    error = f"{exit.error or exit.cause.value}: {exit.message}"
+    text = error if is_consequence else "".join(exit.traceback) or error
+    if exit.cause is Cause.HUNG:
+        text += f"\n{error}"
+    timestamp = int(exit.time) + is_consequence
     message = {
         "message": exit.message.partition("\n")[0],
         "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)},

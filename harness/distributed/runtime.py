@@ -6,6 +6,7 @@ Every rank must reach every one of them. All also work for a single rank without
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 import sys
@@ -24,11 +25,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from harness.distributed import devices
 from harness.distributed.launch_env import Launch
+from harness.distributed.limited_store import LimitedStore
 from harness.distributed.network import interface_towards
+from harness.distributed.processes import Identity
 from harness.errors import HarnessError, LaunchError, portable
 
 Value = TypeVar("Value")
 
+_NCCL_S = 15.0  # after timeout_s nccl aborts the process; the watchdog reports a hung rank before
 _PATIENCE_S = 5.0  # between two heartbeats while a rank works in patiently()
 
 
@@ -38,7 +42,9 @@ class Runtime:
 
     launch: Launch = field(default_factory=Launch)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    store: Any = None  # torch's key-value store, where there is a process group
+    store: LimitedStore | None = None  # torch's key-value store, where there is a process group
+    timeout_s: float = math.inf  # limit of a wait for a peer
+    peers: Sequence[Identity] = ()  # the processes of all ranks, by rank, where there is a process group
     failed: bool = False  # set when this rank reports a failure, its own or a consequence of another's
     _control: Any = None  # a gloo group for Python objects and flags, apart from the group of the gradients
 
@@ -194,7 +200,8 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
     try:
         store = open_store(launch, timeout_s)
         backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        limit = timeout if target.type == "cpu" else timedelta(seconds=timeout_s + _NCCL_S)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} could not reach its peers "
@@ -203,13 +210,15 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
             f"the port is open, and that interface {os.environ.get('GLOO_SOCKET_IFNAME') or 'of the default route'} "
             "leads to the others (GLOO_SOCKET_IFNAME; launch.interface)",
         ) from None
-    runtime = Runtime(launch, target, store, _control=dist.new_group(backend="gloo", timeout=timeout))
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    runtime = Runtime(launch, target, LimitedStore(store), timeout_s, _control=control)
     try:
         devices.check_own(runtime.gather((runtime.host, devices.card(target))))
+        runtime.peers = runtime.gather(Identity.of_this_process())
         yield runtime
     finally:
-        # After a failure nccl would wait for peers that may be gone. gloo does not wait, but aborts if left open.
-        if target.type == "cpu" or (sys.exc_info()[0] is None and not runtime.failed):
+        # After a failure both backends would wait for peers that may be frozen. harness.cli.leave ends their threads.
+        if sys.exc_info()[0] is None and not runtime.failed:
             # A sharded model keeps the group alive in reference cycles, and gloo aborts if its threads outlive it.
             gc.collect()
             dist.destroy_process_group()

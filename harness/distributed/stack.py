@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,12 @@ def main_thread_at() -> str:
     return describe(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
+def main_thread_lines() -> list[str]:
+    """The stack of the main thread, as in a traceback."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return traceback.format_stack(frame) if frame else []
+
+
 def raised_at(error: BaseException) -> str:
     """The location at which ``error`` was raised, in the same form."""
     trace = error.__traceback__
@@ -28,14 +35,22 @@ def raised_at(error: BaseException) -> str:
 
 def describe(frame: FrameType | None) -> str:
     """The innermost function of the harness on the stack of ``frame``, and the innermost function of all."""
-    innermost = frame.f_code.co_name if frame else ""
+    innermost = frame.f_code.co_name + _place(frame) if frame else ""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_PACKAGE) and frame.f_code.co_name not in _HELPERS:
-            called = f" calling {innermost}" if innermost != frame.f_code.co_name else ""
+            called = f" calling {innermost}" if not innermost.startswith(frame.f_code.co_name) else ""
             return f"{frame.f_code.co_name} (harness/{file.removeprefix(_PACKAGE)}:{frame.f_lineno}){called}"
         frame = frame.f_back
     return innermost
+
+
+def _place(frame: FrameType) -> str:
+    """File and line of code of the user; empty for installed packages and the harness."""
+    file = frame.f_code.co_filename
+    if file.startswith((_PACKAGE, "<", sys.prefix, sys.base_prefix)) or "site-packages" in file:
+        return ""
+    return f" ({Path(file).name}:{frame.f_lineno})"
 
 
 def signal_name(number: int) -> str:

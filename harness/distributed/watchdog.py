@@ -11,14 +11,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 from harness.distributed import stack
 from harness.distributed.launch_env import Launch
+from harness.distributed.limited_store import StoreSilent
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
+from harness.distributed.stalls import ANSWER_S, Stalls
 from harness.distributed.stop import Stop
 from harness.errors import EXIT_FAILURE
 
@@ -27,8 +28,9 @@ log = logging.getLogger("harness")
 _KEY = "failed"
 PERIOD_S = 1.0
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
-JOIN_S = 5.0  # for the thread to return from a request to the store
+JOIN_S = 1.0  # for the thread to return from a request to the store
 NEWS_S = 3.0  # for all ranks to learn of a failure before the failing one closes its connections
+_POLL_S = 0.1
 
 
 @contextmanager
@@ -68,28 +70,32 @@ class Watchdog:
         stop: Stop,
         *,
         parent: int | None = None,
-        on_blocked: Callable[[Cause, str, str], None] = lambda cause, message, doing: None,
+        on_blocked: Callable[[Cause, str, str, RankExit | None], None] = lambda cause, message, doing, first: None,
+        step: Callable[[], int | None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """``parent``: the process that started this one, as seen at its start; it may have died since.
-        ``on_blocked(cause, message, doing)`` is called before a blocked rank is ended."""
+        ``on_blocked(cause, message, doing, first)`` is called before a blocked rank is ended; ``first`` is the launch's
+        first failure, if it is known. ``step()`` returns the present step."""
         self._runtime, self._stop = runtime, stop
         self._on_blocked, self._exit_process = on_blocked, exit_process
         # A shell may end before its job does (nohup). Only a launcher's death leaves the rank without supervision.
         self._parent = (parent or os.getppid()) if runtime.launch.supervised else None
         self.doing = ""  # where the main thread was when this rank learned of another's failure
+        self.stalls = Stalls(runtime, step)
         self._first: RankExit | None = None  # the launch's first failure, once this rank has learned of it
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="harness-watchdog", daemon=True)
+        self._clock = threading.Thread(target=self._tick, name="harness-clock", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self._runtime.store is not None or self._parent is not None:
             self._thread.start()
+            self._clock.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._finished.set()
-        # Python stops daemon threads at exit, also inside a C++ call of the store, which then aborts the process.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
@@ -112,19 +118,46 @@ class Watchdog:
     def linger(self) -> None:
         """Wait until all peers have seen the failure, at most NEWS_S: the store or the launcher may end with this
         rank."""
+        self._wait_for([f"heard/{rank}" for rank in range(self._runtime.world_size)], NEWS_S)
+
+    def missing(self, doing: str, timed_out: bool) -> RankExit | None:
+        """The rank that a collective of this rank, in ``doing``, waited for in vain, as ``Stalls.missing``. None if
+        the first failure is already known, or if another rank is looking for it."""
+        if self._peer_failure():
+            return None
+        found = self.stalls.missing(doing, timed_out)
+        if found is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):
+            self._peer_failure()
+        return found
+
+    def _wait_for(self, keys: Sequence[str], limit_s: float) -> bool:
+        """True once the store has all ``keys``; False after ``limit_s``, or if the store does not answer."""
+        store, deadline = self._runtime.store, time.monotonic() + limit_s
         with suppress(Exception):
-            if self._runtime.store is not None:
-                keys = [f"heard/{rank}" for rank in range(self._runtime.world_size)]
-                self._runtime.store.wait(keys, timedelta(seconds=NEWS_S))
+            while store is not None and time.monotonic() < deadline:
+                if store.check(keys):
+                    return True
+                time.sleep(_POLL_S)
+        return False
+
+    def _tick(self) -> None:  # apart from the watchdog, which may wait for the store
+        while not self._finished.wait(PERIOD_S):
+            self.stalls.tick()
 
     def _run(self) -> None:
         while not self._finished.wait(PERIOD_S):
             if self._parent is not None and os.getppid() != self._parent:
                 self._end(Cause.LAUNCHER_LOST, "the launcher is gone")
                 return
-            if message := self._peer_failure():
-                self._end(Cause.PEER_LOST, message)
+            if message := self._peer_failure() or self._stalled():
+                first = self._first
+                if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
+                    self._end(Cause.HUNG, first.message)
+                else:
+                    self._end(Cause.PEER_LOST, message)
                 return
+            with suppress(Exception):
+                self.stalls.answer()
 
     def _peer_failure(self) -> str:
         store = self._runtime.store
@@ -134,18 +167,36 @@ class Watchdog:
             if not store.check([_KEY]):
                 return ""
             self._first = RankExit.from_dict(json.loads(store.get(_KEY)))
+        except StoreSilent:  # harmless by itself; see Stalls.missing
+            return ""
         except Exception:
-            self.doing = stack.main_thread_at()
+            self.doing = self.doing or stack.main_thread_at()
             return "rank 0, or the launcher, is gone"
-        self.doing = stack.main_thread_at()
+        self.doing = self.doing or stack.main_thread_at()
         self.acknowledge()
         return f"rank {self._first.rank} failed"
+
+    def _stalled(self) -> str:
+        """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
+        nccl. One of gloo raises after the timeout."""
+        if self.stalls.waited_s() < self._runtime.timeout_s + 2 * PERIOD_S:
+            return ""
+        found = self.stalls.missing(stack.main_thread_at(), timed_out=False)
+        if found is None or found.cause is not Cause.HUNG:
+            return ""
+        self.doing = stack.main_thread_at()
+        self._first = self.report(found) or found
+        return f"rank {self._first.rank} failed: {self._first.message}"
 
     def _end(self, cause: Cause, message: str) -> None:
         self._stop.request(message)
         if not self._finished.wait(GRACE_S):
-            log.error("%s, and this rank is blocked waiting for it: exiting", message)
-            self._on_blocked(cause, message, self.doing or stack.main_thread_at())
+            if cause is Cause.HUNG:
+                log.error("the other ranks have given up waiting for this one: %s", message)
+            else:
+                log.error("%s, and this rank is blocked waiting for it: exiting", message)
+            self._on_blocked(cause, message, self.doing or stack.main_thread_at(), self._first)
+            self.stalls.release()
             logging.shutdown()
             time.sleep(0.1)
             self._exit_process(EXIT_FAILURE)

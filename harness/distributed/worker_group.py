@@ -16,11 +16,12 @@ from typing import Any
 from harness.distributed import processes
 from harness.distributed.launch_env import local_environment
 from harness.distributed.monitor import EngineReport
-from harness.distributed.rank_exit import RankExit
+from harness.distributed.rank_exit import Cause, RankExit
 
-PEERS_S = 20.0  # for the other processes to end once one has failed; the watchdog ends a blocked rank within 13 s
+PEERS_S = 15.0  # for the other processes to end once one has failed; the watchdog ends a blocked rank within 13 s
 KILL_S = 5.0  # from SIGTERM to SIGKILL after that
 _POLL_S = 0.05
+_LATE = f"killed by its launcher, since it still ran {PEERS_S:.0f} s after another rank had failed"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class WorkerGroup:
         self.deadline = float("inf")
         """Time (time.monotonic) at which remaining processes are killed; infinite until the group is stopped."""
         self._failed_at = float("inf")
-        self._peers_stopped = False
+        self._late: set[int] = set()  # still ran PEERS_S after the first failure
         self.num_stops = 0
         self.exits: dict[int, int] = {}
         """Exit codes, or minus the signal number, in the order in which the processes ended."""
@@ -105,8 +106,8 @@ class WorkerGroup:
         now = time.monotonic()
         if any(self.exits.values()):
             self._failed_at = min(self._failed_at, now)
-        if not self._peers_stopped and now > self._failed_at + PEERS_S:
-            self._peers_stopped = True
+        if not self._late and now > self._failed_at + PEERS_S:
+            self._late = self.processes.keys() - self.exits.keys()
             self.deadline = min(self.deadline, now + KILL_S)
             self.send(signal.SIGTERM)
         if now > self.deadline:
@@ -123,7 +124,12 @@ class WorkerGroup:
 
     def follow(self) -> EngineReport:
         """``wait`` as an engine reports it, for processes that are ranks."""
-        exits = [RankExit.from_code(rank, code) for rank, code in self.wait().items()]
+        exits = [
+            RankExit(rank, Cause.PEER_LOST, code, message=_LATE)
+            if rank in self._late and code < 0
+            else RankExit.from_code(rank, code)
+            for rank, code in self.wait().items()
+        ]
         return EngineReport(exits, stopped=self.num_stops > 0)
 
 

@@ -26,7 +26,7 @@ from harness.runs.url_store import UrlStore
 _STOPPED = {EXIT_STOPPED, -signal.SIGTERM}
 _WORDS = {
     Cause.DONE: "done", Cause.STOPPED: "stopped", Cause.ERROR: "failed", Cause.PEER_LOST: "lost its peers",
-    Cause.LAUNCHER_LOST: "lost its launcher",
+    Cause.LAUNCHER_LOST: "lost its launcher", Cause.HUNG: "hung",
 }  # fmt: skip
 
 
@@ -54,12 +54,13 @@ def judge(
 
     The cause of a failure is the first of these that there is:
 
-    1. an error of a rank itself, once the run had begun;
+    1. an error of a rank that has a step, or a rank that hung;
     2. a killed rank, unless a rank that ended before it explains it, or the user asked for the end and no rank failed;
-    3. a lost machine, pod or worker;
+    3. a lost machine, pod, worker or process;
     4. a rank that lost its peers or its launcher.
 
-    Without any of them the run is done, stopped, or ended before it began.
+    An exit has a step if it was recorded after this start had claimed the run folder. Without any of these the run is
+    done, stopped, or ended before that.
     """
     own = {exit.rank for exit in exits if exit.by_rank}
     known = [exit for exit in exits if exit.by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
@@ -67,7 +68,7 @@ def judge(
         return _without_failure({exit.exit_code for exit in known}, stopped, folder, summary or {})
     if first.rank is None:
         first = replace(first, rank=next((rank for rank in range(world_size) if rank not in own), 0))
-    if not first.by_rank:  # its peers know how far the run was
+    if not first.by_rank:  # the records of the other ranks have a step and a host
         host = next((exit.host for exit in known if exit.by_rank and exit.rank == first.rank), "")
         first = replace(first, host=host, step=max((exit.step or 0 for exit in known), default=0))
     known.sort(key=lambda exit: (exit.by_rank, exit.time))  # of several exits of a rank the last one is described
@@ -80,19 +81,21 @@ def judge(
 def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     """The cause of the failure, by the order that ``judge`` documents."""
 
-    def first(*causes: Cause, begun: bool = True) -> RankExit | None:
-        return next((exit for exit in exits if exit.cause in causes and (exit.step is not None) is begun), None)
+    def first(*causes: Cause, has_step: bool = True) -> RankExit | None:
+        return next((exit for exit in exits if exit.cause in causes and (exit.step is not None) is has_step), None)
 
-    if error := first(Cause.ERROR):
+    if error := first(Cause.ERROR, Cause.HUNG):
         return error
     consequence = first(Cause.PEER_LOST, Cause.LAUNCHER_LOST)
     # After a rank that ended without a record, the engine itself kills the others.
-    killed = first(Cause.SIGNAL, Cause.ERROR, begun=False)
+    killed = first(Cause.SIGNAL, Cause.ERROR, has_step=False)
     if killed is not None and killed.cause is Cause.SIGNAL and not (stopped and consequence is None):
         reason = "out of memory, a user or a scheduler" if killed.exit_code == -signal.SIGKILL else "see its log"
+        if killed.exit_code == -signal.SIGABRT:
+            reason = "a C++ library gave up; its log has the reason. Under gloo: ranks called different collectives"
         message = f"the process received {signal_name(-killed.exit_code)} ({reason})"
         return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
-    if lost := first(Cause.NODE_LOST, begun=False):
+    if lost := first(Cause.NODE_LOST, has_step=False) or first(Cause.NODE_LOST):
         return replace(lost, error="Lost")
     return consequence
 
@@ -137,7 +140,7 @@ def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
 
 def _describe(exit: RankExit) -> str:
     """One line for the report."""
-    if exit.cause is Cause.NODE_LOST:
+    if exit.cause is Cause.NODE_LOST or (not exit.by_rank and exit.message):
         return exit.message
     if exit.cause is Cause.SIGNAL:
         return f"killed by {signal_name(-exit.exit_code)}, left no record"

@@ -39,6 +39,10 @@ _PEER_GONE = (
 )  # fmt: skip
 
 
+class Paused(TrainingError):
+    """This process was stopped and continued."""
+
+
 class ExitReporter:
     """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record."""
 
@@ -52,20 +56,29 @@ class ExitReporter:
         self._write(self._exit(cause, code, message=reason))
         return code
 
-    def blocked(self, cause: Cause, message: str, doing: str) -> None:
-        """Report that the watchdog is about to end this rank."""
-        error = "LauncherLost" if cause is Cause.LAUNCHER_LOST else "PeerLost"
-        self._write(self._exit(cause, EXIT_FAILURE, error=error, message=message, doing=doing))
+    def blocked(self, cause: Cause, message: str, doing: str, first: RankExit | None) -> None:
+        """Report that the watchdog is about to end this rank. ``first``: the launch's first failure, if it is known."""
+        errors = {Cause.LAUNCHER_LOST: "LauncherLost", Cause.HUNG: "Hung"}
+        trace = first.traceback if first and cause is Cause.HUNG else ()
+        error = errors.get(cause, "PeerLost")
+        self._write(self._exit(cause, EXIT_FAILURE, error=error, message=message, doing=doing, trace=trace))
+        if first and self._folder.claimed:
+            self._folder.failure(first.failure())
         self._folder.detach(self._runtime.rank, done=False)
 
-    def failed(self, error: Exception, watchdog: Watchdog) -> int:
+    def step(self) -> int | None:
+        """The number of steps so far; None before this start has claimed the run folder."""
+        return self.run.state.step if self.run else 0 if self._folder.claimed else None
+
+    def failed(self, error: BaseException, watchdog: Watchdog) -> int:
         """Report ``error``: in failure.json and on the terminal by the rank that failed first, and in every rank's log.
         Returns the exit code, which is that of the first failure."""
         self._runtime.failed = True
-        shown = explained(error)
+        missing, shown = self._reason(error, watchdog)
+        lost = bool(lost_peer(error)) and not isinstance(shown, Paused)
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
         exit = self._exit(
-            Cause.PEER_LOST if by_peer or lost_peer(error) else Cause.ERROR,
+            Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
             shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE,
             error=type(shown).__name__, message=str(shown), doing=watchdog.doing or stack.raised_at(error),
             trace=traceback.format_exception(error),
@@ -74,18 +87,46 @@ class ExitReporter:
             watchdog.acknowledge()
             self._write(exit)
             return exit.exit_code
-        first = self._first_failure(exit, watchdog)
-        self._write(replace(exit, exit_code=int(first["exit_code"])))
-        if first["rank"] != exit.rank:
+        reported = missing or exit
+        first = self._first_failure(reported, watchdog)
+        watchdog.stalls.release()
+        exit = replace(exit, exit_code=int(first["exit_code"]))
+        if (first["rank"], first["cause"]) == (exit.rank, Cause.HUNG.value):  # as the other ranks have found
+            exit = replace(exit, **{key: first[key] for key in ("error", "message", "traceback")}, cause=Cause.HUNG)
+        self._write(exit)
+        if first != reported.failure():
             log.info("exiting: rank %s failed first; see %s", first["rank"], f"{self._folder.where}/{layout.FAILURE}")
             return int(first["exit_code"])
-        if isinstance(shown, HarnessError):
-            log.error("error: %s", shown)
+        self._show(reported, shown)
+        watchdog.linger()
+        return exit.exit_code
+
+    def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
+        """The rank that this one waited for in vain, if this rank can tell, and ``error`` as it is shown."""
+        if not (lost := lost_peer(error)):
+            return None, explained(error)
+        if (pause_s := watchdog.stalls.pause_s()) > self._runtime.timeout_s / 2:
+            return None, Paused(
+                f"this process did not run for {pause_s:.0f} s and lost the other ranks, which wait for "
+                f"{self._runtime.timeout_s:g} s at most (runtime.timeout_s)",
+                hint="it, or its machine, was stopped for that time; the same command resumes from the last checkpoint",
+            )
+        if missing := watchdog.missing(stack.raised_at(error), "imed out" in lost):
+            return missing, TrainingError(f"lost contact with rank {missing.rank}")
+        return None, explained(error)
+
+    def _show(self, exit: RankExit, error: BaseException) -> None:
+        """Print the launch's first failure: that of another rank that cannot report it itself, or ``error``."""
+        if exit.cause is Cause.HUNG:
+            trace = "".join(exit.traceback).rstrip()
+            log.error("error: rank %s on %s: %s%s", exit.rank, exit.host, exit.message, f"\n{trace}" if trace else "")
+        elif exit.cause is Cause.NODE_LOST:
+            log.error("error: lost contact with the other ranks: rank %s: %s", exit.rank, exit.message)
+        elif isinstance(error, HarnessError):
+            log.error("error: %s", error)
             log.debug("%s", "".join(exit.traceback))
         else:
             log.error("%s", "".join(exit.traceback).rstrip())
-        watchdog.linger()
-        return exit.exit_code
 
     def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> dict[str, Any]:
         """The launch's first failure, by the store, or by failure.json if the store is gone."""
@@ -97,9 +138,8 @@ class ExitReporter:
     def _exit(
         self, cause: Cause, code: int, *, error: str = "", message: str = "", doing: str = "", trace: Sequence[str] = ()
     ) -> RankExit:
-        step = self.run.state.step if self.run else 0 if self._folder.claimed else None
         return RankExit(
-            self._runtime.rank, cause, code, self._runtime.host, step, error, message, doing,
+            self._runtime.rank, cause, code, self._runtime.host, self.step(), error, message, doing,
             list(trace), time.time(),
         )  # fmt: skip
 
@@ -109,8 +149,13 @@ class ExitReporter:
         exit_files.write_for_torch(self._runtime.launch, exit)
 
 
-def explained(error: Exception) -> Exception:
+def explained(error: BaseException) -> BaseException:
     """``error``, or a TrainingError that explains it if its own text does not."""
+    if isinstance(error, SystemExit):
+        return TrainingError(
+            f"training ended early: the code called sys.exit({error.code!r})", where=stack.raised_at(error),
+            hint="raise an error instead",
+        )  # fmt: skip
     if lost := lost_peer(error):
         return TrainingError(
             f"lost contact with the other ranks: {lost}",
@@ -125,7 +170,7 @@ def explained(error: Exception) -> Exception:
     return worker_death(error) or error
 
 
-def lost_peer(error: Exception) -> str:
+def lost_peer(error: BaseException) -> str:
     """The message of a collective whose peer is gone; empty for any other error."""
     text = str(error)
     is_collective = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()

@@ -83,7 +83,8 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     reporter = ExitReporter(folder, runtime)
     run: Run | None = None
     code = EXIT_FAILURE
-    with on_signals(stop), Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked) as watchdog:
+    watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked, step=reporter.step)
+    with on_signals(stop), watching as watchdog:
         try:
             prepare_folder(config, runtime, folder)
             run = reporter.run = build.build(config, runtime, folder, stop)
@@ -95,7 +96,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
             code = reporter.ended(done, stop.reason)
             if not done:
                 wait_for_launcher(runtime.launch, stop)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             code = reporter.failed(error, watchdog)
         finally:
             if run is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness.config.schema import ParallelSection
-from harness.errors import ConfigError
+from harness.errors import ConfigError, TrainingError
 from harness.training import fsdp
 from harness.training.precision import Precision
 
@@ -29,14 +29,16 @@ class ParallelModel:
     sharded: bool = False  # forward passes, and reading a whole parameter, are collective then
     switch_sync: Callable[[bool], Any] | None = None  # turns the averaging of gradients on and off
     sync_norms: tuple[Any, ...] = ()  # batch norms over the rows of all ranks
+    num_passes: Callable[[], int] | None = None  # backward passes that averaged gradients, where they can be counted
 
     def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[Any]:
         """Context for forward and backward of a micro-batch: gradients are averaged only in the ``last`` one.
 
         ``counts`` is False if the rows only keep this rank in step with the others; batch norms over all ranks then
-        leave them out.
+        leave them out. Raises TrainingError if the backward pass of the ``last`` one reached no parameter: the other
+        ranks would wait for this one.
         """
-        if (last or self.switch_sync is None) and (counts or not self.sync_norms):
+        if (last or self.switch_sync is None) and (counts or not self.sync_norms) and self.num_passes is None:
             return nullcontext()
         return self._switched(last, counts)
 
@@ -46,8 +48,14 @@ class ParallelModel:
         switch(last)
         for norm in self.sync_norms:
             norm.idle = not counts
+        before = self.num_passes() if self.num_passes else 0
         try:
             yield
+            if last and self.num_passes and self.num_passes() == before:
+                raise TrainingError(
+                    "no parameter of the model received a gradient: the loss of this rank depends on none",
+                    hint="every rank must use at least one parameter in each step, such as loss + 0 * output.sum()",
+                )
         finally:
             switch(True)
             for norm in self.sync_norms:
@@ -108,7 +116,10 @@ def wrap(
         ddp.enable_allreduce() if on else ddp.disable_allreduce()
 
     when = "delayed" if section.delay_allreduce else "overlapped"
-    return ParallelModel(ddp, model, f"ddp, {when} all-reduce{spans}", switch_sync=switch_sync, sync_norms=norms)
+    num_passes = (lambda: ddp.num_passes) if hasattr(ddp, "num_passes") else None  # not in NVIDIA's
+    return ParallelModel(
+        ddp, model, f"ddp, {when} all-reduce{spans}", switch_sync=switch_sync, sync_norms=norms, num_passes=num_passes
+    )
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> ParallelModel:

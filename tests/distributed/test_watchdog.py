@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from harness.distributed import watchdog as module
 from harness.distributed.launch_env import Launch, detect
+from harness.distributed.limited_store import LimitedStore
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
@@ -43,7 +44,7 @@ class Watched:
     def __init__(self, store, **launch) -> None:
         self.exits: list[int] = []
         self.causes: list[Cause] = []
-        runtime = Runtime(Launch(**launch), store=store)
+        runtime = Runtime(Launch(**launch), store=store and LimitedStore(store))
         self.stop = Stop(runtime)
         self.dog = Watchdog(
             runtime, self.stop, exit_process=self.exits.append, on_blocked=lambda cause, *_: self.causes.append(cause)
@@ -98,7 +99,7 @@ def test_lost_store_counts_as_a_failure(quick):
         def check(self, *_):
             raise dist.DistNetworkError("Connection reset by peer")
 
-        set = compare_set = wait = check
+        set = compare_set = check
 
     mine = Watched(Gone())
     assert mine.dog.report(failure(1)) is None  # and never raises

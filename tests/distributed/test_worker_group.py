@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.distributed import processes, worker_group
+from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import Worker, WorkerGroup
 from tests.conftest import ROOT
 from tests.end_to_end.processes import wait_until
@@ -24,7 +25,10 @@ def shell(text: str, output: Path | None = None) -> Worker:
 def test_first_to_end_comes_first_and_peers_are_ended(monkeypatch):
     monkeypatch.setattr(worker_group, "PEERS_S", 0.2)
     group = WorkerGroup({0: shell("exec sleep 60"), 1: shell("kill -KILL $$")}, 60)
-    assert list(group.wait().items()) == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
+    report = group.follow()
+    assert [(exit.rank, exit.exit_code) for exit in report.exits] == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
+    assert [exit.cause for exit in report.exits] == [Cause.SIGNAL, Cause.PEER_LOST]
+    assert "killed by its launcher" in report.exits[1].message
 
 
 @pytest.mark.parametrize(("stops", "grace_s"), [(1, 0.2), (2, 60.0)])

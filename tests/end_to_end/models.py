@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 
@@ -34,6 +40,51 @@ class Raises(Slow):
         self.left -= self.training
         if self.left == 0 and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == self.rank:
             raise ArithmeticError("a layer went wrong, only here")
+        return super().forward(images)
+
+
+def _wait_for_another_thread() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _reduce_alone() -> None:
+    torch.distributed.all_reduce(torch.zeros(1000))
+
+
+def _raise_beside_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(1e9,)).start()
+    raise ArithmeticError("a layer went wrong, only here")
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "sleep": lambda: time.sleep(1e9),
+    "lock": _wait_for_another_thread,
+    "c call": lambda: ctypes.PyDLL(None).pause(),  # holds Python's global lock: none of its threads runs
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "extra collective": _reduce_alone,
+    "exit": lambda: sys.exit(0),
+    "vanish": lambda: os._exit(0),
+    "thread": _raise_beside_a_thread,
+}
+
+
+class Hangs(Slow):
+    """Goes wrong in training step ``step`` (from 1) in one of WAYS, only on rank ``rank``."""
+
+    def __init__(self, num_classes: int, rank: int, step: int, how: str) -> None:
+        super().__init__(num_classes, 0.0)
+        self.left, self.how = step, how
+        self.here = int(os.environ.get("RANK", "0")) == rank
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        self.left -= self.training
+        if self.left == 0 and self.here and self.training:
+            if self.how == "no gradient":
+                return torch.zeros(len(images), self.layer.out_features, requires_grad=True)
+            WAYS[self.how]()
         return super().forward(images)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from tests.end_to_end.experiment import (
 from tests.end_to_end.processes import END_S, START_S, Started, drivers, started, wait_for_steps, wait_until
 from tests.ranks import free_port, launch_environment, wait_for
 
+HOST = socket.gethostname()
 SINGLE_NODE = ROOT / "launch" / "single_node.sh"
 DRIVER = ROOT / "driver.py"
 SLOW = {  # two seconds per epoch on two ranks
@@ -64,7 +66,10 @@ def test_torch_launch_killed_rank_then_sigint_then_finished(tmp_path, data):
         assert f"exitcode  : {EXIT_FAILURE}" in run.text()  # also if the launcher stops it first
         assert run.text().count("lost contact with the other ranks") == 1
     failure = json.loads((folder / "failure.json").read_text())
-    assert failure["message"].startswith("lost contact with the other ranks")
+    assert (failure["rank"], failure["message"]) == (
+        1,
+        f"its process {killed} ended without a report (on {HOST})",
+    )
     assert failure["step"] >= 2
 
     with started(command, tmp_path / "interrupted.txt") as run:
@@ -216,9 +221,8 @@ def test_remaining_rank_exits_after_a_peer_is_killed(tmp_path, data, victim):
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == EXIT_FAILURE
     failure = json.loads((folder / "failure.json").read_text())
-    assert failure["rank"] == 1 - victim
-    assert failure["exit_code"] == EXIT_FAILURE
-    assert failure["message"].startswith("lost contact with the other ranks")
+    assert (failure["rank"], failure["cause"], failure["exit_code"]) == (victim, "node_lost", EXIT_FAILURE)
+    assert failure["message"].startswith(f"its process {ranks[victim][0].pid} ended without a report")
     assert terminal.read_text().count("lost contact with the other ranks") == 1
 
 
@@ -236,7 +240,9 @@ def test_remaining_rank_exits_at_the_limit_after_a_peer_froze(tmp_path, data):
     finally:
         codes = wait_for(ranks, END_S)
     assert codes == [EXIT_FAILURE, EXIT_FAILURE]
-    assert "lost contact with the other ranks" in terminal.read_text()
+    assert f"its process {ranks[1][0].pid} is stopped, by SIGSTOP" in terminal.read_text()
+    failure = json.loads((folder / "failure.json").read_text())
+    assert (failure["rank"], failure["cause"]) == (1, "hung")
 
 
 @pytest.mark.slow

@@ -227,11 +227,11 @@ def test_two_machines_under_the_kubeflow_plugin(tmp_path, stripes, unbroken):
         wait_until(listens, START_S, "the first machine opens the rendezvous")
         with machine(2) as other:
             wait_for_steps(folder, 1, START_S)
-            rank = next(environ["RANK"] for environ in one.alive().values() if "RANK" in environ)
+            lost = next(environ["RANK"] for environ in other.alive().values() if "RANK" in environ)
             other.end()
             assert one.wait(END_S) == 1, one.text()
             wait_until(lambda: not one.alive(), 5, "nothing left of the first machine")
-    assert f"rank {rank} failed at step" in one.text()
+    assert f"rank {lost} failed at step" in one.text()
     assert "lost contact with the other ranks" in one.text()
     assert not (folder / "summary.json").exists()
     with machine(1) as one, machine(2) as other:

@@ -38,6 +38,14 @@ def early(rank, code):
     return own(rank, Cause.ERROR, code, step=None)
 
 
+def hung(rank):
+    """What a waiting rank has published about another one."""
+    return own(rank, Cause.HUNG, error="Hung")
+
+
+# Of a rank whose process has ended, as another rank has published it.
+GONE_1 = RankExit(1, Cause.NODE_LOST, 70, step=6, error="Lost", message="its process 9 ended")
+LATE_1 = RankExit(1, Cause.PEER_LOST, -signal.SIGKILL, message="killed by its launcher, since ...")
 LOST, LOST_1 = RankExit.lost("the node is gone"), RankExit.lost("the node is gone", 1)
 LAUNCHER_LOST = own(0, Cause.LAUNCHER_LOST)
 KILL = -signal.SIGKILL
@@ -57,6 +65,11 @@ FAILURES = {
     "all ranks killed": (seen((0, KILL), (1, KILL)), False, 0, "signal", "SIGKILL"),
     "killed rank while the user stops": ([peer_lost(0), *seen((1, KILL))], True, 1, "signal", "SIGKILL"),
     "killed rank before a lost node": ([*seen((0, KILL)), LOST_1], False, 0, "signal", "SIGKILL"),
+    "hung rank": ([hung(1), peer_lost(0), *seen((0, 70), (1, KILL))], False, 1, "hung", "m1"),
+    "hung rank that then fails": ([hung(1), peer_lost(0), error(1)], False, 1, "hung", "m1"),
+    "rank killed by the launcher after a failure": ([peer_lost(0), LATE_1], False, 0, "peer_lost", "m0"),
+    "process that is gone": ([GONE_1, peer_lost(0), *seen((0, 70), (1, 0))], False, 1, "node_lost", "process 9 ended"),
+    "process that was killed": ([GONE_1, peer_lost(0), *seen((0, 70), (1, KILL))], False, 1, "signal", "SIGKILL"),
     "lost node of a known rank": ([peer_lost(0), LOST_1], False, 1, "node_lost", "the node is gone"),
     "lost node, rank without a record": ([peer_lost(0), LOST], False, 1, "node_lost", "the node is gone"),
     "lost node of a rank that stopped by itself": ([LOST_1, own(1, Cause.STOPPED, 75)], False, 1, "node_lost", "gone"),

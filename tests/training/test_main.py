@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.distributed.launch_env import Launch
+from harness.distributed.limited_store import LimitedStore
 from harness.distributed.rank_exit import Cause, from_torch_error_file
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -90,7 +91,7 @@ def failed(tmp_path, error, *, store=None, rank=0):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir(exist_ok=True)
     folder.claimed = True
-    runtime = Runtime(Launch(rank=rank), store=store)
+    runtime = Runtime(Launch(rank=rank), store=store and LimitedStore(store))
     code = ExitReporter(folder, runtime).failed(error, Watchdog(runtime, Stop(runtime)))
     failure = tmp_path / "failure.json"
     return code, exit_files.read(folder.logs)[rank], json.loads(failure.read_text()) if failure.exists() else None
@@ -133,7 +134,7 @@ def test_blocked_rank_is_recorded(tmp_path, cause, error):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     folder.claimed = True
-    ExitReporter(folder, Runtime()).blocked(cause, "it is gone", "step (x.py:3)")
+    ExitReporter(folder, Runtime()).blocked(cause, "it is gone", "step (x.py:3)", None)
     exit = exit_files.read(folder.logs)[0]
     assert (exit.cause, exit.error, exit.message, exit.doing) == (cause, error, "it is gone", "step (x.py:3)")
 

@@ -55,6 +55,7 @@ class BackwardReducer:
         self._pending = [False] * len(self.parameters)  # holds local gradients that were not reduced yet
         self._ids = {id(parameter) for parameter in self.parameters}
         self._pass = -1
+        self.num_passes = 0  # that were reduced
         self._launched = 0
         self._handles = self._register_hooks(scaling.carry != 1.0)
         register_reducer(self)
@@ -137,6 +138,7 @@ class BackwardReducer:
             self._launch(bucket)
         for bucket in self.buckets:
             self._collect(bucket)
+        self.num_passes += 1
         for i in self._sparse:
             self._reduce_sparse(i)
         if self.holds_local:

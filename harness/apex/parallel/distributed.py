@@ -121,6 +121,11 @@ class DistributedDataParallel(nn.Module):
         """The flat buffers of the last reduction, under ``retain_allreduce_buffers``."""
         return [bucket.flat for bucket in self._reducer.buckets] if self._reducer is not None else []
 
+    @property
+    def num_passes(self) -> int:
+        """Number of backward passes that were reduced."""
+        return self._reducer.num_passes if self._reducer is not None else 0
+
     def _set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
         if self._reducer is not None:
@@ -131,6 +136,7 @@ class DistributedDataParallel(nn.Module):
         return self._reducer is None or self._armed_for != [parameter.requires_grad for parameter in self._known]
 
     def _arm(self) -> None:
+        num_passes = self.num_passes
         if self._reducer is not None:
             self._reducer.detach()
         self._reducer = None
@@ -148,7 +154,7 @@ class DistributedDataParallel(nn.Module):
                 sparse=sparse_parameters(self.module),
                 triggers=self.allreduce_trigger_params,
             )
-            self._reducer.enabled = self._enabled
+            self._reducer.enabled, self._reducer.num_passes = self._enabled, num_passes
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reducer": None, "_known": []}

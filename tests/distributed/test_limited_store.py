@@ -1,0 +1,51 @@
+"""A request to the key-value store ends within its limit, also if the process that holds the store is frozen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from harness.distributed.limited_store import LimitedStore, StoreSilent
+from tests.end_to_end.processes import wait_until
+from tests.ranks import free_port, start
+
+
+def _hold_store(port: int):
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    time.sleep(30)
+    del store
+
+
+def test_frozen_store():
+    port = free_port()
+    process, _ = start(_hold_store, (port,))
+    try:
+        store = LimitedStore(TCPStore("127.0.0.1", port, is_master=False), limit_s=0.5)
+        assert store.compare_set("a", "", "1") == "1"
+        os.kill(process.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        for request in (lambda: store.check(["a"]), lambda: store.compare_set("a", "", "2"), lambda: store.get("a")):
+            with pytest.raises(StoreSilent):
+                request()
+        assert time.monotonic() - begin < 5
+        os.kill(process.pid, signal.SIGCONT)
+
+        def answers():
+            try:
+                return store.get("a") == "1"
+            except StoreSilent:
+                return False
+
+        wait_until(answers, 10, "the store answers again")
+        process.kill()
+        process.join()
+        with pytest.raises(Exception, match=r".") as caught:
+            store.check(["a"])
+        assert not isinstance(caught.value, StoreSilent)
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,138 @@
+"""A rank that keeps the others waiting is named, with the place where it is, and all ranks end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from harness.errors import EXIT_DONE, EXIT_FAILURE
+from tests.end_to_end.experiment import assert_same_run, run, run_folder, write_config
+from tests.end_to_end.models import Hangs
+from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_for_steps, wait_until
+from tests.ranks import free_port, launch_environment, wait_for
+
+MODELS = "tests.end_to_end.models"
+TIMEOUT_S = 4.0
+STEP = 3  # in which it happens; two steps are done by then
+
+
+def hanging(folder, data, how, rank=1, **settings):
+    model = {"name": f"{MODELS}.{Hangs.__name__}", "args": {"rank": rank, "step": STEP, "how": how}}
+    runtime = {"device": "cpu", "timeout_s": TIMEOUT_S}
+    return write_config(folder, data, model=model, runtime=runtime, train={"log_every": 1}, **settings)
+
+
+def failure_of(config):
+    return json.loads((run_folder(config) / "failure.json").read_text())
+
+
+# What rank 1 does; the cause, parts of the message, and a part of its stack.
+ENDS = {
+    "sleep": ("hung", ["calling <lambda> (models.py:", "rank 0 waited for it in finish (harness/apex/"], "time.sleep"),
+    "exit": ("error", ["training ended early: the code called sys.exit(0)"], "sys.exit"),
+    "no gradient": ("error", ["no parameter of the model received a gradient"], "strategy.py"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_rank_that_goes_wrong_is_named(tmp_path, data, how):
+    cause, words, line = ENDS[how]
+    config, terminal = hanging(tmp_path, data, how), tmp_path / "terminal.txt"
+    world_size = 3 if how == "sleep" else 2
+    codes = wait_for(drivers(world_size, ["-c", str(config), "batch.global=12"], terminal), START_S)
+    assert codes == [EXIT_FAILURE] * world_size
+    failure, text = failure_of(config), terminal.read_text()
+    assert (failure["rank"], failure["cause"], failure["step"]) == (1, cause, STEP - 1)
+    assert line in "".join(failure["traceback"])
+    for word in words:
+        assert word in failure["message"]
+        assert text.count(word) == 1
+    assert "gloo" not in text
+
+
+# What a rank does, which one, the launcher ("hand": none, and rank 0 holds the store), and parts of the message.
+FROZEN = [
+    ("stopped", 0, "hand", "is stopped, by SIGSTOP or a debugger"),
+    ("c call", 0, "hand", "it runs C code that does not release Python's global lock"),
+    ("stopped", 1, "local", "is stopped, by SIGSTOP or a debugger"),
+    ("c call", 1, "torchrun", "it runs C code that does not release Python's global lock"),
+    ("lock", 0, "torch.distributed.launch", "calling _wait_for_another_thread (models.py:"),
+    ("stopped", 1, "torch.distributed.launch", "is stopped, by SIGSTOP or a debugger"),
+    ("vanish", 1, "local", "ended without a report"),
+    ("extra collective", 1, "local", "ranks called different collectives"),
+]
+
+
+def commands(config, launcher):
+    """The commands that start two ranks, each with its environment."""
+    driver = ["driver.py", "-c", config]
+    if launcher == "hand":
+        port = free_port()
+        return [([sys.executable, *driver], launch_environment(rank, 2, port)) for rank in range(2)]
+    if launcher == "torch.distributed.launch":
+        options = ["-W", "ignore::FutureWarning", "-m", launcher, "--standalone", "--nproc_per_node=2"]
+        return [([sys.executable, *options, *driver], {})]
+    return [([sys.executable, "-m", "harness", "launch", "-c", config, "--engine", launcher, "--nproc", "2"], {})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "rank", "launcher", "message"), FROZEN)
+def test_hung_rank_is_named_and_ended(tmp_path, data, how, rank, launcher, message):
+    config = hanging(tmp_path, data, how, rank)
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(started(command, tmp_path / f"terminal-{number}.txt", **environ))
+            for number, (command, environ) in enumerate(commands(config, launcher))
+        ]
+        wait_until(lambda: (run_folder(config) / "failure.json").exists(), START_S, "the report")
+        codes = [run.wait(END_S) for run in runs]
+        wait_until(lambda: not any(run.alive() for run in runs), 5, "nothing is left")
+    assert EXIT_DONE not in codes
+    failure = failure_of(config)
+    if how != "extra collective":  # gloo ends the rank that receives too much
+        assert failure["rank"] == rank
+        assert failure["cause"] == ("node_lost" if how == "vanish" else "hung")
+    assert failure["step"] == STEP - 1
+    assert message in failure["message"]
+    assert any(message in run.text() for run in runs)
+    assert "out of memory" not in json.dumps(failure)
+
+
+@pytest.mark.slow
+def test_thread_of_the_user_does_not_keep_a_failed_rank(tmp_path, data):
+    config = hanging(tmp_path, data, "thread", rank=0)
+    with started([sys.executable, "driver.py", "-c", config], tmp_path / "terminal.txt") as one:
+        wait_until(lambda: (run_folder(config) / "failure.json").exists(), START_S, "the report")
+        assert one.wait(END_S) == EXIT_FAILURE
+    assert one.text().count("ArithmeticError: a layer went wrong, only here") == 1
+
+
+@pytest.mark.slow
+def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, data):
+    """As by a scheduler that suspends a job: all ranks get SIGSTOP, and SIGCONT after the timeout."""
+    slow = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}
+    runtime = {"device": "cpu", "timeout_s": TIMEOUT_S}
+    config, terminal = write_config(tmp_path / "stopped", data, model=slow, runtime=runtime), tmp_path / "terminal.txt"
+    ranks = drivers(2, ["-c", str(config)], terminal)
+    try:
+        wait_for_steps(run_folder(config), 2)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process, _ in ranks:
+                os.kill(process.pid, number)
+            time.sleep(2 * TIMEOUT_S if number == signal.SIGSTOP else 0)
+    finally:
+        codes = wait_for(ranks, END_S)
+    assert codes == [EXIT_FAILURE] * 2
+    assert re.search(r"this process did not run for \d+ s and lost the other ranks", terminal.read_text())
+    assert "resumes from the last checkpoint" in failure_of(config)["message"]
+    assert run(config, 2) == [EXIT_DONE] * 2
+    unbroken = write_config(tmp_path / "unbroken", data, model=slow)
+    assert run(unbroken, 2) == [EXIT_DONE] * 2
+    assert_same_run(run_folder(unbroken), run_folder(config))
