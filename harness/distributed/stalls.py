@@ -51,6 +51,7 @@ class Stalls:
         self._started: dict[str, int] = {}
         self._since = self._ticked = time.monotonic()
         self._pause_s, self._paused_at = 0.0, 0.0
+        self._waited_in = ""  # the place of the collective that has failed
         self._frozen: processes.Identity | None = None  # the process of the rank that was found HUNG without an answer
 
     def tick(self) -> None:
@@ -77,7 +78,8 @@ class Stalls:
         """Publish where this rank is, if another rank has asked."""
         store = self._runtime.store
         if store is not None and self._runtime.world_size > 1 and store.check([_ASKED]):
-            store.set(f"at/{self._runtime.rank}", json.dumps(asdict(self._position(stack.main_thread_at()))))
+            position = self._position(self._waited_in or stack.main_thread_at())
+            store.set(f"at/{self._runtime.rank}", json.dumps(asdict(position)))
 
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
         """The rank for which this one waited in ``doing``: HUNG, or NODE_LOST if it is gone or out of reach. None if
@@ -88,6 +90,7 @@ class Stalls:
         store, rank = self._runtime.store, self._runtime.rank
         if store is None or not self._runtime.peers:
             return None
+        self._waited_in = doing
         try:
             if store.compare_set(_ASKED, "", str(rank)) != str(rank):
                 return None

@@ -190,9 +190,9 @@ class Watchdog:
 
     def _end(self, cause: Cause, message: str) -> None:
         self._stop.request(message)
-        if not self._finished.wait(GRACE_S):
+        if not self._finished.wait(GRACE_S if cause is not Cause.HUNG else min(NEWS_S, GRACE_S)):
             if cause is Cause.HUNG:
-                log.error("the other ranks have given up waiting for this one: %s", message)
+                log.error("the other ranks have given up waiting for this one: exiting")
             else:
                 log.error("%s, and this rank is blocked waiting for it: exiting", message)
             self._on_blocked(cause, message, self.doing or stack.main_thread_at(), self._first)

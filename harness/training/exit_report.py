@@ -167,7 +167,7 @@ def explained(error: BaseException) -> BaseException:
             where=str(error.filename or ""),
             hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
         )
-    return worker_death(error) or error
+    return (worker_death(error) if isinstance(error, Exception) else None) or error
 
 
 def lost_peer(error: BaseException) -> str:

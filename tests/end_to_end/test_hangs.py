@@ -19,7 +19,7 @@ from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_fo
 from tests.ranks import free_port, launch_environment, wait_for
 
 MODELS = "tests.end_to_end.models"
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0  # a busy machine may need some seconds for a step
 STEP = 3  # in which it happens; two steps are done by then
 
 
@@ -41,7 +41,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", [pytest.param("sleep", marks=pytest.mark.slow), "exit", "no gradient"])
 def test_rank_that_goes_wrong_is_named(tmp_path, data, how):
     cause, words, line = ENDS[how]
     config, terminal = hanging(tmp_path, data, how), tmp_path / "terminal.txt"
