@@ -18,13 +18,24 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """``RUN`` and ``key=value`` overrides, as ``arguments.folder`` and ``arguments.overrides``."""
+    """``RUN``, ``key=value`` overrides and ``--trust``, as ``arguments.folder``, ``.overrides`` and ``.trust``."""
     parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/digits, or its URL")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override those of the run, such as task.root=photos",
+    )
+    add_trust(parser)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """``--trust``, as ``arguments.trust``."""
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="also for runs that no start of yours on this machine has trained: import the code and show the images "
+        "that they name",
     )
 
 

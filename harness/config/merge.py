@@ -47,6 +47,12 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) 
         raise ConfigError(f"{key}: {first_line(error)}", where=origin_of(key, origins, str(path))) from None
 
 
+def parsed(path: Path) -> dict[str, Any]:
+    """The tree of the file ``path`` alone, without what it extends and not interpolated. Raises ConfigError."""
+    tree = OmegaConf.to_container(_parse(path)[0], resolve=False)
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+
+
 def origin_of(key: str, origins: dict[str, str], default: str) -> str:
     """The place where ``key`` was written, or else the nearest section around it, or else a key inside it."""
     parts = key.split(".")

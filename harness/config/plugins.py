@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_type_hints
 
 from harness.errors import ConfigError, first_line
 
@@ -84,6 +86,32 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
             where=where,
             hint="write package.module or package.module.Class, importable from the working folder",
         ) from error
+
+
+def makes(part: Any, base: type) -> bool:
+    """True if ``part`` is a subclass of ``base``, or a function whose annotation says that it returns one.
+
+    To be checked before ``part`` is called: a configuration may name any function, such as ``os.system``.
+    """
+    if inspect.isclass(part):
+        return issubclass(part, base)
+    returns = {"return": getattr(part, "__annotations__", {}).get("return")} if inspect.isroutine(part) else {}
+    try:
+        found = get_type_hints(
+            SimpleNamespace(__annotations__=returns), getattr(inspect.unwrap(part), "__globals__", {})
+        )
+    except Exception:  # an annotation may be any text
+        return False
+    return inspect.isclass(found.get("return")) and issubclass(found["return"], base)
+
+
+def wrong_kind(name: str, base: str, where: str) -> ConfigError:
+    """The error for a part that is not a ``base``, such as torch.nn.Module, and is not called therefore."""
+    return ConfigError(
+        f"{name} is not a {base}",
+        where=where,
+        hint=f"name a subclass of it, or a function that is annotated to return one: def make(...) -> {base}",
+    )
 
 
 def unknown(kind: str, name: str, known: Iterable[str], where: str) -> ConfigError:

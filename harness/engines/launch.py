@@ -11,6 +11,7 @@ from harness.config.base import Section
 from harness.distributed.monitor import follow_until_done
 from harness.engines.base import Engine, Job, plan
 from harness.errors import ConfigError, LaunchError
+from harness.runs import ownership
 from harness.runs.outcome import ExitCollector
 
 
@@ -26,6 +27,7 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
     if dry_run:
         print(engine.render(job), end="")
         return 0
+    ownership.remember(loader.to_text(job.config))  # the ranks may write it on other machines
     if detach:
         print(_submit(job, engine))
         return 0

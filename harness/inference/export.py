@@ -43,8 +43,10 @@ class Exported(NamedTuple):
     batches: list[Tensor]
 
 
-def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()) -> Path:
+def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = (), trust: bool = False) -> Path:
     """Write the best weights of ``run`` as ``kind`` to ``out``, and their description to ``out`` + ``.json``.
+
+    ``trust``: see ``trained_run.configuration``.
 
     Raises HarnessError, and writes neither file, if the loaded file does not compute the same outputs.
     """
@@ -54,7 +56,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
             where="--format onnx",
             hint="run pip install 'apex-harness[onnx]', or use --format torch_export",
         )
-    config = trained_run.configuration(run, overrides)
+    config = trained_run.configuration(run, overrides, trust)
     out = out or run / f"model{SUFFIX[kind]}"
     require_output(out, trained_run.inputs(config), also=".json")
     task = build.open_task(config, Runtime())

@@ -25,5 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     console.to_terminal(0)
     fetched.require_out(arguments.folder, arguments.out, "model.onnx")
-    print(export.export(fetched.local_copy(arguments.folder), arguments.format, arguments.out, arguments.overrides))
+    run = fetched.local_copy(arguments.folder)
+    print(export.export(run, arguments.format, arguments.out, arguments.overrides, arguments.trust))
     return EXIT_DONE

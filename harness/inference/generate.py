@@ -32,6 +32,8 @@ class NameRequest:
     seed: int = 0
     start: str = ""
     keep_existing: bool = False
+    trust: bool = False
+    """See ``trained_run.configuration``."""
 
 
 def names(run: Path, request: NameRequest) -> Iterator[str]:
@@ -41,7 +43,7 @@ def names(run: Path, request: NameRequest) -> Iterator[str]:
     if ``run`` or ``request`` is invalid, and HarnessError if fewer names are found than requested.
     """
     start = _checked(request)
-    task, model = _trained(run)
+    task, model = _trained(run, request.trust)
     excluded = set() if request.keep_existing else _existing(task)
     generator = torch.Generator().manual_seed(request.seed % 2**63)
     num_left, num_tries = request.num, 0
@@ -93,9 +95,9 @@ def _checked(request: NameRequest) -> str:
     return start
 
 
-def _trained(run: Path) -> tuple[Task, nn.Module]:
+def _trained(run: Path, trust: bool) -> tuple[Task, nn.Module]:
     """The task of the run folder ``run``, and its model with the best weights on the CPU in float32."""
-    config = trained_run.configuration(run, ())
+    config = trained_run.configuration(run, (), trust)
     task = config.task
     if not isinstance(task, Task):
         raise ConfigError(

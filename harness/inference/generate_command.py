@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--start", default="", metavar="TEXT", help="letters that every name begins with")
     parser.add_argument("--keep-existing", action="store_true", help="also print names that are in the data")
+    shared.add_trust(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,7 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.runs import fetched
 
     wanted = generate.NameRequest(
-        arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing
+        arguments.num,
+        arguments.temperature,
+        arguments.seed,
+        arguments.start,
+        arguments.keep_existing,
+        arguments.trust,
     )
     for name in generate.names(fetched.local_copy(arguments.folder), wanted):
         print(name, flush=True)

@@ -53,6 +53,8 @@ class PredictRequest:
     source: str
     out: Path
     overrides: Sequence[str] = ()
+    trust: bool = False
+    """See ``trained_run.configuration``."""
 
 
 def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, str], words: Sequence[str]) -> int:
@@ -66,7 +68,7 @@ def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, 
             f"--world {world_size}, but a launcher has started {launch.world_size} processes",
             hint="remove --world, or start harness predict without a launcher",
         )
-    config = trained_run.configuration(request.run, request.overrides)
+    config = trained_run.configuration(request.run, request.overrides, request.trust)
     if request.out.suffix not in FORMATS:
         hint = "--out predictions.csv"
         raise ConfigError(

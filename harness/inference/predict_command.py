@@ -30,5 +30,5 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.runs import fetched
 
     folder = fetched.local_copy(arguments.folder)
-    request = predict.PredictRequest(folder, arguments.csv, arguments.out, arguments.overrides)
+    request = predict.PredictRequest(folder, arguments.csv, arguments.out, arguments.overrides, arguments.trust)
     return predict.main(request, arguments.world, os.environ, arguments.words)

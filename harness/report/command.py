@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from harness.config import arguments as shared
+
 VERB = "report"
 HELP = "write one page about runs or a sweep: curves, speed-up, and where the time went"
 
@@ -18,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=float, metavar="VALUE", help="also report the time to reach this value of the metric"
     )
+    shared.add_trust(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,4 +29,4 @@ def run(arguments: argparse.Namespace) -> int:
 
     fetched.require_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
     paths = [fetched.local_copy(place) for place in arguments.paths]
-    return main.main(paths, arguments.out, arguments.format, arguments.target)
+    return main.main(paths, arguments.out, arguments.format, arguments.target, arguments.trust)

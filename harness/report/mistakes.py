@@ -1,7 +1,7 @@
 """Errors of a classifier: its confusion matrix, and the wrong predictions with the highest scores.
 
 Images are searched under ``task.root``, from the working folder and from the folders above the run. Images that cannot
-be found or read are left out.
+be found or read, or are outside of that folder, are left out: predictions.csv may have been written by someone else.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from PIL import Image
 
 from harness.report.run_set import ReportedRun
 from harness.runs import layout
+from harness.runs.files import read_text
 
 MAX_CLASSES = 60  # of a matrix that is drawn; larger ones only have a list of pairs
 MAX_SHOWN = 24  # mistakes
@@ -64,8 +65,7 @@ class Mistake:
 def confusion(run: ReportedRun) -> Confusion | None:
     """Read ``confusion.csv``; None if it does not exist or is not a square of counts."""
     try:
-        with open(run.record.path / layout.CONFUSION, newline="", encoding="utf-8") as file:
-            header, *lines = csv.reader(file)
+        header, *lines = csv.reader(io.StringIO(read_text(run.record.path / layout.CONFUSION), newline=""))
         counts = [[int(cell) for cell in line[1:]] for line in lines]
     except (OSError, ValueError):
         return None
@@ -74,7 +74,7 @@ def confusion(run: ReportedRun) -> Confusion | None:
     return Confusion(classes, counts) if square and classes else None
 
 
-def worst(run: ReportedRun) -> tuple[list[Mistake], int, int]:
+def worst(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:
     """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels."""
     table = read_predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
@@ -84,7 +84,7 @@ def worst(run: ReportedRun) -> tuple[list[Mistake], int, int]:
     )
     scores = _scores(wrong)
     order = np.argsort(-scores, kind="stable")[:MAX_SHOWN]
-    find = _images(run)
+    find = _images(run) if with_images else lambda name: ""
     found = []
     for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
         name = str(row.get("id", ""))
@@ -103,6 +103,8 @@ def read_predictions(path: Path) -> pa.Table | None:
         strings_can_be_null=True,
         quoted_strings_can_be_null=False,
     )
+    if not path.is_file():
+        return None
     try:
         table = pyarrow.csv.read_csv(path, convert_options=options)
     except (OSError, pa.ArrowInvalid):
@@ -142,7 +144,9 @@ def _images(run: ReportedRun) -> Callable[[str], str]:
             return ""
         for place in _places(run):
             try:
-                with Image.open(place / root / name) as image:
+                if (path := _inside(place / root, name)) is None:
+                    continue
+                with Image.open(path) as image:
                     image.draft("RGB", (_PIXELS, _PIXELS))
                     return _uri(image)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
@@ -150,6 +154,13 @@ def _images(run: ReportedRun) -> Callable[[str], str]:
         return ""
 
     return find
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """The file ``name`` in ``folder``; None if it is outside, also by a link, or is no file but, say, a pipe."""
+    root, path = folder.resolve(), (folder / name).resolve()
+    inside = ".." not in Path(name).parts and root != Path(root.anchor) and path.is_relative_to(root)
+    return path if inside and path.is_file() else None
 
 
 def _is_below(name: str, num_rows: int) -> bool:
@@ -166,6 +177,8 @@ def _published(run: ReportedRun, path: Path) -> np.ndarray | None:
     """Memory-mapped images of an IDX file, (rows, height, width); None if it is missing or incomplete."""
     for place in _places(run):
         try:
+            if not (place / path).is_file():
+                continue
             header = np.fromfile(place / path, dtype=">u4", count=4)
             shape = tuple(int(number) for number in header[1:])
             if len(header) == 4 and (place / path).stat().st_size == 16 + math.prod(shape):

@@ -86,13 +86,15 @@ class SeedGroup:
 
 @dataclass(frozen=True)
 class RunSet:
-    """All runs of a report. ``varied``: dotted keys of the settings in which they differ."""
+    """All runs of a report. ``varied``: dotted keys of the settings in which they differ. ``trust``: show images also
+    of runs that are not this user's own."""
 
     title: str
     runs: list[ReportedRun]
     metric: str | None
     direction: Direction
     varied: list[str]
+    trust: bool = False
 
     @cached_property
     def ranked(self) -> list[ReportedRun]:
@@ -118,7 +120,7 @@ class RunSet:
         return describe(run.settings, keys) or (run.label if keys else _title([run.record]))
 
 
-def build(records: Sequence[Record], metric: str | None = None) -> RunSet:
+def build(records: Sequence[Record], metric: str | None = None, trust: bool = False) -> RunSet:
     """Read the histories of ``records``, several at once."""
     metric = metric or deciding_metric(records)
     direction = direction_of(metric, records)
@@ -131,7 +133,7 @@ def build(records: Sequence[Record], metric: str | None = None) -> RunSet:
         ReportedRun(record, label, formatting.path(record.path), settings, recipe(record, settings), past, _best(past))
         for record, settings, label, past in zip(records, flat, labels, histories, strict=True)
     ]
-    return RunSet(_title(records), runs, metric, direction, varied)
+    return RunSet(_title(records), runs, metric, direction, varied, trust)
 
 
 def _best(past: History) -> float | None:

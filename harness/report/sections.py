@@ -12,6 +12,7 @@ from harness.report.history import Curve
 from harness.report.mistakes import Mistake
 from harness.report.run_set import ReportedRun, RunSet
 from harness.report.scaling import ScalingSeries, Target
+from harness.runs import ownership
 
 MAX_BURST = 1.25  # above which a run's pace was too uneven for an exact speed-up
 _NUMBERS_PER_LINE = 12  # rows per line in the table behind the curves
@@ -189,7 +190,13 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
         left_out.append("Mistakes: no run has a confusion matrix.")
         return None
     chart = charts.confusion(found, run.label)
-    shown, wrong, num_rows = mistakes.worst(run)
+    allowed = runs.trust or ownership.is_own(run.record.path)
+    shown, wrong, num_rows = mistakes.worst(run, with_images=allowed)
+    if shown and not allowed:
+        left_out.append(
+            "Images of mistakes: no start of yours on this machine has trained this run, so the images it names may be "
+            "any on this disk. To show them, add --trust."
+        )
     notes = [f"Run: {run.label}. The matrix is from its newest evaluation, the list from its best weights."]
     if num_rows:
         notes.append(f"{formatting.count(wrong)} of {formatting.count(num_rows)} validation rows are predicted wrong.")

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from harness.errors import CheckpointError, reason, remedy
 from harness.runs import layout
-from harness.runs.files import commit, replacing, temporary_for, write_atomically
+from harness.runs.files import commit, read_text, replacing, temporary_for, write_atomically
 
 log = logging.getLogger("harness")
 
@@ -117,7 +117,7 @@ class Checkpoints:
     def named(self, pointer: str) -> str:
         """The name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none."""
         try:
-            return (self.folder / pointer).read_text(encoding="utf-8").strip()
+            return read_text(self.folder / pointer).strip()
         except (OSError, ValueError):
             return ""
 
@@ -174,7 +174,7 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
 def damage(path: Path) -> str:
     """The reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
     try:
-        manifest = json.loads((path / layout.MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(path / layout.MANIFEST))
         size, digest, form = manifest["bytes"], manifest["sha256"], manifest["format"]
     except FileNotFoundError:
         return "it has no manifest.json, so it is incomplete or not a checkpoint of this harness"
@@ -183,7 +183,7 @@ def damage(path: Path) -> str:
     if form != FORMAT:
         return f"its format is {form}, but this version of the harness reads {FORMAT}: use the version that wrote it"
     file = path / layout.STATE
-    if not file.exists():
+    if not file.is_file():
         return "state.pt is missing"
     if file.stat().st_size != size:
         return f"state.pt is truncated: {file.stat().st_size} of {size} bytes"

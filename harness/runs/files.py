@@ -136,6 +136,18 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a file in a run folder. Raises OSError also for a pipe or a device, which may never end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+    return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """``read_bytes`` as text. Raises ValueError if it is not UTF-8."""
+    return read_bytes(path).decode("utf-8")
+
+
 def identity(path: Path) -> tuple[int, int] | None:
     """Inode and modification time, to notice later that ``path`` was replaced; None if there is no file."""
     try:

@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json
 
+from harness.runs.files import read_bytes
+
 _REAL, _WHOLE = pa.float64(), pa.int64()
 _KNOWN = pa.schema(
     {"split": pa.string(), "step": _WHOLE, "epoch": _WHOLE, "samples": _WHOLE, "skipped": _WHOLE, "wall_s": _REAL,
@@ -24,7 +26,7 @@ def read_metrics(path: Path) -> tuple[pa.Table, str]:
     """The file as a table, one row per line, and what is wrong with it. Keys that a line does not have are null; the
     columns of training lines always exist."""
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except OSError:
         return _KNOWN.empty_table(), ""
     return _parsed(text)
@@ -32,6 +34,8 @@ def read_metrics(path: Path) -> tuple[pa.Table, str]:
 
 def incomplete(path: Path) -> str:
     """The problem of a file that ends in mid-line; empty for any other."""
+    if not path.is_file():
+        return ""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -18,6 +18,7 @@ import yaml
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line
 from harness.runs import exit_files, layout
+from harness.runs.files import read_text
 from harness.runs.metrics_table import incomplete, read_metrics
 
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
@@ -169,7 +170,10 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
         return
     for place, entry in enumerate(sweep.trials):
         trial = _trial(entry, place)
-        record = read(sweep.path / str(entry.get("run")))
+        run = Path(str(entry.get("run")))
+        if run.is_absolute() or ".." in run.parts:  # written by someone else, about a run that is not of this sweep
+            run = Path(layout.TRIALS, run.name)
+        record = read(sweep.path / run)
         state = record.state
         if state == "unreadable" and trial.state in ("waiting", "running"):
             state, record = "waiting", replace(record, problems=[])
@@ -214,7 +218,7 @@ def known_runs(*folders: Path) -> str:
 def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = json.loads) -> Any:
     """The content of ``path``; empty if there is no such file, or if its type is not ``kind``."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        content = parse(read_text(path))
     except FileNotFoundError:
         return kind()
     except (OSError, ValueError, yaml.YAMLError) as error:

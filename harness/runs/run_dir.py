@@ -24,9 +24,9 @@ from harness.config import loader
 from harness.config.schema import Config, recipe_difference
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, reason, remedy
-from harness.runs import exit_files, layout
+from harness.runs import exit_files, layout, ownership
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
-from harness.runs.files import finite, make_folder, write_atomically
+from harness.runs.files import finite, make_folder, read_text, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
 _OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
@@ -104,7 +104,8 @@ class RunFolder:
             make_folder(self.path)
             self.checkpoints.folder.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
-            write_atomically(self.path / layout.CONFIG, loader.to_text(config))
+            write_atomically(self.path / layout.CONFIG, text := loader.to_text(config))
+            ownership.remember(text)
             self.forget_end()
         except OSError as error:
             raise cannot_write(self.path, error) from None
@@ -242,7 +243,7 @@ def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
     A task that ``config`` does not name is not imported, so its defaults are not added.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(read_text(path))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     if not isinstance(tree, dict):

@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from harness.config import loader
 from harness.config.schema import Config, flatten
+from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError
-from harness.runs import layout
+from harness.runs import layout, ownership
+from harness.runs.files import read_text
 from harness.runs.reader import known_runs
 
 
-def configuration(run: Path, overrides: Sequence[str]) -> Config:
-    """The configuration of the run folder ``run``, with ``overrides``. Raises ConfigError if ``run`` is not a run, or
-    has no weights yet."""
+def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> Config:
+    """The configuration of the run folder ``run``, with ``overrides``.
+
+    Raises ConfigError if ``run`` is not a run, has no weights yet, or is not this user's own and does more than set
+    values, such as to name a model of its own; ``trust`` allows that.
+    """
     if not (run / layout.CONFIG).is_file():
         hint = f"name one{known_runs(run)}"
         raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
@@ -31,6 +36,9 @@ def configuration(run: Path, overrides: Sequence[str]) -> Config:
             hint="its first evaluation, at the end of an epoch, writes weights.safetensors: "
             f"harness train -c {run / layout.CONFIG}",
         )
+    if not trust and not ownership.is_own(run):
+        require_harmless(run / layout.CONFIG, overrides)
+        overrides = ["data.cache_dir=null", *overrides]  # where files are written is for the user to say
     return loader.load(run / layout.CONFIG, overrides)
 
 
@@ -60,7 +68,7 @@ def best(run: Path) -> dict[str, Tensor]:
 def learned(run: Path) -> dict[str, Any]:
     """The facts that the task kept from its training data. Raises ConfigError if they cannot be read."""
     try:
-        facts = json.loads((run / layout.TASK).read_text(encoding="utf-8"))
+        facts = json.loads(read_text(run / layout.TASK))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the facts that the task kept from its training data cannot be read: {error}",

@@ -50,7 +50,10 @@ class UrlStore:
         return {
             path.removeprefix(start): hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
             for path, facts in found.items()
-            if facts.get("type") == "file" and path.startswith(start) and not path.endswith(".part")
+            if facts.get("type") == "file"
+            and path.startswith(start)
+            and not path.endswith(".part")
+            and ".." not in path.split("/")  # which an object may be named, but no file of a run
         }
 
     def read(self, name: str) -> str:

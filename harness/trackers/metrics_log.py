@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ from harness.config.schema import Config, flatten
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.files import finite, write_atomically
-from harness.trackers.base import RunInfo, Sample
+from harness.trackers.base import RunInfo, Sample, Tracker
 from harness.trackers.forwarder import Forwarder
 
 # Fields that differ between two runs that are otherwise equal.
@@ -32,10 +33,14 @@ ARTIFACTS = (layout.CONFIG, layout.SUMMARY, layout.CONFUSION, layout.PREDICTIONS
 
 def require(names: Sequence[str]) -> None:
     """Raise ConfigError for the first tracker whose package is not installed, or that is the user's own and cannot be
-    imported."""
+    imported or is no tracker."""
     for name in names:
         if "." in name:
-            plugins.find("tracker", name, "trackers")
+            found = plugins.find("tracker", name, "trackers")
+            members = [member for member in vars(Tracker) if not member.startswith("_")]
+            if not inspect.isclass(found) or any(not callable(getattr(found, member, None)) for member in members):
+                hint = f"harness.trackers.base.Tracker documents it: a class with {', '.join(members)}"
+                raise ConfigError(f"{name} is not a tracker", where="trackers", hint=hint)
             continue
         if importlib.util.find_spec(name) is None:
             raise ConfigError(

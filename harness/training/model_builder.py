@@ -64,10 +64,8 @@ def _find(name: str) -> tuple[Callable[..., nn.Module], bool]:
     """(the class or function that makes the model, whether it is torchvision's)."""
     if name in plugins.names("model") or "." in name:
         make = plugins.find("model", name, "model.name")
-        try:
-            inspect.signature(make)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{name} is not a class or function", where="model.name") from None
+        if not plugins.makes(make, nn.Module):
+            raise plugins.wrong_kind(name, "torch.nn.Module", "model.name")
         return make, False
     from torchvision.models import get_model_builder, list_models
 

@@ -55,10 +55,8 @@ def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) 
 def _find(name: str) -> Any:
     if "." in name:
         found = plugins.import_own("optimizer", name, "optimizer.name")
-        try:
-            inspect.signature(found)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{name} is not a class or function", where="optimizer.name") from None
+        if not plugins.makes(found, torch.optim.Optimizer):
+            raise plugins.wrong_kind(name, "torch.optim.Optimizer", "optimizer.name")
         return found
     if name not in (known := built_in()):
         raise plugins.unknown("optimizer", name, known, "optimizer.name")

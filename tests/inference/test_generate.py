@@ -15,6 +15,7 @@ from harness.data.names import ALPHABET, STOP_CODE, encode
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.inference import generate
 from harness.inference.generate import MAX_LENGTH, NameRequest
+from harness.runs import ownership
 from tests.datasets import NAMES, write_names
 from tests.fixtures import settings, write_rows
 
@@ -43,8 +44,9 @@ def chain(**follows: dict[str, float]) -> torch.Tensor:
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Writes a run folder of a Table with the given logits; returns its path."""
+def run(tmp_path, monkeypatch):
+    """Writes a run folder of a Table with the given logits, as a start of this user would; returns its path."""
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
 
     def write(logits: torch.Tensor, rows: str = "windows", model: str = "tests.inference.test_generate.Table"):
         folder = tmp_path / "runs" / "pets"
@@ -53,6 +55,7 @@ def run(tmp_path):
         task = {"name": "pet_names", "names": str(names), "rows": rows, "window": 3}
         config = {"name": "pets", "task": task, "model": {"name": model}, "batch": {"global": 8}}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        ownership.remember(yaml.safe_dump(config))
         save_file({"logits": logits}, folder / "weights.safetensors")
         return folder
 

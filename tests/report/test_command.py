@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
+from harness import cli
 from harness.errors import ConfigError
 from harness.report import main, page
+from harness.runs import ownership
 from tests.conftest import ROOT
 
 
@@ -37,6 +40,27 @@ def test_wrong_paths_are_errors(tmp_path, run, out, message):
     write_run(tmp_path / "run", Fake())
     with pytest.raises(ConfigError, match=message):
         main.main([tmp_path / run], tmp_path / out if out else None, "md", None)
+
+
+def test_images_of_the_runs_of_others_need_trust(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
+    run = write_run(tmp_path / "run", Fake())
+    (run / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
+    (run / "predictions.csv").write_text("id,prediction,label\na.png,cat,dog\n")
+    (tmp_path / "data").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "data" / "a.png")
+
+    def page_of(*words: str) -> str:
+        assert cli.main(["report", "run", *words]) == 0
+        return (run / "report.html").read_text()
+
+    text = page_of()
+    assert "data:image/png" not in text
+    assert "To show them, add --trust." in text
+    assert "data:image/png" in page_of("--trust")
+    ownership.remember((run / "config.yaml").read_text())
+    assert "data:image/png" in page_of()
 
 
 def test_missing_plotly_is_an_error(tmp_path, monkeypatch):

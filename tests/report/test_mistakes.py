@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import struct
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 
 from benchmarks.synthetic_runs import Fake, write_run
 from harness.report import mistakes, run_set
-from harness.runs import reader
+from harness.runs import exit_files, reader
 
 TABLE = """id,prediction,label,score_cat,score_dog
 a.png,cat,cat,0.9,0.1
@@ -81,6 +82,38 @@ def test_files_that_are_not_images_are_not_opened(folder, tmp_path):
         "id,prediction,label,score\n../secret.txt,a,b,0.9\n,a,b,0.8\n/dev/zero,a,b,0.7\n"
     )
     assert [mistake.image for mistake in mistakes.worst(run(folder))[0]] == ["", "", ""]
+
+
+def test_images_outside_the_data_folder_are_not_shown(folder, tmp_path):
+    """predictions.csv may have been written by someone else. A pipe would never end."""
+    for name in ("secret.png", "data/here.png"):
+        Image.new("L", (8, 8)).save(tmp_path / name)
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
+    os.mkfifo(tmp_path / "data" / "pipe.png")
+    outside = ["../secret.png", str(tmp_path / "secret.png"), "x/../../secret.png", "link.png", "pipe.png"]
+    inside = ["here.png", str(tmp_path / "data" / "here.png")]
+    lines = [f"{name},a,b,{0.9 - 0.1 * place}" for place, name in enumerate([*outside, *inside])]
+    (folder / "predictions.csv").write_text("\n".join(["id,prediction,label,score", *lines]) + "\n")
+    shown = {mistake.row: bool(mistake.image) for mistake in mistakes.worst(run(folder))[0]}
+    assert shown == {**dict.fromkeys(outside, False), **dict.fromkeys(inside, True)}
+    assert not any(mistake.image for mistake in mistakes.worst(run(folder), with_images=False)[0])
+
+
+@pytest.mark.timeout(30)
+def test_pipes_and_devices_in_a_run_folder_do_not_block(folder):
+    """None is opened: nobody writes to them."""
+    names = ("predictions.csv", "confusion.csv", "metrics.jsonl", "summary.json", "provenance.json", "config.yaml")
+    for name in (*names, "logs/rank-0.exit.json"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    (folder / "failure.json").symlink_to("/dev/zero")
+    record = reader.read(folder)
+    assert record.state == "unreadable"
+    assert "failure.json cannot be read: [Errno 22] it is a pipe or a device, not a file" in "; ".join(record.problems)
+    assert len(record.metrics()) == 0
+    assert mistakes.read_predictions(folder / "predictions.csv") is None
+    assert mistakes.confusion(run(folder)) is None
+    assert exit_files.read(folder / "logs") == {}
 
 
 def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):

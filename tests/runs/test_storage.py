@@ -139,6 +139,14 @@ def test_errors_of_a_store_are_explained(monkeypatch, error, hint):
     assert caught.value.where == "memory://bucket/runs/x"
 
 
+def test_objects_whose_names_lead_elsewhere_are_left_out(monkeypatch):
+    """An object may be named "..", and would be written outside of the folder that the run is copied to."""
+    names = ("metrics.jsonl", "../../.bashrc", "logs/../../x", "a..b")
+    found = {f"/bucket/run/{name}": {"type": "file", "size": 1} for name in names}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: found)
+    assert set(UrlStore("memory://bucket/run").files()) == {"metrics.jsonl", "a..b"}
+
+
 def test_each_url_has_its_own_working_folder(tmp_path):
     one, other = (working_folder(f"s3://{bucket}/runs/digits", str(tmp_path)) for bucket in ("one", "other"))
     assert one.name == other.name == "digits"

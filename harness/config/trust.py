@@ -1,0 +1,51 @@
+"""What the configuration of someone else may do without ``--trust``: set values.
+
+It may not name code, which runs when it is imported, nor read other files or environment variables. The resolved
+configuration in a run folder never needs the latter two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config.merge import parsed
+from harness.config.schema import flatten
+from harness.errors import ConfigError
+
+_PACKAGES = ("torch", "torchvision", "harness")  # only their models, optimizers and tasks pass the checks before use
+_CODE = ("task.name", "model.name", "optimizer.name")  # what a command on a trained run imports
+
+
+def require_harmless(path: Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if the configuration ``path`` does more than set values. Keys in ``overrides`` ("key=value")
+    are the user's own words."""
+    tree = parsed(path)
+    own = {override.partition("=")[0] for override in overrides}
+    problems = [f"  {key}: {problem}" for key, problem in _problems(tree) if key not in own]
+    if problems:
+        raise ConfigError(
+            "no start of yours on this machine has written this configuration, and it does more than set values\n"
+            + "\n".join(problems),
+            where=str(path),
+            hint="if you trust who wrote it, add --trust",
+        )
+
+
+def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if tree.get("extends"):
+        yield "extends", f"reads {tree['extends']}"
+    leaves = flatten(tree)
+    for key in _CODE:
+        name = leaves.get(key)
+        if isinstance(name, str) and "." in name and not _is_known(name):
+            yield key, f"imports {name}, which runs its code"
+    for key, value in leaves.items():
+        if "${" in str(value):
+            yield key, f"{value} is filled in from elsewhere"
+
+
+def _is_known(name: str) -> bool:
+    first, *others = name.split(".")
+    return first in _PACKAGES and not any(part.startswith("_") or not part for part in others)
