@@ -6,8 +6,10 @@ resuming at a position needs no state of the workers.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch.utils.data import Sampler, get_worker_info
 from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import PREFETCH, LoadError, WatchedDataLoader, in_loader_worker, sent, worker_death
 from harness.data.shards import Segment, bounds, num_steps, shard, step_rows
-from harness.errors import TrainingError
+from harness.errors import TrainingError, remedy
 
 
 class StoppedWaiting(Exception):
@@ -106,6 +108,10 @@ class Loader:
             except (RuntimeError, OSError, EOFError) as error:
                 if death := worker_death(error, getattr(self._loader._iterator, "_workers", ())):
                     raise death from None
+                if isinstance(error, EOFError) or "ancdata" in str(error):  # received with too few file descriptors
+                    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                    message = f"a batch could not be received from a loader worker: {full.strerror}"
+                    raise TrainingError(message, hint=remedy(full)) from None
                 raise
             self.wait_s += time.perf_counter() - start
             self._blocked = False

@@ -154,7 +154,8 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         self._packed.put(None)
-        super()._shutdown_workers()
+        if hasattr(self, "_workers_status"):  # which is set when all workers have started
+            super()._shutdown_workers()
 
     def kill_workers(self) -> None:
         """Kill the processes. Torch would wait 5 s for each that is blocked."""
