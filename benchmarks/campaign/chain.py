@@ -55,11 +55,12 @@ class _Runner:
         if not whole.done:
             self.problem("failed", f"the unbroken run: {self._codes(None, whole)}; see {unbroken.parent}/terminal.txt")
             return
+        is_hit = True
         for kill in plan.kills(chain, whole.counts):
-            if not self._start(broken, kill) or self.problems:
-                break
-        if self.problems:
-            return
+            if is_hit or kill.place in plan.OF_EVERY_START:
+                is_hit = self._start(broken, kill)
+            if self.problems:
+                return
         self._start(broken, None)
         self._compare(unbroken.parent, broken.parent)
 

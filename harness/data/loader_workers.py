@@ -33,6 +33,7 @@ MORE_SHARED_MEMORY = (
 )
 MIB = 2**20
 _POLL_S = 0.5  # between two calls of ``while_waiting``
+_IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEATHS = {
     signal.SIGKILL: ("out of memory, a user or a scheduler", "see dmesg; lower data.num_workers or the batch"),
     signal.SIGBUS: (f"usually because {SHARED_MEMORY} is full", MORE_SHARED_MEMORY),
@@ -121,7 +122,12 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
         self._while_waiting = loader.while_waiting
         self._packed: SimpleQueue[Sent | None] = SimpleQueue()
         self._unpacked: SimpleQueue[Any] = SimpleQueue()
-        super().__init__(loader)
+        # Workers inherit the mask: until in_loader_worker has run in one, a signal to all processes would end it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *_IGNORED})
+        try:
+            super().__init__(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # In a thread: unpacking asks the worker for its shared memory, and waits for ever for one that is frozen.
         threading.Thread(target=self._unpack, name="harness-unpack", daemon=True).start()
 
@@ -197,7 +203,7 @@ def in_loader_worker(_: int) -> None:
     When the parent is killed, a loader exits within a second: until then it holds the parent's connections open, and no
     peer notices the loss.
     """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     rank = multiprocessing.parent_process()
     if sys.platform == "linux" and rank is not None:  # other systems do not report the sender of a signal

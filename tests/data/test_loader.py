@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data._utils import signal_handling
 
 from harness.data.loader import EvalData, Loader, StoppedWaiting, TrainData
 from harness.data.shards import RULES, Segment
@@ -250,6 +251,23 @@ def test_failure_of_a_worker_is_named(how, kind, text):
     assert multiprocessing.active_children() == []
     if kind is RuntimeError:
         assert "Traceback" in str(caught.value.__cause__), "the worker's"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_all_processes_does_not_end_a_worker_that_starts(monkeypatch, number):
+    """It arrives after torch has set the worker's handlers, and before in_loader_worker."""
+    set_handlers = signal_handling._set_worker_signal_handlers
+
+    def signalled():
+        set_handlers()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", signalled)
+    train = data(12, workers=1)
+    try:
+        assert len(list(train.groups(0, []))) == 3
+    finally:
+        train.loader.close()
 
 
 def test_wait_for_workers_can_be_ended():
