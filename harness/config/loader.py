@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from harness.config import plugins
 from harness.config.constraints import Conflict, conflicts
 from harness.config.merge import COMMAND_LINE, merged, origin_of
-from harness.config.problems import Problem, described
+from harness.config.problems import Problem, described, not_finite
 from harness.config.schema import Config, TaskSection
 from harness.errors import ConfigError
 
@@ -35,13 +35,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), written_at: Mapping[st
     """
     raw, origins = merged(Path(path), overrides, written_at or {})
     cls, problems = _config_class(raw)
-    try:
-        config = cls.model_validate(raw if not problems else {**raw, "task": {"name": "unknown.task"}})
-    except ValidationError as errors:
-        problems += described(errors, cls, raw)
-    if not problems:
+    config, found = _validated(cls, raw if not problems else {**raw, "task": {"name": "unknown.task"}})
+    problems += found
+    if config is not None and not problems:
         problems = [_as_problem(conflict) for conflict in conflicts(config)]
-    if problems:
+    if config is None or problems:
         raise _error(problems, origins, str(path))
     return config
 
@@ -54,21 +52,30 @@ def load_as(
 ) -> tuple[Content, dict[str, str]]:
     """A YAML file of another kind, such as a sweep, checked in the same layers; and the origins of its keys."""
     raw, origins = merged(Path(path), overrides, {})
-    try:
-        content = cls.model_validate(raw)
-    except ValidationError as errors:
-        raise _error(described(errors, cls, raw), origins, str(path)) from None
-    if problems := [_as_problem(conflict) for conflict in conflicts_of(content)]:
+    content, problems = _validated(cls, raw)
+    if content is not None and not problems:
+        problems = [_as_problem(conflict) for conflict in conflicts_of(content)]
+    if content is None or problems:
         raise _error(problems, origins, str(path))
     return content, origins
 
 
 def section(cls: type[Content], raw: Mapping[str, Any], where: str) -> Content:
     """The settings ``raw``, which stand at the key ``where``, validated as ``cls``. Raises ConfigError."""
+    content, problems = _validated(cls, raw)
+    if content is None or problems:
+        raise _error(problems, {}, where)
+    return content
+
+
+def _validated(cls: type[Content], raw: Any) -> tuple[Content | None, list[Problem]]:
+    """(``raw`` as ``cls`` if possible, the problems)."""
+    problems = not_finite(raw)
     try:
-        return cls.model_validate(raw)
+        return cls.model_validate(raw), problems
     except ValidationError as errors:
-        raise _error(described(errors, cls, raw), {}, where) from None
+        known = dict(problems)
+        return None, problems + [problem for problem in described(errors, cls, raw) if problem[0] not in known]
 
 
 def to_text(config: Config) -> str:

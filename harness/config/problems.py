@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -19,6 +20,23 @@ def described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[P
         key, sentence = ".".join(path), _sentence(error, path, cls)
         found[key] = f"{found[key]}; or {sentence}" if key in found else sentence
     return list(found.items())
+
+
+def not_finite(tree: Any, key: str = "") -> list[Problem]:
+    """One problem per number in ``tree``, at any depth, that is infinite, NaN or too large for a float."""
+    if isinstance(tree, dict):
+        return [
+            problem
+            for name, value in tree.items()
+            for problem in not_finite(value, f"{key}.{name}" if key else str(name))
+        ]
+    if isinstance(tree, list | tuple):
+        return [problem for place, value in enumerate(tree) for problem in not_finite(value, f"{key}.{place}")]
+    if isinstance(tree, float) and math.isfinite(tree) or not isinstance(tree, int | float) or abs(tree) < 2**1023:
+        return []
+    return [
+        (key, f"it should be a finite number (found: {tree if isinstance(tree, float) else 'more than 300 digits'})")
+    ]
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> list[str]:

@@ -79,7 +79,15 @@ def learned(run: Path) -> dict[str, Any]:
 
 
 def load(model: nn.Module, best: dict[str, Tensor], run: Path) -> None:
-    """Load the weights into ``model``. Raises CheckpointError if they do not fit."""
+    """Load the weights into ``model``. Raises CheckpointError if they do not fit, or are infinite or NaN where those of
+    ``model`` are not (a mask of -inf may be)."""
+    new = model.state_dict()
+    if bad := [name for name, value in best.items() if not _finite(value) and name in new and _finite(new[name])]:
+        raise CheckpointError(
+            f"the weights are infinite or NaN in {bad[0]} ({len(bad)} of {len(best)} tensors): the training diverged",
+            where=str(weights(run)),
+            hint="its predictions would be meaningless; train again, for example with a lower optimizer.lr",
+        )
     try:
         model.load_state_dict(best)
     except RuntimeError as error:
@@ -88,3 +96,7 @@ def load(model: nn.Module, best: dict[str, Tensor], run: Path) -> None:
             where=str(weights(run)),
             hint="use the model and task settings that it was trained with",
         ) from None
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, Tensor) or bool(value.isfinite().all())

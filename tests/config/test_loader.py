@@ -188,6 +188,35 @@ trackers: [wandbb]
     assert message.count("\n") == len(expected) + 1
 
 
+def test_numbers_must_be_finite_everywhere(tmp_path):
+    """Also in the sections of tasks, in lists and in the arguments of models and optimizers, which have no schema."""
+    text = (
+        GOOD.replace("task:", "task:\n  mean: [0.5, .nan, 0.5]\n  augment: {rotation: .inf}")
+        + f"""
+optimizer:
+  lr: .inf
+  weight_decay: 1e400
+  args:
+    betas: [0.9, -.inf]
+model: {{args: {{nested: {{deep: [{{x: .NaN}}]}}}}}}
+schedule: {{milestones: [1.0, .inf]}}
+train: {{clip_norm: {"9" * 400}}}
+"""
+    )
+    message = refused(tmp_path, text, "runtime.timeout_s=.inf")
+    lines = text.splitlines()
+    for key, start, found in [
+        ("task.mean.1", "  mean", "nan"), ("task.augment.rotation", "  augment", "inf"),
+        ("optimizer.lr", "  lr", "inf"), ("optimizer.weight_decay", "  weight_decay", "inf"),
+        ("optimizer.args.betas.1", "    betas", "-inf"), ("model.args.nested.deep.0.x", "model", "nan"),
+        ("schedule.milestones.1", "schedule", "inf"), ("train.clip_norm", "train", "more than 300 digits"),
+    ]:  # fmt: skip
+        number = next(number for number, line in enumerate(lines, 1) if line.startswith(start))
+        assert f"x.yaml:{number}: {key}: it should be a finite number (found: {found})" in message, message
+    assert "command line: runtime.timeout_s: it should be a finite number (found: inf)" in message
+    assert "9 problems in the configuration" in message
+
+
 def test_errors_in_overrides_are_on_the_command_line(tmp_path):
     text = GOOD + "optimizer:\n  lr: 0.1\n  name: sgd\n"
     message = refused(tmp_path, text, "optimizer={lr: -1, nam: adam}", "seed=-1")

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from harness import cli
 from harness.errors import HarnessError
@@ -358,6 +358,22 @@ def test_export_of_damaged_weights(trained, tmp_path, capsys):
     (damaged / "weights.safetensors").write_bytes(b"half")
     assert cli.main(["export", str(damaged), "--format", "safetensors"]) == 70
     assert "weights.safetensors: the best weights cannot be read" in capsys.readouterr().err
+
+
+def test_weights_of_a_diverged_run_are_refused(trained, tmp_path, capsys):
+    diverged = shutil.copytree(trained[0], tmp_path / "run")
+    weights = load_file(diverged / "weights.safetensors")
+    name = list(weights)[1]
+    weights[name].view(-1)[0] = torch.nan
+    save_file(weights, diverged / "weights.safetensors")
+    out = tmp_path / "out.csv"
+    for words in (["export", str(diverged), "--format", "safetensors", "--out", str(tmp_path / "x")],
+                  ["predict", str(diverged), "--csv", str(trained[1] / "eval.csv"), "--out", str(out)]):  # fmt: skip
+        assert cli.main(words) == 70
+        said = f"the weights are infinite or NaN in {name} (1 of {len(weights)} tensors): the training diverged"
+        assert said in capsys.readouterr().err
+    assert not out.exists()
+    assert not (tmp_path / "x").exists()
 
 
 def test_onnx_without_its_packages(trained, tmp_path, monkeypatch):
