@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -406,3 +407,172 @@ def test_added_param_group_trains_like_plain_sgd(level, accumulate, zero_before)
     train(models, optimizer, lambda model, value: backward(model, optimizer, value))
     for a, b in zip(weights(plain), weights(models), strict=True):
         torch.testing.assert_close(b.detach().float(), a.detach(), rtol=1e-3, atol=1e-3)
+
+
+def plain(model, optimizer, value=1.0):
+    model(torch.full((2,), float(value))).backward()
+
+
+def never_scaled(model, optimizer):
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(model, optimizer)
+        optimizer.step()
+
+
+def only_the_last_of_two_scaled(model, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(model, optimizer)
+        backward(model, optimizer, 1.0)
+        optimizer.step()
+
+
+def scaled_at_first(model, optimizer):
+    backward(model, optimizer, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    plain(model, optimizer)
+    optimizer.step()
+
+
+@pytest.mark.contract("3.3")
+@pytest.mark.parametrize("trap", [never_scaled, only_the_last_of_two_scaled, scaled_at_first])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_backward_outside_scale_loss_warns_once_at_the_script(trap, level):
+    model, optimizer = start(level, scale=8.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    before = model.weight.tolist()
+    with pytest.warns(UserWarning, match="outside amp.scale_loss.*weights are not updated") as caught:
+        trap(model, optimizer)
+    (warning,) = [each for each in caught if "scale_loss" in str(each.message)]
+    assert "with amp.scale_loss(loss, optimizer) as scaled_loss:\n" in str(warning.message)
+    assert warning.filename == __file__
+    if trap is never_scaled:
+        assert model.weight.tolist() == before, "what the warning says"
+
+
+def scaled_twice(model, optimizer, scaler):
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(2)), optimizer) as loss:
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_grad_scaler_on_top_of_scale_loss_warns_once_at_the_script():
+    for level in ("O1", "O2"):
+        model, optimizer = start(level)
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        with pytest.warns(UserWarning, match="GradScaler and amp.scale_loss both scale") as caught:
+            scaled_twice(model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0))
+        assert [each.filename for each in caught if "GradScaler" in str(each.message)] == [__file__]
+        amp.reset()
+
+
+def accumulated(model, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        for last in (False, True):
+            backward(model, optimizer, 1.0, delay_unscale=not last)
+        backward(model, optimizer, 1.0)
+        optimizer.step()
+
+
+def raising(model, optimizer):
+    optimizer.zero_grad()
+    with contextlib.suppress(KeyError), amp.scale_loss(model(torch.ones(2)), optimizer) as loss:
+        loss.backward()
+        raise KeyError
+    backward(model, optimizer, 1.0)
+    optimizer.step()
+
+
+def no_gradients(model, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    backward(model, optimizer, 1.0)
+    optimizer.step()
+    optimizer.step()
+
+
+def zeroed_in_place(model, optimizer):
+    for clear in (optimizer.zero_grad, model.zero_grad) * 2:
+        clear(set_to_none=False)
+        backward(model, optimizer, 1.0)
+        optimizer.step()
+
+
+def own_gradients_of_masters(model, optimizer):
+    optimizer.zero_grad()
+    plain(model, optimizer)
+    for master in amp.master_params(optimizer):
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+
+
+def dry_run(model, optimizer):
+    plain(model, optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer, 1.0)
+    optimizer.step()
+
+
+def clipped_and_edited(model, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, optimizer, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def frozen(model, optimizer):
+    model.weight.requires_grad_(False)
+    optimizer.zero_grad()
+    plain(model, optimizer)
+    optimizer.step()
+
+
+def checkpointed(model, optimizer):
+    optimizer.zero_grad()
+    outputs = torch.utils.checkpoint.checkpoint(model, torch.ones(2), use_reentrant=False)
+    with amp.scale_loss(outputs, optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+
+
+def disabled_grad_scaler(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    backward(model, optimizer, 1.0)
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize(
+    "script",
+    [accumulated, raising, no_gradients, zeroed_in_place, own_gradients_of_masters, dry_run, clipped_and_edited, frozen,
+     checkpointed, disabled_grad_scaler],
+)  # fmt: skip
+def test_correct_scripts_get_no_warning(script, level, recwarn):
+    model, optimizer = start(level, scale=8.0)
+    script(model, optimizer)
+    assert [str(each.message) for each in recwarn if "scale_loss" in str(each.message)] == []
+
+
+def test_loss_that_reaches_parameters_of_another_optimizer_gets_no_warning(recwarn):
+    """As the generator's loss reaches the discriminator, whose gradients are cleared before its own backward pass."""
+    models = [Product(), Product()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        both = models[0](torch.ones(2)) + models[1](torch.ones(2))
+        with amp.scale_loss(both, optimizers[0]) as loss:
+            loss.backward()
+        optimizers[0].step()
+        backward(models[1], optimizers[1], 1.0, loss_id=1)
+        optimizers[1].step()
+    assert [str(each.message) for each in recwarn if "scale_loss" in str(each.message)] == []

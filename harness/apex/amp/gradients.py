@@ -47,6 +47,8 @@ def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> 
         for parameter in own:
             parameter.grad = None
         stash.drop_master_gradients()
+    if stash.ever_scaled and stash.may_have_lost_gradients():
+        stash.warn_of_lost_gradients()
     for parameter, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
         parameter.grad = None  # the scaled gradient of the last context, already in the master
         if master.grad is not None:
@@ -64,6 +66,7 @@ def mark_delayed(optimizer: Optimizer, scale: float) -> None:
     """End a delayed context: the gradients carry ``scale``."""
     stash = stash_of(optimizer)
     stash.params_have_scaled_gradients, stash.scaled_by = True, scale
+    stash.backward_ended()
 
 
 def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
@@ -104,6 +107,7 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
     _add(sums, added, 1.0 / scale)
     scaler.unscale_(sums + unchecked, 1.0)
     stash.params_have_scaled_gradients = False
+    stash.backward_ended()
 
 
 def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
@@ -127,6 +131,7 @@ def restore(optimizer: Optimizer) -> None:
             parameter.grad = earlier
     for parameter in stash.all_fp16_params:
         take_aside(parameter)  # the master still has it
+    stash.backward_ended()
 
 
 def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:

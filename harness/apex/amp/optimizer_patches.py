@@ -8,8 +8,9 @@ and a skipped step counts as called.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from harness.apex.amp import cast_engine, gradients
 from harness.apex.amp.master_weights import all_params, recast_state
+from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.stash import AmpStash, drop_saved_masters, lazy_init, loading_masters, saving_masters, stash_of
 
@@ -99,6 +101,27 @@ def _skip(optimizer: Optimizer, stash: AmpStash, closure: Any) -> None:
     stash.drop_master_gradients()
 
 
+def _warn_of_grad_scaler(stash: AmpStash) -> None:
+    """Warn, once, if ``step()`` was called by a torch GradScaler after amp has scaled the loss."""
+    stash.scaled_since_step = False
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(4):  # a scheduler wraps step(), too
+        if frame is None or "scaler" in stash.warned:
+            return
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            if frame.f_locals["self"].is_enabled():
+                stash.warned.add("scaler")
+                messages.warn_at_script(
+                    "torch.amp.GradScaler and amp.scale_loss both scale this loss, and both unscale and skip. Remove "
+                    "the GradScaler and type:\n"
+                    "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+                    "        scaled_loss.backward()\n"
+                    "    optimizer.step()"
+                )
+            return
+        frame = frame.f_back
+
+
 def _must_skip(optimizer: Optimizer, stash: AmpStash) -> bool:
     """Return True if this ``step()`` is to be skipped; raise if gradients still carry a loss scale."""
     if stash.params_have_scaled_gradients and any(p.grad is not None for p in _scaled_params(optimizer, stash)):
@@ -122,6 +145,8 @@ def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., 
     @functools.wraps(previous)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
+        if stash.scaled_since_step:
+            _warn_of_grad_scaler(stash)
         if _must_skip(self, stash):
             return _skip(self, stash, args[0] if args else kwargs.get("closure"))
         if casts_functions:
@@ -136,6 +161,8 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def step(self: Optimizer, closure: Any = None) -> Any:
         stash = stash_of(self)
+        if stash.scaled_since_step:
+            _warn_of_grad_scaler(stash)
         if _must_skip(self, stash):
             return _skip(self, stash, closure)
         if closure is not None:
@@ -144,6 +171,8 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
                 'first and call step() without arguments, or use opt_level="O1".'
             )
         lazy_init(self)
+        if stash.may_have_lost_gradients():
+            stash.warn_of_lost_gradients()
         stash.refresh()
         result = previous()
         stash.copy_to_model()
@@ -169,6 +198,7 @@ def _zero_grad_with_masters(self: Optimizer, set_to_none: bool = True) -> None:
             zeroed.append(parameter.grad)
     if zeroed:
         torch._foreach_zero_(zeroed)
+    stash.gradients_cleared(certain=set_to_none)
 
 
 def _add_param_group_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:

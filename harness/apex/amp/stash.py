@@ -20,8 +20,11 @@ class AmpStash(MasterWeights):
     """The masters of an optimizer, if its level has them, and the state of its next step.
 
     ``already_patched``: the next ``step()`` will be skipped. ``params_have_scaled_gradients``: gradients of delayed
-    contexts wait to be unscaled; they carry the scale ``scaled_by``.
+    contexts wait to be unscaled; they carry the scale ``scaled_by``. ``backward_ended`` notes the end of a context of
+    this optimizer, ``gradients_cleared`` that no model parameter has a gradient; ``warn_of_lost_gradients`` needs both.
     """
+
+    num_contexts = 0  # contexts that have ended, of all optimizers: each may leave gradients in parameters of any
 
     def __init__(self, master_weights: bool) -> None:
         super().__init__()
@@ -32,6 +35,34 @@ class AmpStash(MasterWeights):
         self.scaled_by = 1.0
         self.deferred_to: Any = None  # the scaler whose overflow check waits for a reduction over ranks
         self.undo: list[Any] = []
+        self.ever_scaled = False  # in a context of this optimizer
+        self.scaled_since_step = False
+        self.warned: set[str] = set()
+        self._cleared_at = -1
+
+    def backward_ended(self) -> None:
+        AmpStash.num_contexts += 1
+        self.ever_scaled = self.scaled_since_step = True
+
+    def gradients_cleared(self, certain: bool) -> None:
+        self._cleared_at = AmpStash.num_contexts if certain else -1
+
+    def may_have_lost_gradients(self) -> bool:
+        """True if a gradient of a model parameter can only be from a backward pass outside every context."""
+        return not self.ever_scaled or self._cleared_at == AmpStash.num_contexts
+
+    def warn_of_lost_gradients(self) -> None:
+        """Warn, once, if a model parameter has a gradient that its master has not and will not get."""
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        if "lost" in self.warned or not any(p.grad is not None and master.grad is None for p, master in pairs):
+            return
+        self.warned.add("lost")
+        messages.warn_at_script(
+            f"backward() was called outside amp.scale_loss. With {self.all_fp16_params[0].dtype} weights and float32 "
+            "masters, the optimizer does not see these gradients: the weights are not updated from them. Type:\n"
+            "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+            "        scaled_loss.backward()"
+        )
 
     def drop_master_gradients(self) -> None:
         """Clear the gradients of masters that were made from model parameters."""
