@@ -31,7 +31,7 @@ def of_chance(runs: Starts, parting: Parting) -> list[str]:
     """Causes why two unbroken runs differ."""
     until = _until(parting)
     folder = runs.folder / "observed"
-    runs.start("observed", ProbePlan("", None, str(folder)), f"train.max_steps={until}")
+    runs.finish("observed", ProbePlan("", None, str(folder)), f"train.max_steps={until}")
     causes = _draws(folder, ("entropy", "op"))
     if not causes:
         causes = _of_hashes(runs, until) or _draws(folder, ("clock",))
@@ -44,10 +44,10 @@ def of_loss(runs: Starts, parting: Parting, done: Progress) -> list[str]:
     steps = tuple(range(saved + 1, min(saved + 3, done.last) + 1)) or (done.last,)
     until = f"train.max_steps={max(steps[-1], _until(parting))}"
     folders = [runs.folder / name for name in ("observed", "observed-resumed")]
-    runs.start("observed", ProbePlan("", None, str(folders[0]), steps), until)
+    runs.finish("observed", ProbePlan("", None, str(folders[0]), steps), until)
     mark = runs.folder / "mark-observed.json"
     runs.start("observed-resumed", ProbePlan(str(mark), Kill("step", steps[0])), until)
-    runs.start("observed-resumed", ProbePlan("", None, str(folders[1]), steps), until)
+    runs.finish("observed-resumed", ProbePlan("", None, str(folders[1]), steps), until)
     causes = [*_draws(folders[0], ("worker",)), *_attributes(*folders), *_changes(folders[0])]
     return causes or _draws(folders[0], ("entropy", "clock"))
 
@@ -65,7 +65,7 @@ def _of_hashes(runs: Starts, until: int) -> list[str]:
         runs.finish(name, None, "launch.env.PYTHONHASHSEED='0'", f"train.max_steps={until}")
     if differences(*map(runs.folder_of, names)):
         return []
-    return ["the order of a set or a hash of a string, which changes from process to process: two runs with "
+    return ["probably the order of a set or the hash of a string, which change from process to process: two runs with "
             "PYTHONHASHSEED=0 are equal. Sort what comes out of a set before using it"]  # fmt: skip
 
 
@@ -81,8 +81,9 @@ def _draws(folder: Path, kinds: tuple[str, ...]) -> list[str]:
 def _draw(entry: dict[str, Any]) -> str:
     if not entry["file"]:
         return f"{entry['function']} {_SOURCES[entry['kind']]}"
-    code = linecache.getline(entry["file"], entry["line"]).strip()
-    return f"{entry['file']}:{entry['line']}: {entry['function']} {_SOURCES[entry['kind']]}\n      {code}"
+    code, file = linecache.getline(entry["file"], entry["line"]).strip(), Path(entry["file"])
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{shown}:{entry['line']}: {entry['function']} {_SOURCES[entry['kind']]}\n      {code}"
 
 
 def _attributes(one: Path, other: Path) -> list[str]:

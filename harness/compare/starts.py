@@ -88,6 +88,7 @@ class Starts:
         self._command = [sys.executable, "-m", "harness", "launch", "-c", path, *overrides]
         self.folder, self.log = folder, folder / "output.txt"
         self._name, self._scheme = config.name, "file://" if is_url(config.output) else ""
+        self._resume = ["checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
         self.limit_s = float("inf")
         self._plans = 0
 
@@ -96,7 +97,7 @@ class Starts:
 
     def start(self, name: str, plan: ProbePlan | None = None, *overrides: str) -> Start:
         """Start the run ``name`` and wait for its end. Raises CheckpointError if it does not end."""
-        own = [f"output={self._scheme}{self.folder_of(name).parent}", "trackers=[]", *overrides]
+        own = [f"output={self._scheme}{self.folder_of(name).parent}", "trackers=[]", *self._resume, *overrides]
         if plan is not None:
             self._plans += 1
             own.append(f"launch.env.{PROBE}={plan.write(self.folder / f'plan-{self._plans}.json')}")

@@ -21,7 +21,7 @@ Place = Literal["start", "step", "checkpoint", "best weights", "evaluation", "pr
 class Kill:
     """SIGKILL to the rank that is the first to reach a place.
 
-    step: the first step at which it may die there; any later one serves, too
+    step: the first step at which it may die there; any later one serves, too. Starts and uploads have none
     rank: only this rank dies first. Checkpoints, best weights and uploads are rank 0's
     everyone: the other ranks die with it; otherwise they notice the loss of a peer
     number: 0 cuts a checkpoint in the middle of its data, k > 0 is before its k-th sync or rename. Of an evaluation,

@@ -98,7 +98,7 @@ def _after_steps(death: _Death) -> None:
     def count(run: Any, *rest: Any) -> None:
         original(run, *rest)
         if run.state.step >= death.kill.step:
-            death.die(run.state.step, "after its update")
+            death.die(run.state.step, "after the update")
 
     loop.count = count  # type: ignore[assignment]
 
@@ -119,7 +119,9 @@ def _between_uploads(death: _Death) -> None:
     original = UrlStore.put
 
     def put(store: UrlStore, source: Any, name: str, *rest: Any) -> Any:
-        death.passing(death.kill.step, f"before {name} was uploaded as file")
+        death.passed += 1
+        if death.passed >= death.kill.number:
+            death.die(None, f"before {name} was uploaded")
         return original(store, source, name, *rest)
 
     UrlStore.put = put  # type: ignore[assignment,method-assign]

@@ -23,6 +23,7 @@ from tests.end_to_end import planted
 from tests.end_to_end.experiment import write_config, write_images
 from tests.end_to_end.planted import line_of, write_planted
 
+HERE = Path(planted.__file__).relative_to(ROOT)
 COUNTING = {"name": f"{planted.__name__}.Counting", "args": {}}
 
 
@@ -62,10 +63,8 @@ def test_faults_that_a_kill_reveals_are_named(tmp_path):
     assert "not exact: the killed run parts from the unbroken one" in out
     assert "no: two unbroken runs are equal" in out
     assert re.search(r"first difference in the log: metrics.jsonl:\d+: train entry of step \d.loss: ", out)
-    assert (
-        f"{planted.__file__}:{line_of('random')}: random.random draws from the global random numbers of a loader" in out
-    )
-    assert f"{planted.__file__}:{line_of('numpy')}: numpy.random.rand draws" in out
+    assert f"{HERE}:{line_of('random')}: random.random draws from the global random numbers of a loader" in out
+    assert f"{HERE}:{line_of('numpy')}: numpy.random.rand draws" in out
     counter = (
         r"model\.calls \(tests\.end_to_end\.planted\.Counting\) .* it is (\d) in the unbroken run, (\d) in a resumed"
     )
@@ -88,7 +87,7 @@ def test_run_that_never_repeats_is_not_blamed_on_the_resume(tmp_path, plant, cau
     assert "yes: two unbroken runs differ" in out
     assert cause in out
     if plant == "entropy":
-        assert f"{planted.__file__}:{line_of('entropy')}: " in out
+        assert f"{HERE}:{line_of('entropy')}: " in out
 
 
 def test_wrong_configurations_end_at_once(tmp_path, capsys):
