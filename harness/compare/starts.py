@@ -102,7 +102,10 @@ class Starts:
             self._plans += 1
             own.append(f"launch.env.{PROBE}={plan.write(self.folder / f'plan-{self._plans}.json')}")
         before, began = self.log.stat().st_size if self.log.exists() else 0, time.monotonic()
-        group = WorkerGroup({0: Worker([*self._command, *own], output=self.log)}, _GRACE_S, stdin=subprocess.DEVNULL)
+        group = WorkerGroup(
+            {0: Worker([*self._command, *own], output=self.log)}, _GRACE_S,
+            stdin=subprocess.DEVNULL, ends_with_parent=True,
+        )  # fmt: skip
         try:
             code = group.wait(lambda: self._end_if_late(group, began))[0]
         except BaseException:
