@@ -14,9 +14,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.config.schema import flatten
+from harness.config.schema import MAX_VALUES, flatten, num_values
 from harness.errors import ConfigError, first_line
 
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 COMMAND_LINE = "command line"
 _EXAMPLE = "write key=value, for example train.epochs=3"
 
@@ -94,6 +95,9 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
 def _parse(path: Path) -> tuple[Any, dict[str, str]]:
     try:
         text = path.read_text(encoding="utf-8")
+        if num_values(yaml.load(text, Loader=_Loader)) > MAX_VALUES:  # noqa: S506 - a safe loader
+            message = f"invalid YAML: with each use of an alias counted, it has more than {MAX_VALUES} values"
+            raise ConfigError(message, where=str(path), hint="use fewer aliases (*name)")
         return OmegaConf.create(text), _lines(text, path)
     except (OSError, UnicodeDecodeError) as error:
         files = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import yaml
 
+from harness.config.schema import MAX_VALUES, num_values
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line
 from harness.runs import exit_files, layout
@@ -231,7 +232,10 @@ def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str],
 
 
 def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Yaml)  # noqa: S506 - a safe loader
+    content = yaml.load(text, Loader=_Yaml)  # noqa: S506 - a safe loader
+    if num_values(content) > MAX_VALUES:
+        raise ValueError("its aliases expand to too many values")
+    return content
 
 
 def _missing(path: Path) -> list[str]:

@@ -91,6 +91,10 @@ def test_overrides_win_and_are_parsed_as_yaml(tmp_path):
 # Layer 1: syntax
 
 
+# A few hundred bytes that describe a billion values.
+BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -102,6 +106,8 @@ def test_overrides_win_and_are_parsed_as_yaml(tmp_path):
         (GOOD + "extends: 5\n", "x.yaml:8: extends takes a file or a list of files, not 5"),
         (GOOD + "extends: {a: b}\n", "x.yaml:8: extends takes a file or a list of files, not {'a': 'b'}"),
         (GOOD + "extends: x.yaml\n", "extends is circular: x.yaml -> x.yaml"),
+        (BOMB, "with each use of an alias counted, it has more than 1000000 values"),
+        ("a: &a [1, *a]\n", "with each use of an alias counted"),
         (GOOD + "extends: y.yaml\n", "y.yaml: cannot read the configuration: No such file or directory"),
         (GOOD + "seed: ${train.nope}\n", "x.yaml:8: seed: Interpolation key 'train.nope' not found"),
         (GOOD.replace("b.csv", "???"), "x.yaml:5: task.eval_csv: Missing mandatory value: eval_csv"),

@@ -14,6 +14,7 @@ from PIL import Image
 from benchmarks.synthetic_runs import Fake, write_run
 from harness.report import mistakes, run_set
 from harness.runs import exit_files, reader
+from tests.config.test_loader import BOMB
 
 TABLE = """id,prediction,label,score_cat,score_dog
 a.png,cat,cat,0.9,0.1
@@ -114,6 +115,12 @@ def test_pipes_and_devices_in_a_run_folder_do_not_block(folder):
     assert mistakes.read_predictions(folder / "predictions.csv") is None
     assert mistakes.confusion(run(folder)) is None
     assert exit_files.read(folder / "logs") == {}
+
+
+@pytest.mark.timeout(30)
+def test_a_configuration_that_expands_without_end_is_left_out(folder):
+    (folder / "config.yaml").write_text(BOMB)
+    assert "config.yaml cannot be read: its aliases expand to too many values" in reader.read(folder).problems
 
 
 def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
