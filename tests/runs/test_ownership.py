@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 from harness.runs import ownership
 from harness.runs.run_dir import RunFolder
@@ -41,3 +42,17 @@ def test_a_start_makes_its_run_the_users_own(tmp_path, monkeypatch):
     folder.claim(make_config(tmp_path, train={"epochs": 20}))
     assert ownership.is_own(folder.path.rename(tmp_path / "moved"))
     assert not ownership.is_own(tmp_path), "this configuration was written by hand"
+
+
+def test_without_a_home_no_run_is_the_users_own(tmp_path, monkeypatch):
+    """As in a container that runs under any user id."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("APEX_HARNESS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    ownership.remember("name: x\n")
+    assert not ownership.is_own(tmp_path)
