@@ -47,10 +47,12 @@ def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> 
         for parameter in own:
             parameter.grad = None
         stash.drop_master_gradients()
-    if stash.ever_scaled and stash.may_have_lost_gradients():
-        stash.warn_of_lost_gradients()
+    lost = stash.ever_scaled and stash.may_have_lost_gradients()
     for parameter, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-        parameter.grad = None  # the scaled gradient of the last context, already in the master
+        if parameter.grad is not None:
+            if lost:
+                stash.warn_of_lost_gradients()
+            parameter.grad = None  # the scaled gradient of the last context, already in the master
         if master.grad is not None:
             set_aside(parameter, master.grad)
     if delayed:
