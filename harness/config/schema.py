@@ -256,6 +256,24 @@ NOT_THE_RECIPE = frozenset(
      "batch.eval_per_rank", "trackers", "launch"]
 )  # fmt: skip
 
+# Settings in which the ranks of one run may differ, each with the reason. All others must be equal on every rank.
+MAY_DIFFER_BETWEEN_RANKS = {
+    "data.num_workers": "machines have different numbers of cores, and no batch depends on it",
+    "data.cache_dir": "a disk of the machine",
+    # Machines may mount the same data at different places. Its content is compared when it is opened.
+    "task.train_csv": "data",
+    "task.eval_csv": "data",
+    "task.root": "data",
+    "task.names": "data",
+    "runtime.device": "auto and cuda can mean the same; the kind of device is compared instead",
+    "runtime.timeout_s": "how long a rank waits changes no result",
+    "launch": "read by launchers, not by ranks; each machine has a node_rank of its own",
+}
+
+
+def may_differ_between_ranks(key: str) -> bool:
+    return key in MAY_DIFFER_BETWEEN_RANKS or key.split(".")[0] in MAY_DIFFER_BETWEEN_RANKS
+
 
 MAX_VALUES = 1_000_000  # in a YAML file, each use of an alias counted
 

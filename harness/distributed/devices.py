@@ -9,6 +9,8 @@ import torch
 
 from harness.errors import LaunchError
 
+ALL_ALIKE = "check nvidia-smi and harness doctor where there is no CUDA device, or set runtime.device=cpu for all ranks"
+
 
 def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated: bool = False) -> torch.device:
     """The CUDA device of ``local_rank`` if CUDA is available, else the CPU; ``wanted`` is auto, cpu or cuda.
@@ -42,15 +44,9 @@ def card(device: torch.device) -> str:
 
 
 def check_own(cards: Sequence[tuple[str, str]]) -> None:
-    """Raise LaunchError if two ranks use one card, or only some use a card. ``cards``: host and card name, by rank."""
+    """Raise LaunchError if two ranks use one card. ``cards``: host and card name, by rank."""
     first: dict[str, int] = {}
     for rank, (host, name) in enumerate(cards):
-        if bool(name) != bool(cards[0][1]):
-            without = host if cards[0][1] else cards[0][0]
-            raise LaunchError(
-                f"ranks 0 and {rank} are on different kinds of device: {without} has no CUDA device",
-                hint="check nvidia-smi and harness doctor on that host, or set runtime.device=cpu for all ranks",
-            )
         if name and name in first:
             raise LaunchError(
                 f"ranks {first[name]} and {rank} both use the CUDA device {name} of {host}",

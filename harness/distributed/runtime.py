@@ -11,21 +11,21 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from harness.distributed import devices
+from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
+from harness.distributed.launch_store import background
 from harness.distributed.limited_store import LimitedStore
+from harness.distributed.meeting import meet, not_connected, telling_peers
 from harness.distributed.network import interface_towards
 from harness.distributed.processes import Identity
 from harness.errors import HarnessError, LaunchError, portable
@@ -138,16 +138,7 @@ class Runtime:
         exchange heartbeats. If any rank raises, all ranks raise. Collective."""
         if self.world_size == 1:
             return work()
-        future: Future[Value] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-        # A daemon thread: if a peer dies meanwhile, this process must not wait for the work to finish.
-        Thread(target=run, name="harness-patience", daemon=True).start()
+        future = background(work, "harness-patience")  # if a peer dies meanwhile, this process need not wait for it
         pause_s = 0.05
         while not all(self.gather(not wait([future], pause_s).not_done)):
             pause_s = min(2 * pause_s, _PATIENCE_S)
@@ -171,47 +162,30 @@ def _portable(error: Exception) -> HarnessError:
     return known if isinstance(known, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
 
 
-def open_store(launch: Launch, timeout_s: float) -> Any:
-    """The key-value store of this launch: the launcher's, else one that rank 0 opens. Waits for the other ranks."""
-    timeout = timedelta(seconds=timeout_s)
-    url = f"tcp://{launch.master_addr}:{launch.master_port}"
-    store, _, _ = next(rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    # A store that the launcher keeps still holds the keys of the start before a restart, hence the prefix. A store that
-    # rank 0 opens is always new; there the launchers of several nodes may count their restarts differently.
-    return PrefixStore(f"harness/{launch.restart if launch.store_is_held else 0}", store)
-
-
 @contextmanager
-def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0) -> Iterator[Runtime]:
+def open_runtime(
+    launch: Launch,
+    device: str = "auto",
+    timeout_s: float = 120.0,
+    facts: Callable[[torch.device], Sequence[Facts]] = lambda target: (),
+) -> Iterator[Runtime]:
     """A Runtime for ``launch``, with a process group if there are several ranks; closed at the end of the body.
 
-    One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer. Raises
-    LaunchError if the ranks do not meet or share a device.
+    One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer.
+    ``facts(device)``: what all ranks must be started with alike. Raises LaunchError if they are not, or share a device;
+    PeersMissing if they do not meet.
     """
-    target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
-    if target.type == "cuda":
-        torch.cuda.set_device(target)
+    with telling_peers(launch):
+        target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
+        if target.type == "cuda":
+            torch.cuda.set_device(target)
+        if launch.world_size > 1:
+            agreed = [Facts(devices.ALL_ALIKE, {"device": target.type}), *facts(target)]
     if launch.world_size == 1:
         yield Runtime(launch, target)
         return
-    _choose_interface(launch)
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        store = open_store(launch, timeout_s)
-        backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
-        limit = timeout if target.type == "cpu" else timedelta(seconds=timeout_s + _NCCL_S)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise LaunchError(
-            f"rank {launch.rank} of {launch.world_size} could not reach its peers "
-            f"at {launch.master_addr}:{launch.master_port}: {error}",
-            hint="check that all nodes were started with the same MASTER_ADDR, MASTER_PORT and number of nodes, that "
-            f"the port is open, and that interface {os.environ.get('GLOO_SOCKET_IFNAME') or 'of the default route'} "
-            "leads to the others (GLOO_SOCKET_IFNAME; launch.interface)",
-        ) from None
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    runtime = Runtime(launch, target, LimitedStore(store), timeout_s, _control=control)
+    store = meet(launch, agreed, timeout_s)
+    runtime = _connect(launch, target, store, timeout_s)
     try:
         devices.check_own(runtime.gather((runtime.host, devices.card(target))))
         runtime.peers = runtime.gather(Identity.of_this_process())
@@ -222,6 +196,22 @@ def open_runtime(launch: Launch, device: str = "auto", timeout_s: float = 120.0)
             # A sharded model keeps the group alive in reference cycles, and gloo aborts if its threads outlive it.
             gc.collect()
             dist.destroy_process_group()
+
+
+def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:
+    """Open the process group of the ranks that have met in ``store``."""
+    _choose_interface(launch)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
+        limit = timeout if target.type == "cpu" else timedelta(seconds=timeout_s + _NCCL_S)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or "of the default route"
+        hint = f"check that interface {interface} leads to the others (GLOO_SOCKET_IFNAME; launch.interface)"
+        raise not_connected(launch, store, error, hint) from None
+    return Runtime(launch, target, LimitedStore(store), timeout_s, _control=control)
 
 
 def _choose_interface(launch: Launch) -> None:

@@ -76,6 +76,8 @@ def provenance(run: ReportedRun) -> list[tuple[str, str]]:
                                                   if len(starts) > 1 else ""),
         "command": _command(start.get("command")),
         "git commit": _commit(start),
+        "harness": _harness(start),
+        **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
         "machine": _machine(start.get("ranks")),
         "ranks": str(start.get("world_size", formatting.NOTHING)),
         "launched by": str(start.get("launched_by", formatting.NOTHING)),
@@ -119,6 +121,21 @@ def _commit(start: dict[str, Any]) -> str:
     if not isinstance(git, dict) or not git.get("commit"):
         return "unknown"
     return str(git["commit"])[:12] + (" with changes" if git.get("changed") else "")
+
+
+def _harness(start: dict[str, Any]) -> str:
+    """ "0.1.0, commit 0123456789ab" """
+    harness = start.get("harness")
+    if not isinstance(harness, dict):
+        return "unknown"
+    return f"{harness.get('version')}, commit {_commit(harness)}"
+
+
+def _own_code(start: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    own = start.get("own_code")
+    return (
+        [(folder, entry) for folder, entry in own.items() if isinstance(entry, dict)] if isinstance(own, dict) else []
+    )
 
 
 def _when(started: Any) -> str:

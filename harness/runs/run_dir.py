@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +13,15 @@ from typing import Any
 
 import filelock
 import pandas as pd
-import torch
 import yaml
 
 from harness.config import loader
 from harness.config.schema import Config, recipe_difference
-from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, reason, remedy
-from harness.runs import exit_files, layout, ownership
+from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
 from harness.runs.files import finite, make_folder, read_text, write_atomically
 
-_PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
 _OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
 _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
 
@@ -181,35 +174,15 @@ class RunFolder:
     def detach(self, rank: int, done: bool) -> None:
         """Upload the last files of ``rank``. ``done``: the run is complete."""
 
-    def provenance(self, runtime: Runtime, backend: str, topology: list[str]) -> str:
-        """Add this start to ``provenance.json``; return a warning if it cannot resume the last one bit for bit."""
-        path = self.path / layout.PROVENANCE
-        starts = []
+    def add_start(self, start: dict[str, Any]) -> list[str]:
+        """Add ``start`` (``harness.runs.provenance``) to ``provenance.json``; return warnings about what has changed
+        since the last one."""
+        path, starts = self.path / layout.PROVENANCE, []
         with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file is no reason to fail
-            starts = list(json.loads(path.read_text(encoding="utf-8")))
-        starts.append(
-            {
-                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "command": [sys.executable, *sys.argv],
-                "git": _git(),
-                "packages": {name: _version(name) for name in _PACKAGES},
-                "python": platform.python_version(),
-                "cuda": torch.version.cuda if runtime.device.type == "cuda" else None,
-                "amp": backend,
-                "launched_by": runtime.launch.by,
-                "world_size": runtime.world_size,
-                "ranks": topology,
-                "threads": torch.get_num_threads(),
-            }
-        )
-        write_atomically(path, json.dumps(starts, indent=1) + "\n")
-        before, now = [start.get("threads") for start in starts[-2:]] if len(starts) > 1 else [None, None]
-        if runtime.device.type == "cuda" or before in (None, now):
-            return ""
-        return (
-            f"the last start had {before} CPU thread(s) per rank, this one has {now}: sums are rounded differently, so "
-            f"the run continues, but not bit for bit; set OMP_NUM_THREADS={before} to resume exactly"
-        )
+            content = json.loads(path.read_text(encoding="utf-8"))
+            starts = [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
+        write_atomically(path, json.dumps([*starts, start], indent=1) + "\n")
+        return provenance.warnings(starts[-1], start) if starts else []
 
     def learned(self, facts: dict[str, Any]) -> None:
         """``task.json``: what the task took from the training data, for predictions without them."""
@@ -265,25 +238,3 @@ def _read_soon(path: Path) -> dict[str, Any] | None:
         else:
             return content
     return None
-
-
-def _git() -> dict[str, Any] | None:
-    """The commit of the working folder and whether files have changed since; None outside a repository."""
-
-    def ask(*command: str) -> str:
-        return subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        return {
-            "commit": ask("rev-parse", "HEAD"),
-            "changed": bool(ask("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

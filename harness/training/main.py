@@ -8,20 +8,24 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from harness.config import loader
 from harness.config.schema import Config
+from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
+from harness.distributed.launch_store import PeersMissing
+from harness.distributed.meeting import telling_peers
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog, exits_without_launcher
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError
-from harness.runs import exit_files, remote
+from harness.runs import exit_files, provenance, remote
 from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, console, loop, prediction_writer
+from harness.training import build, console, loop, precision, prediction_writer
 from harness.training.exit_report import ExitReporter, explained, lost_peer
 from harness.training.run import Run
 from harness.training.task import SupportsLearned
@@ -50,11 +54,27 @@ def main(
             launch = detect(environ, local_rank)
             console.to_terminal(launch.rank)
             with exits_without_launcher(launch, parent):
-                config = loader.load(path, overrides)
-                runtime = stack.enter_context(open_runtime(launch, config.runtime.device, config.runtime.timeout_s))
+                with telling_peers(launch):
+                    config = loader.load(path, overrides)
+                runtime = stack.enter_context(
+                    open_runtime(
+                        launch, config.runtime.device, config.runtime.timeout_s, lambda device: facts(config, device)
+                    )
+                )
         except Exception as error:
             return fail_early(launch, error)
         return run_rank(config, runtime, parent)
+
+
+def facts(config: Config, device: torch.device) -> list[Facts]:
+    """What every rank must be started with alike. Raises ConfigError."""
+    chosen = precision.choose(config.precision, device, config.needs_our_amp)
+    amp: dict[str, Any] = {"amp": chosen.backend}
+    wanted = (config.precision.cast_model_type, config.precision.cast_model_outputs)
+    if device.type == "cuda" and (config.precision.opt_level in ("O4", "O5") or "bfloat16" in wanted):
+        amp["bfloat16 of the GPU"] = torch.cuda.is_bf16_supported(including_emulation=False)
+    same = "install the same Apex on every machine, or set precision.backend=harness; use GPUs with the same types"
+    return [*provenance.facts(config), Facts(same, amp)]
 
 
 def fail_early(launch: Launch, error: Exception) -> int:
@@ -62,7 +82,7 @@ def fail_early(launch: Launch, error: Exception) -> int:
     it."""
     shown = explained(error)
     exit = RankExit(
-        launch.rank, Cause.PEER_LOST if lost_peer(error) else Cause.ERROR,
+        launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
         shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE, socket.gethostname(),
         error=type(shown).__name__, message=str(shown), time=time.time(),
     )  # fmt: skip
@@ -167,9 +187,11 @@ def announce(run: Run) -> None:
     facts |= {"parallel": run.parallel.strategy, "launched by": runtime.launch.by, "run folder": run.folder.where}
     for name, value in facts.items():
         log.info("%14s: %s", name, value)
+    first = runtime.rank == 0
+    code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
-            if warning := run.folder.provenance(runtime, run.precision.backend, topology):
+            for warning in run.folder.add_start(provenance.of_start(runtime, run.precision.backend, topology, code)):
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():

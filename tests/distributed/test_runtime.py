@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import DataError, LaunchError
-from tests.ranks import free_port, run_ranks, start
+from tests.ranks import run_ranks
 
 
 @contextmanager
@@ -159,25 +159,3 @@ def _two_starts(port: int):
 def test_restarted_ranks_ignore_old_keys_of_the_launchers_store():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(2, _two_starts, store.port, group=False, timeout_s=30) == [[False] * 2] * 2
-
-
-def _meet_nobody(rank: int, port: int):
-    launch = Launch(rank=rank, local_rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port)
-    start = time.monotonic()
-    try:
-        with open_runtime(launch, "cpu", 1.0):
-            return "met"
-    except LaunchError as error:
-        return str(error), time.monotonic() - start
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_missing_peers_are_reported(rank):
-    process, receiver = start(_meet_nobody, (rank, free_port()))
-    assert receiver.poll(20), "it waits for ever"
-    kind, (message, seconds) = receiver.recv()
-    process.join(5)
-    assert kind == "value"
-    assert f"rank {rank} of 2 could not reach its peers at 127.0.0.1:" in message
-    assert "check that all nodes were started" in message
-    assert seconds < 10

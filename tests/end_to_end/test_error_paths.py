@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from harness.errors import EXIT_DATA, EXIT_FAILURE, EXIT_USAGE
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run_folder, write_config, write_images
 from tests.end_to_end.processes import END_S, drive_in_terminal, driver, drivers, started, wait_until
-from tests.ranks import launch_environment, start, wait_for
+from tests.ranks import free_port, launch_environment, start, wait_for
 
 MODELS = "tests.end_to_end.models"
 
@@ -154,6 +155,94 @@ def test_wrong_launch_environment_is_reported(tmp_path, data, environ, arguments
     codes = wait_for([driver([*arguments, "-c", str(config)], environ, terminal)], END_S)
     assert_reported_once(Ended(codes, terminal.read_text(), tmp_path, 0), EXIT_USAGE, message)
     assert not (tmp_path / "runs").exists()
+
+
+# Ranks that were not started alike
+
+
+def train_each(config: Path, *words: list[str], timeout_s: float = END_S) -> Ended:
+    """Train with one rank for each of ``words``, its own arguments."""
+    terminal, port = config.parent / "terminal.txt", free_port()
+    terminal.unlink(missing_ok=True)
+    ranks = [
+        driver(own, launch_environment(rank, len(words), port), terminal) for rank, own in enumerate(words)
+    ]  # fmt: skip
+    begin = time.monotonic()  # the first start also starts the fork server
+    codes = wait_for(ranks, timeout_s)
+    return Ended(codes, terminal.read_text(), config.parent / "runs" / "run", time.monotonic() - begin)
+
+
+def test_ranks_with_different_recipes_are_refused(tmp_path, data):
+    """Settings with which a mixture would be trained, and settings with which gloo would abort."""
+    config = write_config(tmp_path, data)
+    stale = [
+        "optimizer.lr=0.5",
+        "train.clip_norm=1",
+        "batch.accumulate=2",
+        "train.max_steps=3",
+        "checkpoint.resume=never",
+    ]
+    ended = train_each(
+        config, ["-c", str(config)], ["-c", str(config), *stale], ["-c", str(config), "optimizer.lr=0.7"]
+    )
+    host = socket.gethostname()
+    assert_reported_once(
+        ended,
+        EXIT_USAGE,
+        "the ranks were not started alike: 5 values differ",
+        f"  optimizer.lr: 0.05 on rank 0 ({host}); 0.5 on rank 1 ({host}); 0.7 on rank 2 ({host})\n",
+        f"  train.clip_norm: null on ranks 0, 2 ({host}); 1.0 on rank 1 ({host})\n",
+        "  batch.accumulate: 1 on",
+        "  train.max_steps: null on",
+        "-> give every machine the same configuration file and overrides\n",
+    )
+    assert ended.seconds < 20
+    assert not (tmp_path / "runs").exists()  # nothing was claimed
+
+    allowed = ["data.num_workers=1", f"data.cache_dir={tmp_path}/other", "runtime.timeout_s=40", "launch.node_rank=1"]
+    short = ["train.epochs=1", "-c", str(config)]
+    assert train_each(config, short, [*short, *allowed]).codes == [0, 0]
+
+
+OWN_MODEL = """
+from torch import nn
+from {package}.width import WIDTH
+
+class Model(nn.Sequential):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.LazyLinear(WIDTH), nn.Linear(WIDTH, num_classes))
+"""
+
+
+def _drive_with(folder: str, arguments: list[str], terminal: str) -> None:
+    sys.path.insert(0, folder)
+    drive_in_terminal(arguments, terminal)
+
+
+def test_ranks_with_different_code_are_refused(tmp_path, data):
+    """As where one machine has an older checkout: a module that the model imports is another."""
+    config, terminal, port = write_config(tmp_path, data), tmp_path / "terminal.txt", free_port()
+    ranks = []
+    for rank in range(2):
+        package = tmp_path / f"machine{rank}" / "own_parts"
+        package.mkdir(parents=True)
+        (package / "net.py").write_text(OWN_MODEL.format(package="own_parts"))
+        (package / "width.py").write_text(f"WIDTH = {8 * (rank + 1)}\n")
+        arguments = ["-c", str(config), "model.name=own_parts.net.Model", "model.args=null"]
+        place = launch_environment(rank, 2, port)
+        ranks.append(start(_drive_with, (str(package.parent), arguments, str(terminal)), place))
+    ended = Ended(wait_for(ranks, END_S), terminal.read_text(), tmp_path, 0)
+    assert_reported_once(ended, EXIT_USAGE, "1 value differs\n  code of own_parts.width: ", "copy the same code")
+
+
+def test_error_of_one_rank_ends_all(tmp_path, data):
+    """The configuration of one machine cannot be read; rank 0 would wait for its rank."""
+    config = write_config(tmp_path, data)
+    ended = train_each(config, ["-c", str(config)], ["-c", str(config), "train.epoch=3"])
+    assert_reported_once(
+        ended, EXIT_USAGE, f"rank 1 on {socket.gethostname()} cannot start", "did you mean train.epochs?"
+    )
+    assert ended.seconds < 20
 
 
 # The run folder cannot be written

@@ -294,18 +294,18 @@ import os, sys, threading, time
 if "RANK" in os.environ:
     folder = os.path.dirname(os.path.abspath(__file__))
     def look():
-        while not hasattr(sys.modules.get("harness.distributed.runtime"), "open_store"):
+        while not hasattr(sys.modules.get("harness.distributed.runtime"), "meet"):
             time.sleep(0.05)
         runtime = sys.modules["harness.distributed.runtime"]
-        open_store = runtime.open_store
-        def late(launch, timeout_s):
+        meet = runtime.meet
+        def late(launch, *others):
             if launch.rank == 1:
                 while not os.path.exists(folder + "/go"):
                     time.sleep(0.05)
                 time.sleep(60)
             open(folder + "/waiting", "w").close()
-            return open_store(launch, timeout_s)
-        runtime.open_store = late
+            return meet(launch, *others)
+        runtime.meet = late
     threading.Thread(target=look, daemon=True).start()
 """
 

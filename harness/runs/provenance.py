@@ -1,0 +1,221 @@
+"""What identifies a start of a run: versions, commits and the source of its code.
+
+It is recorded in provenance.json, compared between the ranks of a start, and compared with the last start on a resume.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.config import loader, plugins
+from harness.config.schema import Config, flatten, may_differ_between_ranks
+from harness.distributed import processes
+from harness.distributed.agreement import Facts
+from harness.distributed.runtime import Runtime
+from harness.version import __version__
+
+_PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
+# Those that compute, decode images or draw random numbers. What the others read is compared itself, and Python's own
+# version has no influence on a result.
+_COMPARED = ("torch", "torchvision", "numpy")
+_GIT_S = 10.0  # for all questions to git about one start, which take milliseconds
+_HARNESS = Path(__file__).parents[1]
+
+_SAME_CONFIG = "give every machine the same configuration file and overrides"
+_SAME_SOFTWARE = "install the same versions on every machine"
+_SAME_CODE = "copy the same code to every machine"
+
+OwnCode = dict[Path, dict[str, Path]]
+"""{folder: {module: file}} of the user's own parts."""
+
+
+def facts(config: Config) -> list[Facts]:
+    """What the ranks of a start must have in common, apart from their devices. Raises ConfigError if a part of the user
+    cannot be imported."""
+    settings = {
+        key: value for key, value in flatten(loader.as_tree(config)).items() if not may_differ_between_ranks(key)
+    }
+    packages = {f"version of {name}": version(name) for name in _COMPARED}
+    own = {f"code of {name}": _digest(file) for modules in own_code(config).values() for name, file in modules.items()}
+    return [
+        Facts(_SAME_CONFIG, settings),
+        Facts(_SAME_SOFTWARE, {"version of harness": __version__, "code of harness": harness_source(), **packages}),
+        Facts(_SAME_CODE, own, partial=True),  # a module may be loaded on some ranks only
+    ]
+
+
+def own_code(config: Config) -> OwnCode:
+    """The modules of the task, model and optimizer with dotted names, and all that are loaded from the same folders. Of
+    an installed package, only its own modules."""
+    found: OwnCode = {}
+    named = {"task": config.task.name, "model": config.model.name, "optimizer": config.optimizer.name}
+    for kind, name in named.items():
+        top = name.partition(".")[0]
+        if "." in name and top not in (*_COMPARED, "harness"):
+            plugins.import_own(kind, name, f"{kind}.name")
+            if (folder := _folder(sys.modules[top])) is not None:
+                found[folder] = found.get(folder, {}) | dict(_loaded(folder, top))
+    return found
+
+
+def _folder(module: Any) -> Path | None:
+    """The folder from which the top-level ``module`` is imported."""
+    place = next(iter(getattr(module, "__path__", None) or ()), None) or getattr(module, "__file__", None)
+    return Path(place).parent if place else None
+
+
+def _loaded(folder: Path, top: str) -> Iterator[tuple[str, Path]]:
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not (path := Path(file)).is_relative_to(folder):
+            continue
+        package = name.partition(".")[0]
+        others = {"harness", "__main__", "__mp_main__"} | sys.stdlib_module_names
+        if package == top or not (_is_installed(path) or package in others):
+            yield name, path
+
+
+def _is_installed(path: Path) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+@functools.cache
+def harness_source() -> str:
+    """A digest of the harness's own code."""
+    whole = hashlib.sha256()
+    for path in sorted(_HARNESS.rglob("*.py")):
+        whole.update(f"{path.relative_to(_HARNESS).as_posix()} {_digest(path)}\n".encode())
+    return whole.hexdigest()[:12]
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return None
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# The record of a start
+
+
+def code(config: Config) -> dict[str, Any]:
+    """The entries of provenance.json about code: git's answers, and digests, which also exist without git."""
+    until = time.monotonic() + _GIT_S
+    return {
+        "git": commit(Path.cwd(), until),
+        "harness": {
+            "version": __version__, "source": harness_source(),
+            "git": commit(_HARNESS, until, [_HARNESS / "version.py"]),
+        },
+        "own_code": {
+            str(folder): {
+                "git": commit(folder, until, modules.values()),
+                "source": {name: _digest(file) for name, file in modules.items()},
+            }
+            for folder, modules in own_code(config).items()
+        },
+    }  # fmt: skip
+
+
+def of_start(runtime: Runtime, backend: str, topology: Sequence[str], code: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of this start in provenance.json. ``topology``: host and device of each rank."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [sys.executable, *sys.argv],
+        **code,
+        "packages": {name: version(name) for name in _PACKAGES},
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if runtime.device.type == "cuda" else None,
+        "amp": backend,
+        "launched_by": runtime.launch.by,
+        "world_size": runtime.world_size,
+        "ranks": list(topology),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit(folder: Path, until: float, files: Iterable[Path] = ()) -> dict[str, Any] | None:
+    """The commit of the repository that ``folder`` is in, and whether files have changed since, or some of ``files``
+    were never committed. None outside a repository, if it holds none of ``files``, or without an answer of git by the
+    time ``until`` (time.monotonic)."""
+    names = [str(file) for file in files]
+    head = _git(folder, until, "rev-parse", "HEAD")
+    status = _git(folder, until, "status", "--porcelain", "--untracked-files=no")
+    tracked = _git(folder, until, "ls-files", "--", *names[:1000])
+    if not head or status is None or tracked is None or (names and not tracked):
+        return None
+    return {"commit": head, "changed": bool(status) or (bool(names) and len(tracked.splitlines()) < len(names[:1000]))}
+
+
+def _git(folder: Path, until: float, *words: str) -> str | None:
+    command = ["git", "-C", str(folder), "--no-optional-locks", *words]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        return None
+    try:
+        answer, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
+    except (subprocess.TimeoutExpired, ValueError):
+        processes.kill_session(process.pid)  # without a wait for its end, which a file system that hangs can delay
+        return None
+    return answer.strip() if process.returncode == 0 else None
+
+
+# Differences between two starts of a run
+
+
+def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why the start ``now`` may not continue the run as if the start ``before`` had gone on."""
+    then, threads = before.get("threads"), now["threads"]
+    found = []
+    if now["cuda"] is None and then not in (None, threads):
+        found.append(
+            f"the last start had {then} CPU thread(s) per rank, this one has {threads}: sums are rounded differently, "
+            f"so the run continues, but not bit for bit; set OMP_NUM_THREADS={then} to resume exactly"
+        )
+    old, new = _identity(before), _identity(now)
+    changed = [
+        f"{name} {old[name]} -> {value}" for name, value in new.items() if name in old and value != old[name]
+    ]  # fmt: skip
+    if changed:
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
+        found.append(
+            f"since the last start of this run, these have changed: {', '.join(changed[:8])}{more}. The run continues, "
+            "but its results may not be those of an unbroken run"
+        )
+    return found
+
+
+def _identity(start: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides on a result, by name, as far as ``start`` has it: an older version recorded less."""
+    harness, packages, own = (_dict(start.get(key)) for key in ("harness", "packages", "own_code"))
+    found = {"harness": harness.get("version"), "code of harness": harness.get("source"), "amp": start.get("amp")}
+    found |= {name: packages.get(name) for name in _COMPARED} | {"Python": start.get("python")}
+    for folder in own.values():
+        found |= {f"code of {name}": digest for name, digest in _dict(_dict(folder).get("source")).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,176 @@
+"""Ranks that do not all arrive, or were not started alike, end soon, all with the same message."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+
+from harness.distributed import launch_store, meeting, runtime
+from harness.distributed.agreement import Facts
+from harness.distributed.launch_env import Launch
+from harness.distributed.meeting import meet, telling_peers
+from harness.errors import EXIT_FAILURE, EXIT_USAGE, DataError, HarnessError
+from tests.ranks import free_port, start
+
+HOST = socket.gethostname()
+
+
+def launch(rank: int, world_size: int, port: int) -> Launch:
+    return Launch(rank, rank, world_size, world_size, "127.0.0.1", port)
+
+
+def _outcome(work) -> tuple[str, int, float]:
+    """("met" or the error, its exit code, seconds it took)."""
+    begin = time.monotonic()
+    try:
+        work()
+    except HarnessError as error:
+        return str(error), error.exit_code, time.monotonic() - begin
+    return "met", 0, time.monotonic() - begin
+
+
+def _meet(rank: int, world_size: int, port: int, values: dict, timeout_s: float):
+    launch_store._ANSWER_S, meeting._GRACE_S = 2.0, 1.5
+    return _outcome(lambda: meet(launch(rank, world_size, port), [Facts("copy it", values)], timeout_s))
+
+
+def outcomes(function, calls: list[tuple], timeout_s: float = 25.0) -> list[tuple[str, int, float]]:
+    """The results of ``function(*call)``, each in a process of its own."""
+    processes = [start(function, call) for call in calls]
+    found = []
+    try:
+        for _, receiver in processes:
+            assert receiver.poll(timeout_s), "a rank still waits"
+            kind, value = receiver.recv()
+            assert kind == "value", value
+            found.append(value)
+    finally:
+        for process, receiver in processes:
+            receiver.close()
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+    return found
+
+
+def assert_same_error(found: list[tuple[str, int, float]], exit_code: int, within_s: float) -> str:
+    (message,) = {message for message, _, _ in found}
+    assert {code for _, code, _ in found} == {exit_code}, message
+    assert max(seconds for _, _, seconds in found) < within_s
+    return message
+
+
+def test_three_values_on_three_ranks():
+    port = free_port()
+    found = outcomes(_meet, [(rank, 3, port, {"lr": rank, "seed": rank // 2, "same": 1}, 20.0) for rank in range(3)])
+    assert assert_same_error(found, EXIT_USAGE, 10) == (
+        "the ranks were not started alike: 2 values differ\n"
+        f"  lr: 0 on rank 0 ({HOST}); 1 on rank 1 ({HOST}); 2 on rank 2 ({HOST})\n"
+        f"  seed: 0 on ranks 0-1 ({HOST}); 1 on rank 2 ({HOST})\n"
+        "  -> copy it"
+    )
+
+
+def test_different_world_sizes():
+    """Also where rank 0 waits for a rank that nobody starts, and where a rank expects fewer than there are."""
+    for sizes in ([3, 2], [2, 3]):
+        port = free_port()
+        # All wait longer than this test: they end because of the difference.
+        found = outcomes(_meet, [(rank, size, port, {}, 60.0) for rank, size in enumerate(sizes)], 30)
+        message = assert_same_error(found, EXIT_USAGE, 15)
+        assert f"WORLD_SIZE): {sizes[0]} on rank 0 ({HOST}); {sizes[1]} on rank 1 ({HOST})\n" in message
+
+
+def _meet_and_stay(rank: int, world_size: int, port: int, late_s: float):
+    time.sleep(late_s)
+    kept = []  # rank 0 keeps the store for as long as it trains
+    found = _outcome(lambda: kept.append(meet(launch(rank, world_size, port), (), 60.0)))
+    time.sleep(6.0 if rank == 0 else 0.0)
+    return found
+
+
+def test_rank_that_comes_after_the_others_have_agreed():
+    port = free_port()
+    *first, (message, code, seconds) = outcomes(
+        _meet_and_stay, [(0, 2, port, 0.0), (1, 2, port, 0.0), (2, 3, port, 3.0)]
+    )
+    assert [found for found, *_ in first] == ["met", "met"]
+    assert f"WORLD_SIZE): 2 on rank 0 ({HOST}); 3 on rank 2 ({HOST})\n" in message
+    assert code == EXIT_USAGE
+    assert seconds < 3
+
+
+def test_two_processes_with_one_rank():
+    port = free_port()
+    found = outcomes(_meet, [(rank, 3, port, {}, 60.0) for rank in (0, 1, 1)])
+    message = assert_same_error(found, EXIT_USAGE, 10)
+    assert re.match(rf"two processes have RANK=1: process \d+ on {HOST} and process \d+ on {HOST}\n", message)
+
+
+def test_ranks_that_do_not_arrive_are_named():
+    """Each rank waits as long as its own configuration says, counted once."""
+    port = free_port()
+    found = outcomes(_meet, [(0, 5, port, {}, 3.0), (2, 5, port, {}, 30.0)])
+    message = assert_same_error(found, EXIT_FAILURE, 5)
+    assert message.startswith(f"ranks 1, 3-4 of 5 did not arrive at 127.0.0.1:{port} within 3 s\n  -> check that all")
+    ((message, code, seconds),) = outcomes(_meet, [(1, 2, free_port(), {}, 2.0)])
+    assert re.match(r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+ within 2 s: Connection refused\n", message)
+    assert code == EXIT_FAILURE
+    assert seconds < 4
+
+
+def _fail(rank: int, port: int):
+    def work():
+        if rank == 1:
+            with telling_peers(launch(rank, 2, port)):
+                raise DataError("no such column", where="a.csv", hint="name it")
+        meet(launch(rank, 2, port), (), 60.0)
+
+    return _outcome(work)
+
+
+def test_a_rank_that_cannot_start_tells_the_others():
+    port = free_port()
+    (theirs, code, seconds), (mine, own_code, _) = outcomes(_fail, [(0, port), (1, port)])
+    assert mine == "a.csv: no such column\n  -> name it"
+    assert theirs == f"rank 1 on {HOST} cannot start: {mine}"
+    assert (code, own_code) == (65, 65)
+    assert seconds < 10
+
+
+def test_port_of_another_program():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()  # and never answers
+        port = other.getsockname()[1]
+        (first, code, first_s), (second, second_code, second_s) = outcomes(
+            _meet, [(rank, 2, port, {}, 60.0) for rank in range(2)]
+        )
+    assert first.startswith(f"rank 0 cannot open port {port}, where the ranks meet: it is in use")
+    assert second.startswith(
+        f"127.0.0.1:{port} accepts connections, but rank 0 does not answer there\n  -> if rank 0 has"
+    )
+    assert (code, second_code) == (EXIT_USAGE, EXIT_FAILURE)
+    assert first_s < 10
+    assert second_s < 10
+
+
+def _die_after_the_meeting(rank: int, port: int):
+    def work():
+        if rank == 1:
+            runtime._connect = lambda *_: os._exit(0)
+        with runtime.open_runtime(launch(rank, 3, port), "cpu", 5.0):
+            pass
+
+    return _outcome(work)
+
+
+def test_rank_that_dies_between_the_meeting_and_the_first_collective():
+    port = free_port()
+    dying, _ = start(_die_after_the_meeting, (1, port))
+    found = outcomes(_die_after_the_meeting, [(0, port), (2, port)])
+    dying.join(5)
+    message = assert_same_error(found, EXIT_FAILURE, 15)
+    assert message.startswith(f"the ranks met at 127.0.0.1:{port}, but rank 1 did not connect to the others")
