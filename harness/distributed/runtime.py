@@ -33,6 +33,7 @@ from harness.errors import HarnessError, LaunchError, portable
 Value = TypeVar("Value")
 
 _NCCL_S = 15.0  # after timeout_s nccl aborts the process; the watchdog reports a hung rank before
+_CLOSE_S = 5.0  # for the threads of gloo to end
 _PATIENCE_S = 5.0  # between two heartbeats while a rank works in patiently()
 
 
@@ -191,10 +192,16 @@ def open_runtime(
         runtime.peers = runtime.gather(Identity.of_this_process())
         yield runtime
     finally:
-        # After a failure both backends would wait for peers that may be frozen. harness.cli.leave ends their threads.
-        if sys.exc_info()[0] is None and not runtime.failed:
+        # After a failure nccl would wait for peers that may be gone. gloo aborts if left open.
+        no_failure = sys.exc_info()[0] is None and not runtime.failed
+        if target.type == "cpu" or no_failure:
             # A sharded model keeps the group alive in reference cycles, and gloo aborts if its threads outlive it.
             gc.collect()
+        if target.type == "cpu":
+            closing = Thread(target=dist.destroy_process_group, name="harness-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S)  # a thread of gloo may wait for a peer that is frozen
+        elif no_failure:
             dist.destroy_process_group()
 
 

@@ -123,7 +123,8 @@ class Watchdog:
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
         """The rank that a collective of this rank, in ``doing``, waited for in vain, as ``Stalls.missing``. None if
         the first failure is already known, or if another rank is looking for it."""
-        if self._peer_failure():
+        self._peer_failure()
+        if self._first:
             return None
         found = self.stalls.missing(doing, timed_out)
         if found is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):

@@ -116,8 +116,9 @@ def test_thread_of_the_user_does_not_keep_a_failed_rank(tmp_path, data):
 
 @pytest.mark.slow
 def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, data):
-    """As by a scheduler that suspends a job: all ranks get SIGSTOP, and SIGCONT after the timeout."""
-    slow = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}
+    """As by a scheduler that suspends a job: all ranks get SIGSTOP, and SIGCONT after the timeout. Rank 0, which waits
+    for rank 1, continues first. If both continue at once, the run may go on."""
+    slow = {"name": f"{MODELS}.Late", "args": {"step_s": 0.3}}
     runtime = {"device": "cpu", "timeout_s": TIMEOUT_S}
     config, terminal = write_config(tmp_path / "stopped", data, model=slow, runtime=runtime), tmp_path / "terminal.txt"
     ranks = drivers(2, ["-c", str(config)], terminal)
@@ -126,7 +127,7 @@ def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, d
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for process, _ in ranks:
                 os.kill(process.pid, number)
-            time.sleep(2 * TIMEOUT_S if number == signal.SIGSTOP else 0)
+                time.sleep(TIMEOUT_S if number == signal.SIGSTOP else 1)
     finally:
         codes = wait_for(ranks, END_S)
     assert codes == [EXIT_FAILURE] * 2
