@@ -81,11 +81,18 @@ class Checkpoints:
         """Make ``step`` the best checkpoint, and write its ``weights`` to ``path``."""
         # Copies, since safetensors refuses weights that share memory (tied layers).
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
+        # save_file first writes a file of a random name beside its target. Uploads skip this folder, sweep() removes it.
+        work = temporary_for(self.folder / layout.WEIGHTS)
         try:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
             with replacing(path) as temporary:
-                save_file(tensors, temporary, {"step": str(step)})
+                save_file(tensors, work / layout.WEIGHTS, {"step": str(step)})
+                os.replace(work / layout.WEIGHTS, temporary)
+            shutil.rmtree(work)
             write_atomically(self.folder / layout.BEST, layout.step_name(step) + "\n")
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            shutil.rmtree(work, ignore_errors=True)
             raise CheckpointError(
                 f"the best weights could not be written: {reason(error)}",
                 where=str(path),

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from harness.errors import CheckpointError
 from harness.runs.checkpoint import Checkpoints, damage, read
+from harness.runs.storage import LocalStore
 
 
 @pytest.fixture
@@ -309,3 +310,27 @@ def test_latest_that_names_no_checkpoint(tmp_path, text):
     assert checkpoints.newest().name == "step-20"
     checkpoints.sweep()
     assert checkpoints.newest().name == "step-20"
+
+
+def test_no_file_of_safetensors_is_uploaded_or_left(tmp_path, monkeypatch):
+    """save_file writes to a file of a random name first, which a kill leaves behind."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(tensors, path, metadata):
+        (Path(path).parent / ".tmpaBc123").write_bytes(b"half")
+        seen.update(LocalStore(tmp_path).files())
+        raise Killed
+
+    seen: dict[str, str] = {}
+    checkpoints = made(tmp_path, 1)
+    weights = {"w": torch.ones(1)}
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.runs.checkpoint.save_file", killed)
+        with pytest.raises(Killed):
+            checkpoints.mark_best(1, weights, tmp_path / "weights.safetensors")
+    assert set(seen) == {f"checkpoints/{name}" for name in ("latest", "step-1/state.pt", "step-1/manifest.json")}
+    checkpoints.mark_best(1, weights, tmp_path / "weights.safetensors")
+    assert names(checkpoints) == ["best", "latest", "step-1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "weights.safetensors"}
