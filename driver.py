@@ -6,7 +6,7 @@ python -m torch.distributed.launch --nproc_per_node=2 driver.py -c configs/digit
 
 import sys
 
-from harness.cli import drive, leave
+from harness.cli import command
 
 if __name__ == "__main__":
-    leave(drive(sys.argv[1:]))
+    command(["train", *sys.argv[1:]])

@@ -6,6 +6,7 @@ A command module is cheap to import (``run`` imports what it needs) and has
     HELP                    one line for ``harness --help``
     add_arguments(parser)   its arguments
     run(arguments) -> int   does it and returns the exit code; raises HarnessError
+    KEEPS_RUNNING           optional; True if it goes on when standard output is lost
 
 A package with several verbs has one ``VERB_command.py`` for each. ``harness package.module ...`` runs a command module
 of your own.
@@ -16,7 +17,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import importlib
+import io
 import os
+import select
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -25,9 +29,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.config import plugins
-from harness.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, HarnessError
+from harness.distributed import signals
+from harness.distributed.launch_env import may_be_first
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, first_line
 
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
+_output: Any = None  # standard output of a program, a _Raw
+_BROKEN_PIPE = signals.ended_by(signal.SIGPIPE)  # as the programs of Unix
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,14 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest:
             arguments.overrides += rest
         arguments.words = words
+        if _output is not None:
+            _output.may_be_lost = arguments.keeps_running
         code: int = arguments.run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        signals.finish(code)
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
     except HarnessError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return code
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    number = error.number if isinstance(error, signals.Interrupted) else signal.SIGINT
+    if may_be_first(os.environ):
+        print(f"{signals.clear_line()}interrupted ({signals.name(number)})", file=sys.stderr)
+    return signals.ended_by(number)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -65,7 +82,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for verb, command in sorted(_commands(words).items()):
         verb_parser = verbs.add_parser(verb, help=command.HELP, description=command.HELP)
         command.add_arguments(verb_parser)
-        verb_parser.set_defaults(run=command.run)
+        verb_parser.set_defaults(run=command.run, keeps_running=getattr(command, "KEEPS_RUNNING", False))
     return parser
 
 
@@ -79,20 +96,74 @@ def _commands(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def drive(argv: Sequence[str]) -> int:
-    """``driver.py -c CONFIG [key=value ...]``: ``harness train`` as a script that any launcher can start."""
-    return main(["train", *argv])
-
-
 def _import_from_working_folder() -> None:
     """Make the user's own models, tasks and other parts importable, after all installed packages."""
     if "" not in sys.path:
         sys.path.append("")
 
 
-def command() -> NoReturn:
-    """The program ``harness``."""
-    leave(main())
+def command(argv: Sequence[str] | None = None) -> NoReturn:
+    """The program ``harness``; ``driver.py`` is ``harness train``."""
+    try:
+        _open_standard_streams()
+        signals.install(quiet=not may_be_first(os.environ))
+        code = main(argv)
+    except KeyboardInterrupt as error:
+        code = _interrupted(error)
+    except SystemExit as error:  # of argparse
+        code = error.code if isinstance(error.code, int) else EXIT_FAILURE
+    except OSError as error:
+        if _output is None or error is not _output.lost:
+            raise
+        code = EXIT_FAILURE
+    leave(code)
+
+
+class _Raw(io.FileIO):
+    """Standard output or error of this process. ``may_be_lost``: writing to a terminal that was closed, a pipe without
+    a reader or a full disk is no error."""
+
+    may_be_lost = False
+    lost: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written: int | None = super().write(data)
+            if written is None:  # another program has made the terminal non-blocking
+                select.select([], [self], [], 1.0)
+                written = super().write(data)
+        except OSError as error:
+            self.lost, written = error, None
+            if not self.may_be_lost:
+                raise
+        return len(data) if written is None else written
+
+
+def _open_standard_streams() -> None:
+    """Make standard error, and standard output on request, streams whose loss does not end this process.
+
+    A closed stream becomes the null device: otherwise the next file to be opened would get its number, and the messages
+    of C libraries.
+    """
+    global _output
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
+            if null > 2:
+                os.close(null)
+        if number:
+            raw = _Raw(number, "w", closefd=False)
+            raw.may_be_lost = number == 2
+            errors = "backslashreplace" if number == 2 else getattr(old, "errors", "strict")
+            by_line = number == 2 or raw.isatty()
+            encoding = getattr(old, "encoding", "utf-8")
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=by_line))
+            if number == 1:
+                _output = raw
 
 
 def leave(code: int) -> NoReturn:
@@ -104,6 +175,7 @@ def leave(code: int) -> NoReturn:
     With torch loaded the teardown also takes 0.3 s (medians of 6 pairs on 2 cores: 0.45 s to exit with it, 0.13 s
     without).
     """
+    signals.finish(code)
     if code not in (EXIT_DONE, EXIT_STOPPED):  # threads of the user, or libraries at exit, may wait without an end
         timer = threading.Timer(LEAVE_S, _end, (code,))
         timer.daemon = True
@@ -115,10 +187,15 @@ def leave(code: int) -> NoReturn:
 
 def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader is gone
+        with suppress(OSError, ValueError):
             stream.flush()
+    if _output is not None and _output.lost is not None:
+        if not isinstance(_output.lost, BrokenPipeError):
+            print(f"error: standard output could not be written: {first_line(_output.lost)}", file=sys.stderr)
+        if not _output.may_be_lost:
+            code = _BROKEN_PIPE if isinstance(_output.lost, BrokenPipeError) else code or EXIT_FAILURE
     os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

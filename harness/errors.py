@@ -14,8 +14,8 @@ EXIT_DONE = 0
 EXIT_USAGE = 2
 EXIT_DATA = 65
 EXIT_FAILURE = 70
-EXIT_INTERRUPTED = 130  # Ctrl-C before a run has started, as in shells
 EXIT_STOPPED = 75  # stopped early with a checkpoint; the same command resumes the run
+EXITS_BY_SIGNAL = (130, 143, 129)  # stopped without one, by SIGINT, SIGTERM or SIGHUP: 128 + number, as in shells
 
 
 class HarnessError(Exception):

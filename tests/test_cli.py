@@ -60,7 +60,6 @@ def test_the_words_are_these(capsys):
     assert re.findall(r"^    ([\w-]+)\s", capsys.readouterr().out, re.M) == list(VERBS)
     for verb, words in VERBS.items():
         assert words_of(capsys, cli.main, verb) == set(words.split()), verb
-    assert words_of(capsys, cli.drive) == set(VERBS["train"].split())
 
 
 def test_help_imports_nothing_heavy():
@@ -73,12 +72,12 @@ def test_help_imports_nothing_heavy():
     assert (done.returncode, done.stderr) == (0, "\n")
 
 
-def test_driver_passes_its_arguments_on(monkeypatch):
+def test_train_passes_its_arguments_on(monkeypatch):
     seen = []
     monkeypatch.setattr(main, "main", lambda *arguments: seen.append(arguments) or 75)
-    assert cli.drive(["-c", "x.yaml", "a=1", "--local_rank=2", "b=2"]) == 75
-    assert cli.drive(["--local-rank", "1", "a=1", "--config", "y.yaml"]) == 75
-    gc.unfreeze()  # drive leaves this to the end of its process
+    assert cli.main(["train", "-c", "x.yaml", "a=1", "--local_rank=2", "b=2"]) == 75
+    assert cli.main(["train", "--local-rank", "1", "a=1", "--config", "y.yaml"]) == 75
+    gc.unfreeze()  # train leaves this to the end of its process
     parent = os.getppid()
     assert seen == [("x.yaml", ["a=1", "b=2"], os.environ, 2, parent), ("y.yaml", ["a=1"], os.environ, 1, parent)]
 
@@ -108,9 +107,9 @@ cli.leave(75)
 
 @pytest.mark.parametrize("argv", [[], ["a=1"], ["-c"], ["-c", "x", "--epochs", "3"], ["-c", "x", "--world", "0"]])
 def test_wrong_words_are_usage_errors(capsys, argv):
-    for call, words in ((cli.drive, argv), (cli.main, ["check", *argv])):
+    for verb in ("train", "check"):
         with pytest.raises(SystemExit) as stop:
-            call(words)
+            cli.main([verb, *argv])
         assert stop.value.code == 2
         assert "usage:" in capsys.readouterr().err
 

@@ -62,6 +62,11 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
     return launch
 
 
+def may_be_first(environ: Mapping[str, str]) -> bool:
+    """True unless the launcher says that this process is not its machine's first rank."""
+    return all(environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
 def environment(launch: Launch) -> dict[str, str]:
     """The variables from which ``detect`` reads ``launch``; ``by`` is among them for a supervised rank."""
     return {

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from harness.distributed import signals
 from harness.distributed.rank_exit import RankExit
 
-_STOPPING = "stopping: every rank writes a checkpoint; press Ctrl-C again to kill them"
+_STOPPING = "every rank writes a checkpoint; press Ctrl-C again to kill them"
 _POLL_S = 0.1
 
 
@@ -23,6 +24,8 @@ class EngineReport:
     """The rank exits that the engine saw, in the order in which they ended. Ranks that it cannot observe are absent."""
     stopped: bool = False
     """A user or a scheduler asked for the end."""
+    signal: int = 0
+    """The signal by which they asked this process; 0: none."""
     world_size: int | None = None
     """Ranks of the last start, if that differs from what was asked for."""
 
@@ -40,15 +43,21 @@ class LaunchedRun(Protocol):
         ...
 
 
-def follow_until_done(run: LaunchedRun, stopping: str = _STOPPING) -> EngineReport:
-    """Follow ``run`` to its end. The first SIGINT, SIGTERM or SIGHUP stops it and prints ``stopping``; the next one
-    kills it."""
-    with signals.counted() as num_signals, ThreadPoolExecutor(1, "harness-follow") as pool:
-        following, handled = pool.submit(run.follow), 0
-        while not following.done():
-            if (count := num_signals()) > handled:
-                handled = count
-                print(stopping, file=sys.stderr)
-                run.stop()
-            time.sleep(_POLL_S)
-        return following.result()
+def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPING) -> EngineReport:
+    """Start a run and follow it to its end. The first signal (harness.distributed.signals) stops it and prints its name
+    and ``stopping``; the next one kills it."""
+    with signals.counted() as requests:
+        run = start()
+        requests.obeyed = True
+        with ThreadPoolExecutor(1, "harness-follow") as pool:
+            following, handled = pool.submit(run.follow), 0
+            while not following.done():
+                if (count := len(requests)) > handled:
+                    handled = count
+                    what = f"killing ({signals.name(requests.numbers[-1])})"
+                    if count == 1:
+                        what = f"stopping ({signals.name(requests.numbers[0])}): {stopping}"
+                    print(f"{signals.clear_line()}{what}", file=sys.stderr, flush=True)
+                    run.stop()
+                time.sleep(_POLL_S)
+            return replace(following.result(), signal=next(iter(requests.numbers), 0))

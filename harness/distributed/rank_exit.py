@@ -14,14 +14,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXITS_BY_SIGNAL
 
 
 class Cause(str, Enum):
     """Why a rank ended."""
 
     DONE = "done"
-    STOPPED = "stopped"  # early, on request, with a checkpoint
+    STOPPED = "stopped"  # early, on request; with a checkpoint, unless before the run began
     ERROR = "error"  # its own error
     HUNG = "hung"  # it did not reach a collective in which other ranks waited for it
     PEER_LOST = "peer_lost"  # a consequence: another rank failed or is gone
@@ -55,7 +55,7 @@ class RankExit:
     @classmethod
     def from_code(cls, rank: int, code: int) -> RankExit:
         """The exit of a process, by its code or minus the signal that killed it."""
-        causes = {EXIT_DONE: Cause.DONE, EXIT_STOPPED: Cause.STOPPED}
+        causes = {EXIT_DONE: Cause.DONE, **dict.fromkeys((EXIT_STOPPED, *EXITS_BY_SIGNAL), Cause.STOPPED)}
         return cls(rank, Cause.SIGNAL if code < 0 else causes.get(code, Cause.ERROR), code)
 
     @classmethod

@@ -1,32 +1,204 @@
-"""Counting the signals that ask a supervising process to end."""
+"""Signals that ask this process to end, by one rule for every command: the first stops it in order, the next at once.
+
+A thread notices signals even while the main thread is in a call of C code, where Python runs no handlers. Imports
+nothing that takes time: ``install`` has to run before everything else.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
+
+REPEAT_S = 1.0  # launchers, shells and terminals may deliver one request several times within this time
+WARNING = signal.SIGUSR1  # sent once by a scheduler before its time limit; the default action would kill the process
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended a command that has nothing to save."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def ended_by(number: int) -> int:
+    """The exit code of a process that a signal ended, as in shells: 130 for SIGINT, 143 for SIGTERM."""
+    return 128 + number
+
+
+def end_now(number: int) -> None:
+    """End this process, with the code of ``finish`` if there is one."""
+    _say(f"ended at once ({name(number)})")
+    os._exit(ended_by(number) if _state.code is None else _state.code)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What signals do. ``handle`` runs in the main thread, the others in the thread that notices signals."""
+
+    handle: Callable[[int], None]
+    notice: Callable[[int], None] = lambda number: None
+    again: Callable[[int], None] = end_now
+
+
+def _raise_first(number: int) -> None:
+    if number != WARNING and not _state.raised:
+        _state.raised = True
+        raise Interrupted(number)
+
+
+@dataclass
+class _State:
+    phase: _Phase = field(default_factory=lambda: _Phase(_raise_first))
+    before: dict[int, object] = field(default_factory=dict)  # handlers before ``install``
+    raised: bool = False
+    warned: bool = False
+    code: int | None = None
+    quiet: bool = False
+
+
+_state = _State()
+
+
+def install(quiet: bool = False) -> None:
+    """From now on the first signal raises Interrupted, and the next ends the process at once, with exit code 128 +
+    its number; SIGUSR1 is only remembered. For programs, in their main thread. ``quiet``: another process of the same
+    command tells the user."""
+    _state.quiet = quiet
+    if _state.before:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _state.before = {number: signal.signal(number, _received) for number in _obeyed()}
+    os.register_at_fork(after_in_child=_forget)
+    threading.Thread(target=_watch, args=(reader,), name="harness-signals", daemon=True).start()
+
+
+def finish(code: int) -> None:
+    """The exit code is decided: signals change nothing any more; a second one ends the process at once with it."""
+    if _state.before:
+        _state.code = code
+        _state.phase = _Phase(lambda number: None)
 
 
 @contextmanager
-def counted() -> Iterator[Callable[[], int]]:
-    """A function that returns how many SIGINT, SIGTERM and SIGHUP have arrived since the body began.
+def phase(
+    handle: Callable[[int], None],
+    notice: Callable[[int], None] = lambda number: None,
+    again: Callable[[int], None] = end_now,
+) -> Iterator[None]:
+    """While the body runs, every signal calls ``handle`` in the main thread, and the first request calls ``notice`` in
+    another one, later ones ``again``. A warning that came before the body is handed to ``handle``.
 
-    Under nohup SIGHUP stays ignored. Outside the main thread, where Python allows no handlers, the count stays 0.
+    Without ``install`` handlers are set for the body only, and ``notice`` and ``again`` are not called. Does nothing
+    outside the main thread, where Python allows no handlers.
     """
-    received: list[int] = []  # a list: Event.set() in a handler deadlocks if the interrupted code holds its lock
-
-    def count(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    numbers += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     if threading.current_thread() is not threading.main_thread():
-        numbers = []
-    before = {number: signal.signal(number, count) for number in numbers}
+        yield
+        return
+    before = _state.phase
+    _state.phase = _Phase(handle, notice, again)
+    handlers = {} if _state.before else {number: signal.signal(number, _received) for number in _obeyed()}
     try:
-        yield lambda: len(received)
+        if _state.warned:
+            handle(WARNING)
+        yield
     finally:
-        for number, handler in before.items():
+        if _state.code is None:
+            _state.phase = before
+        for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def ending_the_process(doing: str) -> Iterator[None]:
+    """While the body runs, the first signal ends the process at once: there is nothing to save, and the main thread may
+    be in C code. ``doing``: for the message."""
+
+    def end(number: int) -> None:
+        if number != WARNING:
+            _say(f"stopped ({name(number)}) {doing}")
+            os._exit(ended_by(number))
+
+    with phase(lambda number: None, notice=end):
+        yield
+
+
+@dataclass
+class Requests:
+    """Signals to a supervising process. Only SIGINT and SIGTERM repeat a request."""
+
+    numbers: list[int] = field(default_factory=list)
+    obeyed: bool = False
+    """Set as soon as the owner acts on ``numbers``. Until then a second signal ends the process at once."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def add(self, number: int) -> None:
+        # A list: Event.set() in a handler deadlocks if the interrupted code holds its lock.
+        if not self.numbers or number in (signal.SIGINT, signal.SIGTERM):
+            self.numbers.append(number)
+
+
+@contextmanager
+def counted() -> Iterator[Requests]:
+    """The signals that arrive while the body runs."""
+    requests = Requests()
+    with phase(requests.add, again=lambda number: None if requests.obeyed else end_now(number)):
+        yield requests
+
+
+def clear_line() -> str:
+    """What to print before a message to standard error, so that it does not end in a progress bar of a rank."""
+    return "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""
+
+
+def _obeyed() -> list[signal.Signals]:
+    """Under nohup SIGHUP stays ignored."""
+    numbers = [number for number in _REQUESTS if number != signal.SIGHUP]
+    return [*numbers, WARNING, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+
+
+def _received(number: int, frame: FrameType | None) -> None:
+    _state.warned = _state.warned or (number == WARNING and bool(_state.before))
+    _state.phase.handle(number)
+
+
+def _watch(reader: int) -> None:
+    first: float | None = None
+    while True:
+        for number in os.read(reader, 64):  # every signal with a handler of Python, such as SIGCHLD
+            now = time.monotonic()
+            if number == WARNING or (number in _REQUESTS and first is None):
+                first = first if number == WARNING else now
+                _state.phase.notice(number)
+            elif number in (signal.SIGINT, signal.SIGTERM) and first is not None and now > first + REPEAT_S:
+                _state.phase.again(number)
+
+
+def _forget() -> None:
+    """In a forked process: what was before ``install``."""
+    signal.set_wakeup_fd(-1)
+    for number, handler in _state.before.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+    _state.before = {}
+
+
+def _say(text: str) -> None:
+    if not _state.quiet:
+        with suppress(OSError):  # the terminal is gone
+            os.write(2, f"{clear_line()}{text}\n".encode())

@@ -6,25 +6,25 @@ rank that got no signal stops at the same step as the one that did.
 
 from __future__ import annotations
 
+import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
+from harness.distributed import signals
 from harness.distributed.runtime import Runtime
 
+log = logging.getLogger("harness")
+
 PERIOD_S = 0.5  # between two reductions of the flags
-_WARNING = signal.SIGUSR1  # sent once by a scheduler before its limit; harness.cli blocks it until on_signals
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, _WARNING)
 
 
 class Stop:
     """The request to stop, made by any rank with ``request``; ``agreed`` returns the common verdict between steps."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._pending: Callable[[], list[int]] | None = None
         self._pause = 0  # calls until the next reduction; the same on every rank
         self._calls, self._since = 0, time.monotonic()
@@ -34,13 +34,18 @@ class Stop:
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
 
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that a request stopped without a checkpoint."""
+        return signals.ended_by(signal.Signals.__members__.get(self.reason, signal.SIGTERM))
+
     def agreed(self) -> bool:
         """True from the first call at which all ranks know of a request. All ranks must call it equally often.
 
         Ranks reduce their flags about twice per second. Each result also holds the number of calls until the next
         reduction, by rank 0's clock. It is read one call later, when it has long arrived.
         """
-        if self._runtime.world_size == 1:
+        if self.runtime.world_size == 1:
             self.verdict = self.verdict or bool(self.reason)
         elif not self.verdict:
             self._calls += 1
@@ -50,12 +55,12 @@ class Stop:
             elif self._pause > 0:
                 self._pause -= 1
             else:
-                self._pending = self._runtime.max_async([bool(self.reason), self._next_pause()])
+                self._pending = self.runtime.max_async([bool(self.reason), self._next_pause()])
         return self.verdict
 
     def without_asking(self) -> bool:
         """True if a stop was requested and this is the only rank: others would wait for it in the step."""
-        return bool(self.reason) and self._runtime.world_size == 1
+        return bool(self.reason) and self.runtime.world_size == 1
 
     def settle(self) -> bool:
         """The verdict including every request made so far. Waits for all ranks, so it is for rare points only.
@@ -63,7 +68,7 @@ class Stop:
         if not self.verdict:
             earlier = self._pending()[0] if self._pending is not None else 0
             self._pending = None
-            requested, self._pause = self._runtime.max_async([bool(self.reason), 0])()
+            requested, self._pause = self.runtime.max_async([bool(self.reason), 0])()
             self.verdict = bool(requested or earlier)
             self._calls, self._since = 0, time.monotonic()  # the next calls may come at another pace
         return self.verdict
@@ -73,27 +78,22 @@ class Stop:
         now = time.monotonic()
         calls, elapsed = self._calls, max(now - self._since, 1e-6)
         self._calls, self._since = 0, now
-        return min(int(calls * PERIOD_S / elapsed), 4 * calls) if self._runtime.rank == 0 else 0
+        return min(int(calls * PERIOD_S / elapsed), 4 * calls) if self.runtime.rank == 0 else 0
 
 
 @contextmanager
-def on_signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGUSR1 request a stop while the body runs. The earlier handlers are restored after it.
+def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Iterator[None]:
+    """SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop while the body runs (harness.distributed.signals has the
+    rule). ``then``: what happens at the first one, for its message."""
+    launch = stop.runtime.launch
 
-    Does nothing outside the main thread, where Python allows no handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    def request(number: int) -> None:
+        stop.request(signals.name(number))
+
+    def notice(number: int) -> None:
+        if launch.elastic or not launch.supervised:  # otherwise harness launch has said it
+            again = "" if number == signals.WARNING else "; press Ctrl-C again to end at once"
+            log.info("stopping (%s): %s%s", signals.name(number), then, again)
+
+    with signals.phase(request, notice):
         yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop.request(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {_WARNING})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -32,7 +32,7 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
         print(_submit(job, engine))
         return 0
     collector = ExitCollector(job.folder, job.world_size, job.url)
-    outcome = collector.conclude(follow_until_done(engine.start(job)))
+    outcome = collector.conclude(follow_until_done(lambda: engine.start(job)))
     print(outcome.text, file=sys.stderr)
     return outcome.exit_code
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.data.loader import Loader
+from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.monitor import follow_until_done
 from harness.distributed.runtime import Runtime, open_runtime
@@ -27,7 +28,7 @@ from harness.distributed.worker_group import LocalRun
 from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
-    EXIT_STOPPED,
+    EXITS_BY_SIGNAL,
     ConfigError,
     HarnessError,
     LaunchError,
@@ -98,10 +99,12 @@ def _rank(request: PredictRequest, config: Config, launch: Launch) -> int:
     parent = os.getppid()
     try:
         with ExitStack() as stack:
-            with exits_without_launcher(launch, parent):
+            # The main thread may be in C code while the ranks meet.
+            with exits_without_launcher(launch, parent), signals.ending_the_process("before the ranks had met"):
                 runtime = stack.enter_context(open_runtime(launch, config.runtime.device, config.runtime.timeout_s))
             stop = Stop(runtime)
-            with on_signals(stop), Watchdog(runtime, stop, parent=parent), _one_thread(runtime.device):
+            then = "no predictions are written"
+            with on_signals(stop, then), Watchdog(runtime, stop, parent=parent), _one_thread(runtime.device):
                 return _predict(request, config, runtime, stop)
     except HarnessError as error:
         if error.origin_rank in (None, launch.rank):
@@ -129,7 +132,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         loader.close()
     if written is None:
         log.info("stopped (%s); nothing was written", stop.reason or "on another rank")
-        return EXIT_STOPPED
+        return stop.exit_code
     seconds = time.perf_counter() - start
     if written.bad:
         log.warning("%d images could not be read: their rows have no prediction", written.bad)
@@ -171,9 +174,11 @@ def _one_thread(device: torch.device) -> Any:
 
 def _start_ranks(world_size: int, environ: Mapping[str, str], words: Sequence[str]) -> int:
     """Predict with ``world_size`` processes of this machine; return their exit code."""
-    run = LocalRun([sys.executable, "-m", "harness", *words], world_size, environ, _END_S, "harness predict")
-    report = follow_until_done(run, "stopping")
+    words = [sys.executable, "-m", "harness", *words]
+    report = follow_until_done(
+        lambda: LocalRun(words, world_size, environ, _END_S, "harness predict"), "no predictions are written"
+    )
     codes = [exit.exit_code for exit in report.exits if exit.exit_code]
-    if report.stopped and codes and set(codes) <= {EXIT_STOPPED, -signal.SIGTERM}:  # some before their handlers
-        return EXIT_STOPPED
+    if report.stopped and codes and set(codes) <= {*EXITS_BY_SIGNAL, -signal.SIGTERM}:  # some before their handlers
+        return signals.ended_by(report.signal)
     return next((code for code in codes if code > 0 and code != EXIT_FAILURE), EXIT_FAILURE if codes else EXIT_DONE)

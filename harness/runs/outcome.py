@@ -15,15 +15,24 @@ from typing import Any
 
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
+from harness.distributed.signals import ended_by
 from harness.distributed.stack import signal_name
-from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, HarnessError
+from harness.errors import (
+    EXIT_DATA,
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    EXITS_BY_SIGNAL,
+    HarnessError,
+)
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import identity, write_atomically
 from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
-_STOPPED = {EXIT_STOPPED, -signal.SIGTERM}
+_STOPPED = {EXIT_STOPPED, *EXITS_BY_SIGNAL, -signal.SIGTERM}
 _WORDS = {
     Cause.DONE: "done", Cause.STOPPED: "stopped", Cause.ERROR: "failed", Cause.PEER_LOST: "lost its peers",
     Cause.LAUNCHER_LOST: "lost its launcher", Cause.HUNG: "hung",
@@ -45,12 +54,13 @@ def judge(
     world_size: int = 1,
     folder: str = "",
     summary: Mapping[str, Any] | None = None,
+    number: int = 0,
 ) -> RunOutcome:
     """The outcome of the run in ``folder``, from ``exits``, the exits of its ranks in the order in which they ended.
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
-    library that aborts after training does no harm. ``stopped``: a user asked for the end. ``summary``: the content of
-    summary.json.
+    library that aborts after training does no harm. ``stopped``: a user asked for the end, by the signal ``number`` if
+    it is known. ``summary``: the content of summary.json.
 
     The cause of a failure is the first of these that there is:
 
@@ -65,7 +75,8 @@ def judge(
     own = {exit.rank for exit in exits if exit.by_rank}
     known = [exit for exit in exits if exit.by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
     if (first := _first_failure(known, stopped)) is None:
-        return _without_failure({exit.exit_code for exit in known}, stopped, folder, summary or {})
+        codes = {exit.exit_code for exit in known}
+        return _without_failure(codes, ended_by(number or signal.SIGTERM) if stopped else 0, folder, summary or {})
     if first.rank is None:
         first = replace(first, rank=next((rank for rank in range(world_size) if rank not in own), 0))
     if not first.by_rank:  # the records of the other ranks have a step and a host
@@ -100,14 +111,15 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     return consequence
 
 
-def _without_failure(codes: set[int], stopped: bool, folder: str, summary: Mapping[str, Any]) -> RunOutcome:
+def _without_failure(codes: set[int], stopped: int, folder: str, summary: Mapping[str, Any]) -> RunOutcome:
+    """``stopped``: the exit code of a run that was stopped without a checkpoint; 0: nobody asked for the end."""
     code = _code_without_failure(codes, stopped)
     if code == EXIT_DONE:
         best = summary.get("best") or {}
         shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
                         if name != "step" and isinstance(value, float))  # fmt: skip
         return RunOutcome(code, f"done: {folder}, {summary.get('step', '?')} steps{shown}")
-    if code == EXIT_STOPPED and EXIT_STOPPED not in codes:
+    if code in EXITS_BY_SIGNAL and codes <= _STOPPED:
         return RunOutcome(code, f"stopped before the run began: {folder}; the same command starts it again")
     if code == EXIT_STOPPED:
         return RunOutcome(code, f"stopped early with a checkpoint: {folder}; the same command resumes from it")
@@ -116,11 +128,14 @@ def _without_failure(codes: set[int], stopped: bool, folder: str, summary: Mappi
     return RunOutcome(code, f"ended with exit code {code} before the run began; the error is printed above")
 
 
-def _code_without_failure(codes: set[int], stopped: bool) -> int:
+def _code_without_failure(codes: set[int], stopped: int) -> int:
     for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
         if code in codes:
             return code
-    if stopped and codes and codes <= _STOPPED:
+    by_signal = stopped or next((code for code in EXITS_BY_SIGNAL if code in codes), 0)
+    if by_signal and not (codes & {EXIT_DONE, EXIT_STOPPED} and codes <= {EXIT_DONE, *_STOPPED}):
+        return by_signal
+    if EXIT_STOPPED in codes and codes <= {EXIT_DONE, *_STOPPED}:
         return EXIT_STOPPED
     if not codes or not codes <= {EXIT_DONE, EXIT_STOPPED}:
         return EXIT_FAILURE
@@ -178,7 +193,7 @@ class ExitCollector:
         exits = [*self._first_reported(), *own, *report.exits]
         world_size = report.world_size or self._world_size
         summary = _read(self._folder / layout.SUMMARY)
-        outcome = judge(exits, report.stopped, world_size, self._shown, summary)
+        outcome = judge(exits, report.stopped, world_size, self._shown, summary, report.signal)
         if outcome.failure:
             self._write(json.dumps(outcome.failure, indent=1) + "\n", to_url=fetched)
         elif fetched and outcome.exit_code == EXIT_DONE:

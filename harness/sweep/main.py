@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,13 +64,13 @@ def main(
         )
     try:
         (folder / layout.TRIALS).mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as lock, signals.counted() as stops:
-            return _run(plan, lock, stops, retry_failed)
+        with _locked(folder) as lock, signals.counted() as requests:
+            return _run(plan, lock, requests, retry_failed)
     except OSError as error:
         raise cannot_write(Path(error.filename or folder), error) from None
 
 
-def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) -> int:
+def _run(plan: Plan, lock: int, requests: signals.Requests, retry_failed: bool) -> int:
     # Imported here because they need Optuna.
     from harness.sweep.runner import Runner
     from harness.sweep.study import Study, storage_must_work
@@ -84,7 +84,8 @@ def _run(plan: Plan, lock: int, stops: Callable[[], int], retry_failed: bool) ->
             log.info("%d earlier trials are outside the current space: they are kept but not listed", others)
         if retry_failed and (count := study.retry_failed()):
             log.info("retrying %d failed trials", count)
-        runner = Runner(plan, study, display.Display(plan), os.environ, lock, stops)
+        runner = Runner(plan, study, display.Display(plan), os.environ, lock, requests)
+        requests.obeyed = True
         done = runner.run()
     trials = results.ranked(runner.trials, plan.direction)
     seen = {}

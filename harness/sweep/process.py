@@ -19,7 +19,7 @@ from typing import Any, Literal
 from harness.distributed.rank_exit import Cause
 from harness.distributed.stack import signal_name
 from harness.distributed.worker_group import Worker, WorkerGroup
-from harness.errors import EXIT_DONE, EXIT_STOPPED
+from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
 from harness.runs import layout
 from harness.runs.files import identity
 from harness.sweep.space import typed
@@ -85,7 +85,7 @@ class TrialProcess:
             return "interrupted", f"killed by {signal_name(-code)}"
         if code == EXIT_STOPPED:
             return "interrupted", "stopped with a checkpoint"
-        if self._stopped and not failure:
+        if code in EXITS_BY_SIGNAL or (self._stopped and not failure):
             return "interrupted", "stopped before its first checkpoint"
         if failure.get("cause") in (Cause.SIGNAL, Cause.NODE_LOST):
             return "interrupted", message or "a rank was killed"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from harness.config.schema import Config
 from harness.distributed import processes
+from harness.distributed.signals import Requests, name
 from harness.errors import HarnessError
 from harness.runs import layout
 from harness.sweep import process, results
@@ -58,11 +59,11 @@ class Runner:
         display: Display,
         environ: Mapping[str, str],
         lock: int,
-        stops: Callable[[], int],
+        requests: Requests,
     ) -> None:
-        """``lock``: a file descriptor that trials keep open; ``stops``: the number of stop signals so far."""
+        """``lock``: a file descriptor that trials keep open; ``requests``: the stop signals so far."""
         self._plan, self._study, self._display = plan, study, display
-        self._environ, self._lock, self._stops = environ, lock, stops
+        self._environ, self._lock, self._requests = environ, lock, requests
         self._folder = plan.file.spec.folder
         self._slots = Slots(plan.machine, plan.parallel)
         self._running: dict[int, RunningTrial] = {}
@@ -194,10 +195,13 @@ class Runner:
 
     def _obey_stops(self) -> None:
         """Stop all trials: at the first signal with a checkpoint, at the second at once."""
-        if (asked := self._stops()) <= self._stopping:
+        if (asked := len(self._requests)) <= self._stopping:
             return
         if not self._stopping:
-            self._display.message("stopping: running trials write a checkpoint; press Ctrl-C again to kill them")
+            which = name(self._requests.numbers[0])
+            self._display.message(
+                f"stopping ({which}): running trials write a checkpoint; press Ctrl-C again to kill them"
+            )
         for running in self._running.values():
             running.process.kill() if self._stopping else running.stop()
         self._stopping = asked

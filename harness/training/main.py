@@ -14,6 +14,7 @@ import torch
 
 from harness.config import loader
 from harness.config.schema import Config
+from harness.distributed import signals
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.launch_store import PeersMissing
@@ -119,6 +120,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
         except (Exception, SystemExit) as error:
             code = reporter.failed(error, watchdog)
         finally:
+            signals.finish(code)
             if run is not None:
                 run.close()
             folder.detach(runtime.rank, done=code == EXIT_DONE)

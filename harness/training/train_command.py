@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import signal
 import time
 
 from harness.config import arguments as shared
+from harness.distributed import signals
 from harness.runs.probe_plan import PROBE
 
 VERB = "train"
+KEEPS_RUNNING = True
 HELP = "train the experiment of a YAML file, as a single process or as one rank under a launcher"
 
 
@@ -23,9 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train as the rank that the environment describes; return the exit code."""
     parent, began = os.getppid(), time.monotonic()  # before the imports, which take seconds
-    # A scheduler sends SIGUSR1 once, ahead of its time limit, and its default action is to kill the process. It stays
-    # blocked until harness.distributed.stop has a handler for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    with signals.ending_the_process("before the run began; the same command starts it again"):
+        return _run(arguments, parent, began)
+
+
+def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
     # The imports create half a million objects that live until the end. Collecting garbage among them takes a quarter
     # of the import time, and later a quarter of a second each time in the middle of training.
     gc.disable()

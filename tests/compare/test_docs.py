@@ -20,9 +20,9 @@ SHORT = ["train.max_steps=3", "train.log_every=1", "data.num_workers=0"]
 
 
 def _drive(words: list[str]) -> None:
-    from harness.cli import drive
+    from harness.cli import main
 
-    raise SystemExit(drive(words))
+    raise SystemExit(main(["train", *words]))
 
 
 def unrolled(line: str) -> list[str]:

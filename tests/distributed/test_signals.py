@@ -11,7 +11,7 @@ import pytest
 from harness.distributed import signals
 from harness.distributed.monitor import EngineReport, follow_until_done
 
-COUNTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+COUNTED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture
@@ -43,27 +43,30 @@ class Stoppable:
 @terminal
 def test_every_signal_counts_and_handlers_are_restored(hangup):
     before = [signal.getsignal(number) for number in COUNTED]
-    with signals.counted() as count:
+    with signals.counted() as requests:
         for expected, number in enumerate(COUNTED, 1):
             signal.raise_signal(number)  # to this thread; os.kill may deliver a moment later
-            assert count() == expected
+            assert len(requests) == expected
+        signal.raise_signal(signal.SIGHUP)  # the kernel and the shell both send it when a terminal closes
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(requests) == len(COUNTED)
     assert [signal.getsignal(number) for number in COUNTED] == before
 
 
 @nohup
 def test_under_nohup_sighup_is_ignored(hangup):
-    with signals.counted() as count:
+    with signals.counted() as requests:
         signal.raise_signal(signal.SIGHUP)
-        assert count() == 0
+        assert len(requests) == 0
         signal.raise_signal(signal.SIGTERM)
-        assert count() == 1
+        assert len(requests) == 1
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_handlers_are_left_alone_outside_the_main_thread():
     def run(seen: list[object]) -> None:
-        with signals.counted() as count:
-            seen += [count(), signal.getsignal(signal.SIGTERM)]
+        with signals.counted() as requests:
+            seen += [len(requests), signal.getsignal(signal.SIGTERM)]
 
     seen: list[object] = []
     thread = threading.Thread(target=run, args=[seen])
@@ -73,12 +76,12 @@ def test_handlers_are_left_alone_outside_the_main_thread():
 
 
 def test_signal_stops_a_run_and_the_message_explains_the_next_one(capsys):
-    assert follow_until_done(Stoppable(signal.SIGTERM)).stopped
-    expected = "stopping: every rank writes a checkpoint; press Ctrl-C again to kill them\n"
+    assert follow_until_done(lambda: Stoppable(signal.SIGTERM)).signal == signal.SIGTERM
+    expected = "stopping (SIGTERM): every rank writes a checkpoint; press Ctrl-C again to kill them\n"
     assert capsys.readouterr().err == expected
 
 
 @nohup
 def test_under_nohup_a_run_outlives_the_terminal(hangup, capsys):
-    assert not follow_until_done(Stoppable(signal.SIGHUP)).stopped
+    assert not follow_until_done(lambda: Stoppable(signal.SIGHUP)).stopped
     assert capsys.readouterr().err == ""

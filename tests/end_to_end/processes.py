@@ -139,6 +139,8 @@ def drive_in_terminal(arguments: list[str], terminal: str) -> None:
     file = os.open(terminal, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    from harness.cli import drive
+    from harness.cli import main
+    from harness.distributed import signals
 
-    raise SystemExit(drive(arguments))
+    signals.install(quiet=int(os.environ.get("LOCAL_RANK", "0")) > 0)
+    raise SystemExit(main(["train", *arguments]))

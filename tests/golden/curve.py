@@ -47,9 +47,9 @@ def train(folder: Path) -> list[float]:
 
 
 def _drive(config: str, overrides: list[str]) -> None:
-    from harness.cli import drive
+    from harness.cli import main
 
-    raise SystemExit(drive(["-c", config, "name=digits_run", *overrides]))
+    raise SystemExit(main(["train", "-c", config, "name=digits_run", *overrides]))
 
 
 def main() -> None:

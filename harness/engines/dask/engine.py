@@ -75,7 +75,7 @@ def run(
     job = _job(config, overrides)
     _check(job)
     collector = ExitCollector(job.folder, job.world_size, job.url)
-    outcome = collector.conclude(follow_until_done(ClusterRun(client, job, on_event, ExitStack())))
+    outcome = collector.conclude(follow_until_done(lambda: ClusterRun(client, job, on_event, ExitStack())))
     print(outcome.text, file=sys.stderr)
     return outcome
 

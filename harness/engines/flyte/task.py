@@ -34,7 +34,7 @@ from harness.runs.outcome import ExitCollector
 from harness.runs.url_store import UrlStore
 
 _ONE_MACHINE = ("launch.engine=local", "launch.nnodes=1", "launch.max_restarts=0")
-_STOPPING = "stopping: every rank writes a checkpoint"
+_STOPPING = "every rank writes a checkpoint"
 _REPORT_S = 120.0  # for the report of a run
 
 
@@ -60,7 +60,7 @@ def train_node(path: str, overrides: Sequence[str]) -> Results:
     exits_file = os.environ.get(EXITS)  # set by engine flyte on this machine, which then reports on the run
     if exits_file:
         threading.Thread(target=_end_with_engine, daemon=True).start()
-    report = follow_until_done(local.start(job), _STOPPING)
+    report = follow_until_done(lambda: local.start(job), _STOPPING)
     if exits_file:
         Path(exits_file).write_text(json.dumps([asdict(exit) for exit in report.exits]), encoding="utf-8")
     outcome = collector.conclude(report)
@@ -77,8 +77,9 @@ def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
     the result of rank 0. Raises as ``train_node`` does."""
     place = detect(os.environ)
     job = _job(path, overrides, f"launch.nproc={place.world_size}")  # whatever the source was written for
-    rank = WorkerGroup({place.rank: Worker(job.command(), {**os.environ, **job.environ()})}, job.settings.grace_s)
-    code = follow_until_done(rank, _STOPPING).exits[0].exit_code
+    worker = Worker(job.command(), {**os.environ, **job.environ()})
+    report = follow_until_done(lambda: WorkerGroup({place.rank: worker}, job.settings.grace_s), _STOPPING)
+    code = report.exits[0].exit_code
     if code != EXIT_DONE:
         raise _error(code, f"a rank ended with exit code {code}{_first_failure(job.folder)}")
     return _results(job) if place.rank == 0 else None  # other machines may not have the run folder

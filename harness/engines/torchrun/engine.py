@@ -20,7 +20,7 @@ from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import Job, shell
 from harness.engines.torchrun import error_files, rendezvous
-from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
+from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXITS_BY_SIGNAL
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 
@@ -110,7 +110,8 @@ class TorchrunRun:
         stopped = self._agent.num_stops > 0
         if not exits and code > 0 and not stopped and not error_files.attempts(self._errors):
             raise self._where.failed()
-        if stopped and not exits and code >= 0 and time.monotonic() < self._agent.deadline - KILL_S:
+        obeyed = code >= 0 or code == -signal.SIGTERM  # the latter before it had a handler
+        if stopped and not exits and obeyed and time.monotonic() < self._agent.deadline - KILL_S:
             exits = [RankExit(None, Cause.STOPPED, -signal.SIGTERM)]  # within the grace period, before a rank could
         world_size = world_size or self._job.world_size
         if lost := self._lost(code, exits, world_size, stopped):
@@ -125,7 +126,7 @@ class TorchrunRun:
             return ""
         known = {exit.rank for exit in exits} | self._exit_files.read().keys()
         silent = [str(rank) for rank in range(world_size) if rank not in known]
-        if not silent or (stopped and codes <= {EXIT_DONE, EXIT_STOPPED, -signal.SIGTERM}):
+        if not silent or (stopped and codes <= {EXIT_DONE, EXIT_STOPPED, *EXITS_BY_SIGNAL, -signal.SIGTERM}):
             return ""
         if code < 0 and self._agent.deadline == float("inf"):
             return f"its launcher on {socket.gethostname()} was killed by signal {-code}"
