@@ -13,7 +13,7 @@ JOBS ?= 2
 .PHONY: train test test-all check bench campaign gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::FutureWarning -m torch.distributed.launch --standalone --nproc_per_node=$(NPROC) driver.py -c configs/digits.yaml
+	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
 
 # Many tests wait for processes to start and exit, so four workers keep two cores busy.
 test: $(VENV)/.test  ## all tests that need no daemon and no browser

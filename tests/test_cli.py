@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -103,6 +104,52 @@ cli.leave(75)
 """)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (75, "main\nthread\nhandler\n", "")
+
+
+def test_signal_at_the_end_does_not_change_the_exit_code(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import atexit, os, signal, time
+from harness import cli
+from harness.distributed import signals
+
+def late():
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+
+atexit.register(late)
+signals.install()
+cli.leave(75)
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+
+
+def harness(output: str, *words: str) -> tuple[int, str]:
+    """(exit code, standard error) of a command whose standard output is redirected to ``output``."""
+    command = f'exec "{sys.executable}" -m harness {" ".join(words)} {output}'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False)
+    return done.returncode, done.stderr
+
+
+def test_lost_output_is_an_error_of_a_command_that_only_prints(tmp_path):
+    code, error = harness("> /dev/full", "schema")
+    assert code == 70
+    assert error == "error: standard output could not be written: [Errno 28] No space left on device\n"
+    assert harness(">&-", "schema") == (0, "")
+    assert harness("2> /dev/full", "check", "-c", str(tmp_path / "none.yaml"))[0] == 2
+    assert harness("2>&-", "check", "-c", str(tmp_path / "none.yaml"))[0] == 2
+
+
+def test_reader_that_has_seen_enough_ends_a_command_quietly():
+    """As ``| head`` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "harness", "schema"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("argv", [[], ["a=1"], ["-c"], ["-c", "x", "--epochs", "3"], ["-c", "x", "--world", "0"]])

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -260,6 +261,97 @@ def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
         first.signal(signal.SIGTERM)
         assert first.wait(END_S) == EXIT_STOPPED
     assert len(json.loads((folder / "provenance.json").read_text())) == 1
+
+
+# At any moment
+
+
+def importing(run: Started) -> bool:
+    """True once a process, which may have exited, is importing torch."""
+    return "libtorch" in Path(f"/proc/{run.process.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("words", [[DRIVER], ["-m", "harness", "check"]])
+def test_interrupt_while_modules_are_imported(tmp_path, data, words):
+    config = write_config(tmp_path, data)
+    with started([sys.executable, *words, "-c", config], tmp_path / "terminal.txt") as run:
+        wait_until(lambda: importing(run), START_S, "torch is imported")
+        run.signal(signal.SIGINT)
+        assert run.wait(END_S) == 130, run.text()
+    (line,) = run.text().splitlines()
+    assert "(SIGINT)" in line
+    assert not run_folder(config).exists()
+
+
+def test_signal_while_the_ranks_meet(tmp_path, data):
+    config = write_config(tmp_path, data, runtime={"timeout_s": 100})
+    port = free_port()
+    environ = launch_environment(0, 2, port)
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", **environ) as run:
+        listens = f":{port:04X} 00000000:0000 0A"
+        tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+        wait_until(
+            lambda: any(listens in table.read_text().replace("0" * 32, "0" * 8) for table in tables if table.exists()),
+            START_S, "rank 0 waits for rank 1",
+        )  # fmt: skip
+        run.signal(signal.SIGTERM)
+        assert run.wait(END_S) == 143, run.text()
+    assert run.text().splitlines()[-1].startswith("stopped (SIGTERM) before the run began")
+    assert "Traceback" not in run.text()
+
+
+def test_second_signal_ends_at_once(tmp_path, data):
+    """In a step of half a minute, which the first one would wait for."""
+    config = write_config(tmp_path, data, model={"name": SLOW["model"]["name"], "args": {"step_s": 30}})
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
+        wait_until(lambda: "run folder:" in run.text(), START_S, "training")
+        run.signal(signal.SIGINT)
+        run.signal(signal.SIGHUP)
+        wait_until(lambda: "stopping (SIGINT): a checkpoint is written first" in run.text(), 10, "the message")
+        time.sleep(1.1)
+        assert run.process.poll() is None
+        run.signal(signal.SIGINT)
+        assert run.wait(10) == 130, run.text()
+    assert run.text().splitlines()[-1] == "ended at once (SIGINT)"
+    assert "Traceback" not in run.text()
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_interrupt_before_the_run_begins(tmp_path, data, engine):
+    config = write_config(tmp_path, data)
+    command = [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", engine, "--nproc", "2"]
+    with started(command, tmp_path / "terminal.txt") as run:
+        wait_until(lambda: len(run.alive()) > 1, START_S, "processes are started")
+        run.signal(signal.SIGINT)
+        assert run.wait(END_S) == 130, run.text()
+        assert not run.alive()
+    assert "stopping (SIGINT): every rank writes a checkpoint" in run.text()
+    assert run.text().splitlines()[-1].startswith("stopped before the run began")
+    assert "Traceback" not in run.text()
+
+
+# Without a terminal
+
+
+@pytest.mark.parametrize("words", [[DRIVER], ["-m", "harness", "launch", "--nproc", "2"]])
+def test_lost_terminal_does_not_end_a_run(tmp_path, data, words):
+    """The terminal closes while it shows the progress bar; the log goes on."""
+    config = write_config(tmp_path, data, **{**SLOW, "data": {"num_workers": 0}})
+    ours, theirs = os.openpty()
+    command = [sys.executable, *words, "-c", str(config)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=ROOT, env=environ, start_new_session=True
+    )
+    try:
+        os.close(theirs)
+        wait_for_steps(run_folder(config), 1)
+        os.close(ours)
+        assert process.wait(START_S) == 0
+    finally:
+        process.kill()
+    assert steps(run_folder(config))[-1] == (8 if DRIVER not in words else 16)
+    assert "run folder: " in (run_folder(config) / "logs" / "rank-0.log").read_text().splitlines()[-1]
 
 
 # Without data

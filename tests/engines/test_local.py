@@ -127,8 +127,9 @@ def test_second_signal_kills_the_ranks(tmp_path, stripes):
         run_.signal(signal.SIGTERM)
         wait_until(lambda: "stopping" in run_.text(), 10, "the launcher stops")
         run_.signal(signal.SIGTERM)
-        assert run_.wait(10) == 70
+        assert run_.wait(10) == 143
         assert not run_.alive()
+    assert "stopping (SIGTERM)" in run_.text()
     assert "ended on request" in run_.text()
 
 

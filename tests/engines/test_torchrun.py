@@ -182,7 +182,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("stops", "exit_code"), [(1, 75), (2, 70)])
+@pytest.mark.parametrize(("stops", "exit_code"), [(1, 143), (2, 143)])
 def test_stop_before_the_ranks_can_leave_a_record(tmp_path, stripes, monkeypatch, stops, exit_code):
     """A first signal before the ranks train loses nothing, so the same command may resume, as with engine local."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

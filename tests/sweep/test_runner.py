@@ -151,7 +151,7 @@ def test_stopped_sweep_stops_its_trials_and_explains_how_to_resume(folder, numbe
     assert wait_for([running], 10) == [75]
     assert states(folder) == ["waiting"] * 3
     terminal = output(folder)
-    assert "stopping: running trials write a checkpoint" in terminal
+    assert f"stopping ({number.name}): running trials write a checkpoint" in terminal
     assert "trial 0000 stopped with a checkpoint" in terminal
     assert "run the same command to resume" in terminal
     behave(folder)
