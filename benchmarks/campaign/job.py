@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.campaign import trigger
 from benchmarks.campaign.trigger import Kill
-from harness.cli import drive, leave
+from harness.cli import command, leave
 from harness.distributed import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ class Job:
                 torch.set_num_threads(1)  # replaces the thread pool, which torch cannot do once there are threads
                 kill = asdict(self._kill) if self._kill else None
                 trigger.arm(str(self._folder), str(self._report), rank, kill)
-                leave(drive(["-c", str(self._config)]))
+                command(["train", "-c", str(self._config)])
 
             self._pids.append(self._fork(body, environ, group))
             group = group or self._pids[0]

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 
-from harness.cli import drive, leave
+from harness.cli import command
 
 if __name__ == "__main__":
     words = sys.argv[1:]
@@ -14,4 +14,4 @@ if __name__ == "__main__":
     from benchmarks.campaign import trigger
 
     trigger.arm(rank=int(os.environ.get("RANK", "0")), **json.loads(os.environ[trigger.VARIABLE]))
-    leave(drive(words))
+    command(["train", *words])
