@@ -15,6 +15,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
