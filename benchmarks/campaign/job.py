@@ -137,8 +137,8 @@ class Job:
             now = time.monotonic()
             if end.fired is None and (fired := self._fired()):
                 end.fired, cause = fired, fired["time"]
-                if self._kill is not None and self._kill.then_s:
-                    cause = self._kill_stopped(self._kill, fired)
+                if self._kill is not None and (self._kill.then_s or self._kill.from_outside):
+                    cause = self._send(self._kill, fired)
                 limit = cause + END_S
             if waiting and now > limit:
                 end.hung = self._ask_hung()
@@ -154,14 +154,15 @@ class Job:
         return end
 
     @staticmethod
-    def _kill_stopped(kill: Kill, fired: dict[str, Any]) -> float:
-        """Kill what SIGSTOP has stopped; return the time at which that was."""
+    def _send(kill: Kill, fired: dict[str, Any]) -> float:
+        """Send the signal from here, or kill what SIGSTOP has stopped; return the time at which that was."""
+        number = signal.SIGKILL if kill.then_s else kill.signal
         time.sleep(max(0.0, fired["time"] + kill.then_s - time.monotonic()))
         with suppress(ProcessLookupError):
             if kill.target == "all ranks":
-                os.killpg(os.getpgid(fired["pid"]), signal.SIGKILL)
+                os.killpg(os.getpgid(fired["pid"]), number)
             else:
-                os.kill(fired["pid"], signal.SIGKILL)
+                os.kill(fired["pid"], number)
         return time.monotonic()
 
     def _reap(self) -> bool:

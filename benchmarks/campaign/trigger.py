@@ -40,6 +40,11 @@ class Kill:
     then_s: float
 
     @property
+    def from_outside(self) -> bool:
+        """True if another process sends the signal: a loader worker obeys SIGTERM from its own rank."""
+        return self.target == "all ranks" and self.signal not in (signal.SIGKILL, signal.SIGSTOP)
+
+    @property
     def how(self) -> str:
         name = signal.Signals(self.signal).name.removeprefix("SIG")
         return "STOP, then KILL" if name == "STOP" else name
@@ -80,7 +85,9 @@ class Trigger:
     @staticmethod
     def _send(kill: Kill) -> None:
         time.sleep(kill.delay_s)
-        if kill.target == "all ranks":
+        if kill.from_outside:
+            time.sleep(0.05)  # the campaign sends it
+        elif kill.target == "all ranks":
             os.killpg(os.getpgrp(), kill.signal)
         else:
             os.kill(os.getppid() if kill.target == "launcher" else os.getpid(), kill.signal)

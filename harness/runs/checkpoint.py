@@ -81,7 +81,7 @@ class Checkpoints:
         """Make ``step`` the best checkpoint, and write its ``weights`` to ``path``."""
         # Copies, since safetensors refuses weights that share memory (tied layers).
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
-        # save_file first writes a file of a random name beside its target. Uploads skip this folder, sweep() removes it.
+        # save_file first writes a file of a random name beside its target: in a folder that uploads skip.
         work = temporary_for(self.folder / layout.WEIGHTS)
         try:
             shutil.rmtree(work, ignore_errors=True)
