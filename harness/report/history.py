@@ -71,6 +71,7 @@ class History:
     steps: int = 0
     samples: int | None = None
     skipped: int | None = None
+    samples_skipped: int | None = None
     loss_scales: tuple[float, float] | None = None
 
 
@@ -100,6 +101,7 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
         steps=int(np.nanmax(np.concatenate([trained.steps, evaluated.steps, [0.0]]))),
         samples=None if (last := _last(trained.at["samples"])) is None else int(last),
         skipped=None if (last := _last(skipped)) is None else int(last),
+        samples_skipped=None if (last := _last(_numbers(train, "samples_skipped"))) is None else int(last),
         loss_scales=(float(scales.min()), float(scales.max())) if len(scales) else None,
     )
 

@@ -198,6 +198,7 @@ def csv_text(runs: RunSet, target: Target | None) -> str:
             "best_samples": run.at_best("samples"), "target": target.value if target else None,
             "seconds_to_target": at.seconds if at else None, "samples_to_target": at.samples if at else None,
             "steps": past.steps, "samples": past.samples, "skipped": past.skipped, "wall_s": past.wall_s,
+            "samples_skipped": past.samples_skipped,
             "train_s": past.train_s, "rows_per_s": past.rows_per_s, "commit": reproduce.commit(run),
             "problems": "; ".join(problems(run)),
         }  # fmt: skip

@@ -76,9 +76,10 @@ def test_shares_of_time(tmp_path):
 
 
 def test_loss_scales_and_skipped_steps(tmp_path):
-    past = read(write_run(tmp_path / "run", Fake(skips=(30, 120))))
+    fake = Fake(skips=(30, 120))
+    past = read(write_run(tmp_path / "run", fake))
     assert past.loss_scales == (16384.0, 65536.0)
-    assert past.skipped == 2
+    assert (past.skipped, past.samples_skipped) == (2, 2 * fake.batch)
 
 
 def test_long_run_is_thinned_but_keeps_its_spike(tmp_path):
