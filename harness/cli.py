@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from harness.config import plugins
 from harness.distributed import signals
 from harness.distributed.launch_env import may_be_first
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, HarnessError, first_line
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, HarnessError, first_line, similar
 
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
 _output: Any = None  # standard output of a program, a _Raw
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*words[1:], words[0]]  # torch.distributed.launch -m harness train ... puts it before the verb
     _import_from_working_folder()
     try:
+        _require_utf8(words)
         parser = _parser(words)
         arguments, rest = parser.parse_known_args(words)
         # argparse does not collect overrides that stand between or after the options of a sub-command.
@@ -73,13 +74,23 @@ def _interrupted(error: KeyboardInterrupt) -> int:
     return signals.ended_by(number)
 
 
+def _require_utf8(words: Sequence[str]) -> None:
+    """Refuse words with bytes that are not UTF-8: they could not be written to any file of a run."""
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # as which Python passes on such bytes
+            raise ConfigError(f"{word!r} is not UTF-8 text", where="command line", hint="rename the file or the folder")
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    commands = _commands(words)
+    if words and words[0] not in commands and (near := similar(words[0], commands)):
+        raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {near}?")
     parser = argparse.ArgumentParser(
         prog="harness",
         description="Train PyTorch models from a YAML file, and compare, report, predict with and export the runs.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb, command in sorted(_commands(words).items()):
+    for verb, command in sorted(commands.items()):
         verb_parser = verbs.add_parser(verb, help=command.HELP, description=command.HELP)
         command.add_arguments(verb_parser)
         verb_parser.set_defaults(run=command.run, keeps_running=getattr(command, "KEEPS_RUNNING", False))

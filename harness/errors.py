@@ -6,9 +6,12 @@ other exception is a bug.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
+import stat
+from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_USAGE = 2
@@ -84,12 +87,51 @@ def reason(error: BaseException) -> str:
 def remedy(error: BaseException, then: str = "") -> str:
     """A hint that fits the failed system call behind ``error``, if it is a known one, and ``then``."""
     found = system_error(error)
-    return "; ".join(filter(None, [_REMEDIES.get(found.errno or 0) if found else None, then]))
+    known = _REMEDIES.get(found.errno or 0) if found else None
+    return f"{known}; {then}" if known and then else known or then.removeprefix("or ")
 
 
 def has_remedy(error: BaseException) -> bool:
     """True if ``error`` is itself a failed system call that ``remedy`` has a hint for."""
     return isinstance(error, OSError) and error.errno in _REMEDIES
+
+
+def require_regular_file(path: str | os.PathLike[str]) -> None:
+    """Raise OSError, with a reason for the user, unless ``path`` is a regular file.
+
+    Call it before opening a file that the user names: opening a named pipe or reading a device may never end.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        if os.path.islink(path):
+            target = os.readlink(path)
+            raise FileNotFoundError(errno.ENOENT, f"it is a link to {target}, which does not exist", path) from None
+        raise error
+    except ValueError as error:  # a NUL character
+        raise OSError(errno.EINVAL, str(error), path) from None
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a named pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+        raise OSError(errno.EINVAL, f"it is {what}, not a regular file", path)
+
+
+def similar(name: str, names: Iterable[str]) -> str | None:
+    """The most similar of ``names``, ignoring case; None if there is none.
+
+    Names with other numbers are left out: img_0001.png and img_0002.png are two files, not two spellings of one.
+    """
+    wanted = name.lower().strip()
+    spellings = {
+        other.lower().strip(): other
+        for other in names
+        if other != name and (not (_numbers(other) and _numbers(name)) or _numbers(other) == _numbers(name))
+    }
+    found = difflib.get_close_matches(wanted, spellings, n=1)
+    return spellings[found[0]] if found else None
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def _rebuild(cls: type[HarnessError], message: str, where: str, hint: str) -> HarnessError:

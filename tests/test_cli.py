@@ -161,6 +161,17 @@ def test_wrong_words_are_usage_errors(capsys, argv):
         assert "usage:" in capsys.readouterr().err
 
 
+def test_a_misspelled_verb_and_words_that_are_not_utf8(capsys):
+    assert cli.main(["trian", "-c", "x.yaml"]) == 2
+    assert capsys.readouterr().err == "error: there is no command 'trian'\n  -> did you mean harness train?\n"
+    for words in (["train", "-c", "/data/\udcff.yaml"], ["check", "-c", "x.yaml", "task.root=/data/\udcff"]):
+        assert cli.main(words) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: command line: '")
+        assert "\\udcff' is not UTF-8 text" in message or "\\udcff.yaml' is not UTF-8 text" in message
+        message.encode()
+
+
 def test_overrides_need_a_verb_that_takes_them(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["schema", "a=1"])

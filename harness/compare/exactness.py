@@ -6,7 +6,6 @@ whatever is missing is a difference, too.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any
 
 from harness.compare import saved_state
 from harness.compare.saved_state import ABSENT, StateDifference, differing
-from harness.errors import CheckpointError, first_line
+from harness.errors import CheckpointError, first_line, require_regular_file
 from harness.runs import checkpoint, layout
+from harness.runs.files import parse_json
 from harness.trackers.metrics_log import TIMES
 
 _FILES = (layout.WEIGHTS, layout.PREDICTIONS, layout.CONFUSION, layout.TASK)
@@ -69,6 +69,7 @@ def _logs(one: Path, other: Path) -> Iterator[Difference]:
 def _lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of the log without their times; a damaged line is an entry of its own."""
     try:
+        require_regular_file(folder / layout.METRICS)
         lines = (folder / layout.METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
@@ -77,7 +78,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         content = None
     return content if isinstance(content, dict) else {"damaged line": text}
@@ -138,6 +139,7 @@ def _first_lines(one: bytes | None, other: bytes | None) -> tuple[str, str]:
 
 def _content(path: Path) -> bytes | None:
     try:
+        require_regular_file(path)
         return path.read_bytes()
     except OSError:
         return None

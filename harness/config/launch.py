@@ -9,17 +9,17 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from harness.config.base import Arguments, NameOf, NullIsEmpty, Positive, Section
+from harness.config.base import Arguments, Matching, NameOf, NullIsEmpty, Positive, Seconds, Section
 
 Amounts = Annotated[dict[str, Annotated[float, Field(gt=0)]], NullIsEmpty]
 Variables = Annotated[dict[str, str], NullIsEmpty]
 # These are written into a batch script or a command, where a blank or a line break would change its meaning.
-Word = Annotated[str, Field(pattern=r"^\S+$")]
-Line = Annotated[str, Field(pattern=r"^[^\n]+$")]
+Word = Annotated[str, Matching(r"\S+", "it must have no blanks")]
+Line = Annotated[str, Matching(r"[^\n]+", "write one line")]
 # A quantity in Kubernetes notation: 2, 500m, 0.5, 16Gi.
 Quantity = Annotated[
     str,
-    Field(pattern=r"^\d+(\.\d+)?(m|[kMGTPE]i?)?$"),
+    Matching(r"\d+(\.\d+)?(m|[kMGTPE]i?)?", "write a Kubernetes quantity, such as 2, 500m or 16Gi"),
     BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value),
 ]
 
@@ -42,13 +42,20 @@ class SlurmSection(Section):
     """Quality of service; null: the account's default."""
     constraint: Word | None = None
     """Required node features, such as a100|h100; null: any node."""
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$"), BeforeValidator(_not_a_number)] | None = None
+    time: (
+        Annotated[
+            str,
+            Matching(r"(\d+-)?\d+(:\d+){0,2}", "write days and hours, such as 0-12:00:00"),
+            BeforeValidator(_not_a_number),
+        ]
+        | None
+    ) = None
     """Time limit with days, such as 0-12:00:00, since YAML reads 12:00:00 as a number; null: the partition's limit."""
     gpus_per_node: Positive | None = None
     """GPUs per node, all of them visible to each of its ranks; null: none requested."""
     cpus_per_task: Positive | None = None
     """CPU cores per rank; null: launch.threads, plus one for each of data.num_workers."""
-    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    mem: Annotated[str, Matching(r"\d+[KMGT]?", "write a size, such as 64G")] | None = None
     """Memory per node, such as 64G; 0: all of it; null: the cluster's default."""
     requeue: bool = True
     """Requeue the job after its time limit, a preemption or a node failure; it resumes from its newest checkpoint."""
@@ -58,7 +65,9 @@ class SlurmSection(Section):
     """File for the job's output, relative to the working folder; %j is the job number. Its folder must exist."""
     setup: tuple[Line, ...] = Field(default=(), strict=False)
     """Shell commands to run first, on the first node, such as [module load cuda]."""
-    extra: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\n]*$")], ...] = Field(default=(), strict=False)
+    extra: tuple[Annotated[str, Matching(r"--[a-z][^\n]*", "write options of sbatch, such as --exclusive")], ...] = (
+        Field(default=(), strict=False)
+    )
     """Other options of sbatch, such as [--exclusive]."""
 
 
@@ -69,7 +78,7 @@ class DaskSection(Section):
     """Scheduler address, such as tcp://10.0.0.1:8786; null: a cluster on this machine, for this run only."""
     resources: Amounts = {}
     """Worker resources per rank, such as {GPU: 1}. On workers that announce GPUs, a rank always takes one."""
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    timeout_s: Seconds = 60.0
     """Seconds to wait for the scheduler, and for enough free workers."""
     shared: bool | None = None
     """true: the workers share this machine's run folder; false: its files are copied; null: detected."""
@@ -97,7 +106,15 @@ class KubernetesSection(Section):
 
     image: str | None = None
     """Container image with the project in it. Required."""
-    name: Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,44}[a-z0-9])?$")] | None = None
+    name: (
+        Annotated[
+            str,
+            Matching(
+                r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?", "use up to 46 lower-case letters, digits and -, a letter first"
+            ),
+        ]
+        | None
+    ) = None
     """Name of the job; null: the experiment's name in lower case, with - in place of . and _."""
     namespace: str = "default"
     """Namespace of the job."""
@@ -134,13 +151,16 @@ class LaunchSection(Section):
     """Maximum number of restarts of a failed run, each from its newest checkpoint."""
     interface: str | None = None
     """Network interface for communication between ranks, such as eth0; null: the one that reaches rank 0's machine."""
-    rendezvous: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}$")] | None = None
+    rendezvous: (
+        Annotated[str, Matching(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}", "write HOST:PORT, such as node1:29500")]
+        | None
+    ) = None
     """For torchrun: HOST:PORT of the first machine, where all machines meet; null: one machine."""
-    join_s: Annotated[float, Field(gt=0)] = 600.0
+    join_s: Seconds = 600.0
     """For torchrun: seconds to wait for the other machines, at the start and after one was lost."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """For torchrun: number of this machine, from 0; null: assigned on arrival."""
-    grace_s: Annotated[float, Field(gt=0)] = 60.0
+    grace_s: Seconds = 60.0
     """Seconds that ranks may take to write a checkpoint when they are asked to stop."""
     python: str | None = None
     """Interpreter that runs driver.py; null: the current one."""

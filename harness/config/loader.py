@@ -93,7 +93,9 @@ def json_schema() -> str:
     tasks = tuple(plugins.find("task", name, "task.name") for name in plugins.names("task"))
     schema = config_class(Union[tasks]).model_json_schema(by_alias=True)  # noqa: UP007 - a union made at run time
     schema["title"] = "apex-harness experiment"
-    own = {"properties": {"name": {"pattern": r"\."}}, "required": ["name"], "type": "object"}
+    name = {"pattern": r"\.", "description": TaskSection.model_fields["name"].description}
+    own = {"properties": {"name": name}, "required": ["name"], "type": "object"}
+    schema["properties"]["task"]["description"] = Config.model_fields["task"].description
     schema["properties"]["task"]["anyOf"].append(own)  # a task of the user's own may have any options
     schema["properties"]["extends"] = {
         "description": "A YAML file, or a list of files, that this one starts from. Paths are relative to this file.",

@@ -5,7 +5,6 @@ OmegaConf parses, merges and interpolates.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.config.schema import MAX_VALUES, flatten, num_values
-from harness.errors import ConfigError, first_line
+from harness.errors import ConfigError, first_line, require_regular_file, similar
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 COMMAND_LINE = "command line"
 _EXAMPLE = "write key=value, for example train.epochs=3"
+_NAME = "name a YAML file, for example configs/digits.yaml"
+_MAX_BYTES = 1 << 20  # a configuration has a few KB; larger files take minutes to parse
+_CLOSING = {"{": "}", "[": "]"}
 
 
 def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
@@ -38,7 +40,7 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) 
             written = OmegaConf.from_dotlist([override])
             tree = OmegaConf.merge(tree, written)
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-            raise ConfigError(f"{override!r}: {first_line(error)}", where=origin, hint=_EXAMPLE) from None
+            raise ConfigError(f"{override!r}: {_reason(error)}", where=origin, hint=_EXAMPLE) from None
         leaves = flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
         origins |= dict.fromkeys((key, *leaves), origin)
     try:
@@ -50,8 +52,14 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) 
 
 def parsed(path: Path) -> dict[str, Any]:
     """The tree of the file ``path`` alone, without what it extends and not interpolated. Raises ConfigError."""
-    tree = OmegaConf.to_container(_parse(path)[0], resolve=False)
+    tree = OmegaConf.to_container(_parse(_text(path), path)[0], resolve=False)
     return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+
+
+def _reason(error: Exception) -> str:
+    if "container types" in str(error):
+        return "this is a section, {key: value}, and cannot be replaced by a list"
+    return getattr(error, "problem", None) or first_line(error)
 
 
 def origin_of(key: str, origins: dict[str, str], default: str) -> str:
@@ -65,17 +73,17 @@ def origin_of(key: str, origins: dict[str, str], default: str) -> str:
 
 def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
     """The tree of ``path`` merged over what it extends, and the origins of its keys."""
+    text = _text(path)
     if path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, path))
         raise ConfigError(f"extends is circular: {chain}", where=str(path), hint="remove one of the extends lines")
-    tree, origins = _parse(path)
+    tree, origins = _parse(text, path)
     if not OmegaConf.is_dict(tree):
-        hint = "start it with a line such as name: digits"
-        raise ConfigError("a configuration is a mapping of sections", where=str(path), hint=hint)
-    bases = OmegaConf.to_container(tree).get("extends") or []  # type: ignore[union-attr]
+        raise _no_sections(path)
+    bases = OmegaConf.to_container(tree).get("extends", [])  # type: ignore[union-attr]
     tree.pop("extends", None)
     bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
         raise ConfigError(
             f"extends takes a file or a list of files, not {bases!r}",
             where=origins.get("extends", str(path)),
@@ -92,28 +100,65 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
         raise ConfigError(first_line(error), where=str(path)) from None
 
 
-def _parse(path: Path) -> tuple[Any, dict[str, str]]:
+def _text(path: Path) -> str:
+    """The content of ``path``. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        require_regular_file(path)
+        if path.stat().st_size > _MAX_BYTES:
+            message = f"this file is larger than {_MAX_BYTES >> 20} MiB, so it is no configuration"
+            raise ConfigError(message, where=str(path), hint=_NAME)
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        hint = "save it as UTF-8, if it is a configuration"
+        raise ConfigError("this file is not UTF-8 text", where=str(path), hint=hint) from None
+    except OSError as error:
+        files = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        near = similar(path.name, files)
+        hint = f"did you mean {path.parent / near}?" if near else _NAME
+        raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path), hint=hint) from None
+
+
+def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if not isinstance(node, yaml.MappingNode | None):
+            raise _no_sections(path)
         if num_values(yaml.load(text, Loader=_Loader)) > MAX_VALUES:  # noqa: S506 - a safe loader
             message = f"invalid YAML: with each use of an alias counted, it has more than {MAX_VALUES} values"
             raise ConfigError(message, where=str(path), hint="use fewer aliases (*name)")
-        return OmegaConf.create(text), _lines(text, path)
-    except (OSError, UnicodeDecodeError) as error:
-        files = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, files)
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        hint = f"did you mean {path.parent / near[0]}?" if near else "name a YAML file, for example configs/digits.yaml"
-        raise ConfigError(f"cannot read the configuration: {reason}", where=str(path), hint=hint) from None
+        return OmegaConf.create(text), _lines(node, path)
+    except RecursionError:
+        hint = "a configuration needs only a few levels; check for a missing ] or }"
+        raise ConfigError("invalid YAML: nested too deeply", where=str(path), hint=hint) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or first_line(error)
-        raise ConfigError(f"invalid YAML: {problem}", where=where) from None
+        raise _invalid(error, text, path) from None
 
 
-def _lines(text: str, path: Path) -> dict[str, str]:
-    """{dotted key: "file:line"} of every key in ``text``."""
+def _no_sections(path: Path) -> ConfigError:
+    return ConfigError("this is no configuration: it does not consist of lines such as name: digits", where=str(path),
+                       hint=_NAME)  # fmt: skip
+
+
+def _invalid(error: Exception, text: str, path: Path) -> ConfigError:
+    """The error for a file that is no YAML, at the line that is wrong."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+    line, hint = mark.line + 1 if mark else None, ""
+    opened = getattr(error, "context_mark", None)
+    if opened is not None and "expected ',' or" in problem:  # YAML notices it only at the next key, or at the end
+        bracket = text.splitlines()[opened.line][opened.column]
+        problem = f"the {bracket} on this line is not closed, or a comma is missing (noticed on line {line})"
+        line, hint = opened.line + 1, f"add the missing {_CLOSING[bracket]} or the comma"
+    elif opened is not None and "quoted scalar" in str(getattr(error, "context", "")):
+        line, problem, hint = opened.line + 1, "the quote that this line opens is never closed", "add the closing quote"
+    elif "cannot start any token" in problem and line and "\t" in text.splitlines()[line - 1]:
+        problem, hint = "this line has a tab", "indent with spaces"
+    elif "expansion exceeds" in problem:
+        problem, hint = "its aliases expand to more than 10,000 values", "write out what they repeat, or remove them"
+    return ConfigError(f"invalid YAML: {problem}", where=f"{path}:{line}" if line else str(path), hint=hint)
+
+
+def _lines(root: yaml.Node | None, path: Path) -> dict[str, str]:
+    """{dotted key: "file:line"} of every key under ``root``."""
     found: dict[str, str] = {}
 
     def walk(node: yaml.Node | None, prefix: str) -> None:
@@ -122,5 +167,5 @@ def _lines(text: str, path: Path) -> dict[str, str]:
                 found[f"{prefix}{key.value}"] = f"{path}:{key.start_mark.line + 1}"
                 walk(value, f"{prefix}{key.value}.")
 
-    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    walk(root, "")
     return found

@@ -10,6 +10,12 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 Problem = tuple[str, str]  # dotted key, sentence
+_RENAMED = {
+    "tuple_type": "it should be a list",
+    "list_type": "it should be a list",
+    "string_type": "it should be text, in quotes if need be",
+    "invalid_key": "it should be a word, as all keys; put it in quotes",
+}
 
 
 def described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[Problem]:
@@ -63,7 +69,10 @@ def _sentence(error: Any, path: list[str], cls: type[BaseModel]) -> str:
         return f"{seen!r} is not allowed; use {context['expected']}" + (f"; did you mean {near[0]}?" if near else "")
     if kind == "value_error":  # raised by a validator of ours
         return str(error["msg"]).removeprefix("Value error, ")
-    return f"{error['msg'].replace('Input should', 'it should')} (found: {seen!r})"
+    shown = repr(seen) if len(repr(seen)) <= 200 else f"{repr(seen)[:200]}..."
+    if kind in ("model_type", "dict_type"):
+        return f"it should be a section of settings, {{key: value}} (found: {shown})"
+    return f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown})"
 
 
 def _path(loc: Iterable[Any], raw: Any) -> list[str]:

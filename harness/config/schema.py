@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from harness.config.base import Arguments, NameOf, Positive, Section
+from harness.config.base import Arguments, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.launch import LaunchSection
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ class DataSection(Section):
     reads only its own rows. `strided`: every world-size-th row. `global`: one permutation per epoch, which gives the
     same global batches at any world size.
     """
-    num_workers: Annotated[int, Field(ge=0)] = 2
+    num_workers: Annotated[int, Field(ge=0, le=1000)] = 2
     """Loader processes per rank; 0 loads in the training process."""
     tail: Literal["use", "drop"] = "use"
     """The rows left over when an epoch is not a whole number of global batches: train on them in a smaller last step,
     or drop them.
     """
-    cache_dir: str | None = None
+    cache_dir: Place | None = None
     """Folder for converted annotation tables, ideally on a local disk of the node; null: the user's cache folder."""
 
 
@@ -75,9 +75,10 @@ class BatchSection(Section):
         if self.global_ is None or self.global_ % unit == 0:
             return None
         down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
+        split = f" with {self.accumulate} micro-batches each" if self.accumulate > 1 else ""
         return (
-            f"{self.global_} examples cannot be divided among {world_size} ranks with {self.accumulate} micro-batches",
-            f"the nearest possible: {f'{down} or {up}' if down else up}",
+            f"{self.global_} examples cannot be divided among {world_size} ranks{split}",
+            f"use {f'batch.global={down} or ' if down else ''}batch.global={up}",
         )
 
 
@@ -198,46 +199,58 @@ class CheckpointSection(Section):
     """Optimizer steps between checkpoints within an epoch; null: only at the end of each epoch."""
     keep: Positive = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
-    resume: str = "auto"
+    resume: Place = "auto"
     """auto: resume the run in the run folder, if there is one. never: start a new run and move the old folder aside.
     Or the path of a checkpoint folder to start from.
     """
-    best_metric: str | None = None
+    best_metric: Annotated[str, Field(min_length=1)] | None = None
     """The evaluation metric that decides which checkpoint is the best; null: the task's first."""
 
 
 class RuntimeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: CUDA if available."""
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: Seconds = 120.0
     """Seconds that a rank waits for the others in a collective before it fails."""
 
 
 class Config(Section):
     """One experiment. ``task`` is replaced by the section of the task that is named."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Name
     """Name of the experiment; the run folder is OUTPUT/NAME."""
-    output: str = "runs"
+    output: Place = "runs"
     """Folder for run folders, or a URL such as s3://bucket/runs if the machines share no disk (docs/engines.md)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random numbers."""
     task: TaskSection
+    """What is learned: the task and its options."""
     data: DataSection = DataSection()
+    """How rows are divided among ranks and loaded."""
     model: ModelSection = ModelSection()
+    """The model and its arguments."""
     batch: BatchSection = BatchSection()
+    """Examples per step."""
     optimizer: OptimizerSection = OptimizerSection()
+    """The optimizer and its learning rate."""
     schedule: ScheduleSection = ScheduleSection()
+    """The learning rate over time."""
     precision: PrecisionSection = PrecisionSection()
+    """Mixed precision: Apex's opt levels and loss scaling."""
     parallel: ParallelSection = ParallelSection()
+    """How ranks share the work."""
     train: TrainSection = TrainSection()
+    """The training loop: its length, its log, clipping, averaging, early stopping."""
     checkpoint: CheckpointSection = CheckpointSection()
+    """When checkpoints are written, how many are kept, and where to resume."""
     trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
     """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or package.module of your
     own.
     """
     runtime: RuntimeSection = RuntimeSection()
+    """The device, and how long to wait for other ranks."""
     launch: LaunchSection = LaunchSection()
+    """Where the ranks start, and how many. Only `harness launch` reads it."""
 
     @property
     def best_metric(self) -> str:

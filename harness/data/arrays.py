@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from harness.data.batch import Batch
-from harness.errors import DataError
+from harness.errors import DataError, require_regular_file
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ def map_idx(path: Path, num_dims: int, hint: str) -> np.ndarray:
     as a big-endian 32-bit number, then the numbers (http://yann.lecun.com/exdb/mnist).
     """
     try:
+        require_regular_file(path)
         with open(path, "rb") as stream:
             header = stream.read(4 + 4 * num_dims)
         size = path.stat().st_size

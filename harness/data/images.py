@@ -7,7 +7,6 @@ the same pixels. Normalization is done on the device, per batch.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Callable
@@ -22,10 +21,11 @@ from torchvision.transforms.v2 import functional
 from harness.data.batch import Batch
 from harness.data.seeds import row_seed, seeded_torch
 from harness.data.table.table import Table
-from harness.errors import DataError, first_line
+from harness.errors import DataError, first_line, require_regular_file, similar
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 MAX_NAMES = 10_000  # names of a folder compared with a missing one
+_CHECK_ROOT = "check task.root: paths in the CSV are relative to it"
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 
 
@@ -78,7 +78,9 @@ class ImageTable:
 
     def _decoded(self, path: str) -> torch.Tensor:
         """Decode ``path`` to uint8 (channels, height, width). Raises one of _UNREADABLE."""
-        return _converted(decode_image(read_file(os.path.join(self.root, path)), mode=self.mode), self.mode)
+        file = os.path.join(self.root, path)
+        require_regular_file(file)
+        return _converted(decode_image(read_file(file), mode=self.mode), self.mode)
 
     def _transformed(self, image: torch.Tensor, row: int, epoch: int | None) -> torch.Tensor:
         if epoch is None:
@@ -96,23 +98,26 @@ class ImageTable:
         raise DataError(
             f"neither the image of this row nor those of the {NUM_TRIES} rows after it can be read",
             where=self.table.where(row),
-            hint="check task.root: paths in the CSV are relative to it",
+            hint=_CHECK_ROOT,
         )
 
     def _unreadable(self, row: int, path: str, error: Exception) -> DataError:
         """The error for an image. It finds the line in the CSV by reading it, which is too slow for skipped rows."""
         file, where = os.path.join(self.root, path), self.table.where(row)
-        if not os.path.exists(file):
+        skip = "or set task.on_bad_image=skip"
+        if not path.strip():
+            hint = f"fill it in or remove the row; {skip}"
+            return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
+        if not os.path.lexists(file):
             folder, name = os.path.split(file)
             there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
-            names = {other.lower(): other for other in there}  # a frequent reason is .JPG instead of .jpg
-            near = difflib.get_close_matches(name.lower(), names, n=1)
-            hint = (
-                f"the most similar file in that folder is {names[near[0]]}"
-                if near
-                else "check task.root: paths in the CSV are relative to it"
-            )
-            return DataError(f"image not found: {file}", where=where, hint=hint + "; or set task.on_bad_image=skip")
+            near = similar(name, there)  # a frequent reason is .JPG instead of .jpg
+            hint = f"the most similar file in that folder is {near}" if near else _CHECK_ROOT
+            if not os.path.isdir(folder):
+                hint = f"there is no folder {folder}; {_CHECK_ROOT}"
+            return DataError(f"image not found: {file}", where=where, hint=f"{hint}; {skip}")
+        if isinstance(error, OSError):
+            return DataError(f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {skip}")
         reason = re.sub(r"^\S+, \S+:\d+, ", "", first_line(error))  # the line in torchvision's source
         return DataError(
             f"image cannot be decoded: {file}: {reason}",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.errors import DataError
+from harness.errors import DataError, require_regular_file
 
 BLANK, STOP = "*", "+"
 ALPHABET = BLANK + STOP + " -." + string.ascii_lowercase
@@ -54,6 +54,7 @@ def read(path: Path, hint: str) -> tuple[list[str], int]:
     Raises DataError, with ``hint``.
     """
     try:
+        require_regular_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise DataError("no such file of names", where=str(path), hint=hint) from None

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from PIL import Image
 
+from harness.errors import require_regular_file
 from harness.report.run_set import ReportedRun
 from harness.runs import layout
 from harness.runs.files import read_text
@@ -103,9 +104,8 @@ def read_predictions(path: Path) -> pa.Table | None:
         strings_can_be_null=True,
         quoted_strings_can_be_null=False,
     )
-    if not path.is_file():
-        return None
     try:
+        require_regular_file(path)
         table = pyarrow.csv.read_csv(path, convert_options=options)
     except (OSError, pa.ArrowInvalid):
         return None

@@ -29,9 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.errors import CheckpointError, reason, remedy
+from harness.errors import CheckpointError, reason, remedy, require_regular_file
 from harness.runs import layout
-from harness.runs.files import commit, read_text, replacing, temporary_for, write_atomically
+from harness.runs.files import commit, read_json, read_text, replacing, temporary_for, write_atomically
 
 log = logging.getLogger("harness")
 
@@ -181,7 +181,7 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
 def damage(path: Path) -> str:
     """The reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
     try:
-        manifest = json.loads(read_text(path / layout.MANIFEST))
+        manifest = read_json(path / layout.MANIFEST)
         size, digest, form = manifest["bytes"], manifest["sha256"], manifest["format"]
     except FileNotFoundError:
         return "it has no manifest.json, so it is incomplete or not a checkpoint of this harness"
@@ -190,8 +190,10 @@ def damage(path: Path) -> str:
     if form != FORMAT:
         return f"its format is {form}, but this version of the harness reads {FORMAT}: use the version that wrote it"
     file = path / layout.STATE
-    if not file.is_file():
-        return "state.pt is missing"
+    try:
+        require_regular_file(file)
+    except OSError as error:
+        return "state.pt is missing" if isinstance(error, FileNotFoundError) else f"state.pt: {error.strerror}"
     if file.stat().st_size != size:
         return f"state.pt is truncated: {file.stat().st_size} of {size} bytes"
     if _sha256(file) != digest:

@@ -6,14 +6,13 @@ A rank that was killed leaves neither.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import RankExit, to_torch_error_file
 from harness.runs import layout
-from harness.runs.files import read_text, write_atomically
+from harness.runs.files import read_json, write_atomically
 
 
 def write(logs: Path, exit: RankExit) -> None:
@@ -34,7 +33,7 @@ def read(logs: Path) -> dict[int, RankExit]:
     found = {}
     for path in logs.glob(layout.RANK_EXITS):
         with suppress(OSError, ValueError):
-            exit = RankExit.from_dict(json.loads(read_text(path)))
+            exit = RankExit.from_dict(read_json(path))
             if exit.rank is not None:
                 found[exit.rank] = exit
     return dict(sorted(found.items()))

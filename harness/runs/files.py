@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, HarnessError, reason, remedy
+from harness.errors import ConfigError, HarnessError, reason, remedy, require_regular_file
 from harness.runs import layout
 
 
@@ -116,6 +117,30 @@ def _is_same(path: Path, place: str) -> bool:
         return False
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of ``path``. Raises OSError, also if it is no regular file."""
+    require_regular_file(path)
+    return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """``read_bytes`` as text. Raises ValueError if it is not UTF-8."""
+    return read_bytes(path).decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError if it cannot be read, ValueError if it is not JSON."""
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """As json.loads, but raises ValueError also for text that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -134,18 +159,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content of a file in a run folder. Raises OSError also for a pipe or a device, which may never end."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
-    return path.read_bytes()
-
-
-def read_text(path: Path) -> str:
-    """``read_bytes`` as text. Raises ValueError if it is not UTF-8."""
-    return read_bytes(path).decode("utf-8")
 
 
 def identity(path: Path) -> tuple[int, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json
 
-from harness.runs.files import read_bytes
+from harness.errors import require_regular_file
+from harness.runs.files import parse_json, read_bytes
 
 _REAL, _WHOLE = pa.float64(), pa.int64()
 _KNOWN = pa.schema(
@@ -27,16 +27,17 @@ def read_metrics(path: Path) -> tuple[pa.Table, str]:
     columns of training lines always exist."""
     try:
         text = read_bytes(path)
-    except OSError:
+    except FileNotFoundError:
         return _KNOWN.empty_table(), ""
+    except OSError as error:
+        return _KNOWN.empty_table(), f"metrics.jsonl cannot be read: {error.strerror}"
     return _parsed(text)
 
 
 def incomplete(path: Path) -> str:
     """The problem of a file that ends in mid-line; empty for any other."""
-    if not path.is_file():
-        return ""
     try:
+        require_regular_file(path)
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             last = file.read().rpartition(b"\n")[2]
@@ -47,7 +48,7 @@ def incomplete(path: Path) -> str:
 
 def _line(text: bytes) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 

@@ -28,7 +28,7 @@ from harness.errors import (
 )
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
-from harness.runs.files import identity, write_atomically
+from harness.runs.files import identity, read_json, write_atomically
 from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
@@ -84,7 +84,9 @@ def judge(
         first = replace(first, host=host, step=max((exit.step or 0 for exit in known), default=0))
     known.sort(key=lambda exit: (exit.by_rank, exit.time))  # of several exits of a rank the last one is described
     last = {exit.rank: exit for exit in known}
-    ranks = {str(rank): _describe(last[rank]) for rank in sorted(rank for rank in last if rank is not None)}
+    ranks = {
+        str(rank): _describe(last[rank], first.message) for rank in sorted(rank for rank in last if rank is not None)
+    }
     failure = first.failure() | {"ranks": ranks}
     return RunOutcome(first.exit_code, _failure_text(failure, folder), failure)
 
@@ -143,18 +145,19 @@ def _code_without_failure(codes: set[int], stopped: int) -> int:
 
 
 def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
-    # Without the traceback: the rank printed it, and failure.json has it.
+    # Without the traceback and the hint: the rank printed them, and failure.json has them.
     host = f" on {failure['host']}" if failure["host"] else ""
+    message = next(iter(str(failure["message"]).strip().splitlines()), "")
     lines = [
-        f"failed: rank {failure['rank']}{host} at step {failure['step']}: {failure['error']}: {failure['message']}",
+        f"failed: rank {failure['rank']}{host} at step {failure['step']}: {failure['error']}: {message}",
         *(f"  rank {rank}: {text}" for rank, text in failure["ranks"].items() if int(rank) != failure["rank"]),
         f"logs: {folder}/{layout.LOGS}; report: {folder}/{layout.FAILURE}",
     ]
     return "\n".join(lines)
 
 
-def _describe(exit: RankExit) -> str:
-    """One line for the report."""
+def _describe(exit: RankExit, first_message: str) -> str:
+    """One line for the report, without the message of the first failure, which all ranks may raise."""
     if exit.cause is Cause.NODE_LOST or (not exit.by_rank and exit.message):
         return exit.message
     if exit.cause is Cause.SIGNAL:
@@ -163,7 +166,7 @@ def _describe(exit: RankExit) -> str:
         return f"exit code {exit.exit_code}, left no record"
     step = "" if exit.step is None else f" at step {exit.step}"
     doing = f", in {exit.doing}" if exit.doing else ""
-    reason = f" ({exit.message.strip().partition(chr(10))[0]})" if exit.message else ""
+    reason = f" ({exit.message.strip().partition(chr(10))[0]})" if exit.message not in ("", first_message) else ""
     return f"{_WORDS[exit.cause]} on {exit.host}{step}{doing}; exit code {exit.exit_code}{reason}"
 
 
@@ -243,6 +246,6 @@ def _text(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         return content if isinstance(content, dict) else None
     return None

@@ -6,7 +6,6 @@ files are no error; they are listed in the ``problems`` of the record.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from harness.config.schema import MAX_VALUES, num_values
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line
 from harness.runs import exit_files, layout
-from harness.runs.files import read_text
+from harness.runs.files import parse_json, read_text
 from harness.runs.metrics_table import incomplete, read_metrics
 
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
@@ -27,6 +26,7 @@ State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waitin
 failure.json · unfinished: still running, or killed · waiting: a trial that has not started · unreadable: no run."""
 
 _Yaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # thousands of files are read
+_DEEP = 10_000
 
 
 @dataclass(frozen=True)
@@ -216,14 +216,15 @@ def known_runs(*folders: Path) -> str:
 # Reading
 
 
-def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = json.loads) -> Any:
+def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = parse_json) -> Any:
     """The content of ``path``; empty if there is no such file, or if its type is not ``kind``."""
     try:
         content = parse(read_text(path))
     except FileNotFoundError:
         return kind()
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problems.append(f"{path.name} cannot be read: {first_line(error)}")
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or first_line(error)
+        problems.append(f"{path.name} cannot be read: {reason}")
         return kind()
     if isinstance(content, kind):
         return content
@@ -232,7 +233,8 @@ def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str],
 
 
 def _yaml(text: str) -> Any:
-    content = yaml.load(text, Loader=_Yaml)  # noqa: S506 - a safe loader
+    deep = text.count("[") + text.count("{") > _DEEP  # possibly; libyaml would overflow the stack
+    content = yaml.load(text, Loader=yaml.SafeLoader if deep else _Yaml)  # noqa: S506 - safe loaders
     if num_values(content) > MAX_VALUES:
         raise ValueError("its aliases expand to too many values")
     return content

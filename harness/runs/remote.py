@@ -134,7 +134,7 @@ class RemoteRunFolder(RunFolder):
                 self.checkpoints.folder.mkdir()
                 if newest and (problem := self._download_checkpoint(newest)):
                     place = f"{self.where}/{layout.CHECKPOINTS}/{newest}"
-                    raise CheckpointError(problem, where=place, hint="start it again")
+                    raise CheckpointError(problem, where=place, hint="run the same command again")
                 self._scratch.write(layout.START, text)
             name = f"{layout.LOGS}/{layout.rank_log(rank)}"
             if not (self.path / name).exists() and (earlier := self.store.read(name)):

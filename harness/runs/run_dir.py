@@ -17,10 +17,10 @@ import yaml
 
 from harness.config import loader
 from harness.config.schema import Config, recipe_difference
-from harness.errors import ConfigError, reason, remedy
+from harness.errors import ConfigError, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
-from harness.runs.files import finite, make_folder, read_text, write_atomically
+from harness.runs.files import finite, make_folder, read_json, read_text, write_atomically
 
 _OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
 _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
@@ -32,6 +32,11 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
         where=str(path),
         hint=remedy(error, "or choose another folder with output=FOLDER"),
     )
+
+
+def _taken(path: Path, why: str) -> ConfigError:
+    hint = "move it away and run the same command again, or rename this run with name=NAME"
+    return ConfigError(f"the run cannot use this name: {why}", where=str(path), hint=hint)
 
 
 def own_checkpoint(resume: str) -> ConfigError:
@@ -90,6 +95,7 @@ class RunFolder:
         run from starting. So does a run without checkpoints that has been evaluated: it cannot resume. Raises
         ConfigError if the folder cannot be written, or holds something else than a run.
         """
+        self._require_files()
         if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
             raise own_checkpoint(config.checkpoint.resume)
         note = self._resume_or_move(config, rehearse)
@@ -103,6 +109,22 @@ class RunFolder:
         except OSError as error:
             raise cannot_write(self.path, error) from None
         return note
+
+    def _require_files(self) -> None:
+        """Raise ConfigError if a name that this start will write to, or read from, is taken by something else."""
+        files = sorted(layout.OF_TRAINING - {layout.CHECKPOINTS})
+        inside = [f"{layout.CHECKPOINTS}/{layout.LATEST}", f"{layout.CHECKPOINTS}/{layout.BEST}"]
+        for path in [*(self.path / name for name in (*files, *inside)), *self.logs.glob("rank-*")]:
+            try:
+                require_regular_file(path)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if path.is_symlink():
+                    raise _taken(path, str(error.strerror)) from None
+            except OSError as error:
+                raise _taken(path, reason(error)) from None
+        for folder in (self.checkpoints.folder, self.logs):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise _taken(folder, "it is not a folder")
 
     def forget_end(self) -> None:
         """Remove the files about how an earlier start ended."""
@@ -178,8 +200,8 @@ class RunFolder:
         """Add ``start`` (``harness.runs.provenance``) to ``provenance.json``; return warnings about what has changed
         since the last one."""
         path, starts = self.path / layout.PROVENANCE, []
-        with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged file is no reason to fail
-            content = json.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError):  # a damaged file is no reason to fail
+            content = read_json(path)
             starts = [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
         write_atomically(path, json.dumps([*starts, start], indent=1) + "\n")
         return provenance.warnings(starts[-1], start) if starts else []
@@ -217,7 +239,7 @@ def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
     """
     try:
         tree = yaml.safe_load(read_text(path))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     if not isinstance(tree, dict):
         return {}
@@ -232,7 +254,7 @@ def _read_soon(path: Path) -> dict[str, Any] | None:
     """The JSON of ``path``, which another rank may be writing at this moment; None if it stays incomplete."""
     for _ in range(20):
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content: dict[str, Any] = read_json(path)
         except (OSError, ValueError):
             time.sleep(0.05)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout, ownership
-from harness.runs.files import read_text
+from harness.runs.files import read_json
 from harness.runs.reader import known_runs
 
 
@@ -27,7 +26,7 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
     values, such as to name a model of its own; ``trust`` allows that.
     """
     if not (run / layout.CONFIG).is_file():
-        hint = f"name one{known_runs(run)}"
+        hint = f"name a run folder{known_runs(run)}"
         raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
     if not weights(run).is_file():
         raise ConfigError(
@@ -68,14 +67,17 @@ def best(run: Path) -> dict[str, Tensor]:
 def learned(run: Path) -> dict[str, Any]:
     """The facts that the task kept from its training data. Raises ConfigError if they cannot be read."""
     try:
-        facts = json.loads(read_text(run / layout.TASK))
+        facts = read_json(run / layout.TASK)
+        if not isinstance(facts, dict):
+            raise ValueError(f"it holds a {type(facts).__name__}, not an object")
     except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(
-            f"the facts that the task kept from its training data cannot be read: {error}",
+            f"the facts that the task kept from its training data cannot be read: {reason}",
             where=str(run / layout.TASK),
             hint=f"start the run again to write the file: harness train -c {run / layout.CONFIG}",
         ) from None
-    return facts if isinstance(facts, dict) else {}
+    return facts
 
 
 def load(model: nn.Module, best: dict[str, Tensor], run: Path) -> None:

@@ -7,7 +7,6 @@ Orphans of a killed trial are adopted and ended by the sweep (harness.distribute
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import subprocess
@@ -21,7 +20,7 @@ from harness.distributed.stack import signal_name
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
 from harness.runs import layout
-from harness.runs.files import identity
+from harness.runs.files import identity, read_json
 from harness.sweep.space import typed
 
 How = Literal["done", "interrupted", "failed"]
@@ -97,7 +96,7 @@ class TrialProcess:
         if identity(path) == self._earlier_failure:
             return {}
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             return content if isinstance(content, dict) else {}
         return {}
 

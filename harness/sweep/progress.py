@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.runs import layout
+from harness.runs.files import read_json
 
 
 @dataclass
@@ -85,6 +86,6 @@ def final_value(run: Path, metric: str, direction: str) -> float | None:
 
 def summary_of(run: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads((run / layout.SUMMARY).read_text(encoding="utf-8"))
+        content = read_json(run / layout.SUMMARY)
         return content if isinstance(content, dict) else {}
     return {}

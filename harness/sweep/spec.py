@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from harness.config.base import Arguments, Positive, Section
+from harness.config.base import Arguments, Name, Place, Positive, Section
 
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 
@@ -52,11 +52,11 @@ Axis = Annotated[
 class SweepSpec(Section):
     """One sweep."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Name
     """The sweep folder is OUTPUT/NAME."""
-    output: str = "runs"
+    output: Place = "runs"
     """Parent of the sweep folder, relative to the working folder."""
-    base: str
+    base: Place
     """YAML of the experiment that trials are based on, relative to this file."""
     set_: Annotated[dict[str, Any], Field(alias="set")] = {}
     """Settings of every trial on top of the base, such as {train.epochs: 3}."""

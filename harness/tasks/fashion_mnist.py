@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from harness.config.base import Place
 from harness.tasks.mnist import config
 
 
@@ -11,7 +12,8 @@ class Task(config.Task):
     """60,000 gray images of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
 
     name: Literal["fashion_mnist"]  # type: ignore[assignment]
-    root: str = "data/fashion_mnist"
+    """Classifies images of clothes."""
+    root: Place = "data/fashion_mnist"
     """The folder given to `harness data`. The images are in root/FashionMNIST/raw, as in torchvision."""
 
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "FashionMNIST"

@@ -17,7 +17,7 @@ from harness.config import plugins
 from harness.config.schema import Config, flatten
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
-from harness.runs.files import finite, write_atomically
+from harness.runs.files import finite, read_json, write_atomically
 from harness.trackers.base import RunInfo, Sample, Tracker
 from harness.trackers.forwarder import Forwarder
 
@@ -68,7 +68,7 @@ def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
     """The run's identity in the trackers, kept in trackers.json across resumes."""
     path = folder / layout.TRACKERS
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_json(path)
         run_id, started = str(kept["id"]), float(kept["started"])
     except (OSError, ValueError, KeyError, TypeError):
         run_id, started = secrets.token_hex(8), time.time()

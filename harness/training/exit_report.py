@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 from collections.abc import Sequence
@@ -174,4 +175,7 @@ def lost_peer(error: BaseException) -> str:
     """The message of a collective whose peer is gone; empty for any other error."""
     text = str(error)
     is_collective = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
-    return first_line(error) if is_collective and any(sign in text for sign in _PEER_GONE) else ""
+    if not is_collective or not any(sign in text for sign in _PEER_GONE):
+        return ""
+    # Without the line of gloo's source, and its advice.
+    return re.sub(r"^\[[^\]]*:\d+\] |\. This is typically caused .*", "", first_line(error))

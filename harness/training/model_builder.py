@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from harness.config import plugins
 from harness.errors import ConfigError, first_line
@@ -26,18 +30,68 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
     if from_torchvision:  # its builders take **kwargs, and all of its models want 3 channels
         defaults = {key: value for key, value in known.items() if key != "in_channels"}
     given = {**defaults, **args}
+    takes = ", ".join(key for key in accepted if key not in ("args", "kwargs", "self"))
+    built_in = from_torchvision or "." not in name
     try:
         inspect.signature(make).bind(**given)
-        model = make(**given)
-    except (TypeError, ValueError, AssertionError) as error:
-        takes = ", ".join(key for key in accepted if key not in ("args", "kwargs", "self"))
+        with _parameters_in_memory(name):
+            model = make(**given)
+    except (TypeError, ValueError, AssertionError, RuntimeError, MemoryError, KeyError) as error:
+        if isinstance(error, RuntimeError | KeyError) and not built_in and not _is_allocation(error):
+            raise  # with its traceback: a fault in the user's own code
+        shown = f" with {', '.join(f'{key}={value!r}' for key, value in args.items())}" if args else ""
         raise ConfigError(
-            f"cannot build model {name}: {error}", where="model.args", hint=f"it takes: {takes}"
+            f"cannot build model {name}{shown}: {_reason(error)}", where="model.args", hint=f"it takes: {takes}"
         ) from None
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name} returns a {type(model).__name__}, not a torch.nn.Module", where="model.name")
     _try(model, name, known, example)
     return model.train()
+
+
+def require_memory(num_bytes: int, what: str, where: str) -> None:
+    """Raise ConfigError, with the key ``where``, if ``num_bytes`` exceed this machine's memory: the system would kill
+    the process while it fills them."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > limit:
+        raise ConfigError(
+            f"{what} take {num_bytes / 2**30:,.1f} GiB, but this machine has {limit / 2**30:,.1f} GiB of memory",
+            where=where,
+            hint="use a smaller value",
+        )
+
+
+@contextmanager
+def _parameters_in_memory(name: str) -> Iterator[None]:
+    """Context in which a model is built. Its weights are allocated first and filled later, so one that is too large for
+    this machine is refused in between."""
+    total = 0
+
+    def count(module: nn.Module, key: str, parameter: nn.Parameter | None) -> None:
+        nonlocal total
+        if parameter is not None and not isinstance(parameter, nn.UninitializedParameter):
+            total += parameter.numel() * parameter.element_size()
+            require_memory(total, f"the weights of {name}", "model.args")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _is_allocation(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of ``error``, without the place in torch's source."""
+    size = re.search(r"tried to allocate (\d+) bytes", str(error))
+    if _is_allocation(error):
+        return f"not enough memory for {int(size[1]) / 2**30:,.1f} GiB" if size else "not enough memory"
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    return first_line(error)
 
 
 def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor) -> None:
@@ -47,9 +101,9 @@ def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor)
             outputs = model.eval()(example)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         raise ConfigError(
-            f"model {name} cannot process a batch of shape {tuple(example.shape)}: {first_line(error)}",
+            f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where="model.name",
-            hint="check task.image_size and task.color (torchvision's models want rgb)",
+            hint="check model.args, task.image_size and task.color (torchvision's models want rgb)",
         ) from None
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     if "num_classes" in known and shape != (len(example), known["num_classes"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import types
 import typing
 from pathlib import Path
@@ -43,6 +44,12 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
     assert caught.value.exit_code == EXIT_USAGE
     return str(caught.value).replace(f"{tmp_path}/", "")
 
+
+# Every list has nine times the one above: 9**9 values.
+LAUGHS = "a: &a [x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
 
 # Reading and merging
 
@@ -98,11 +105,24 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: x\nfoo: [1\n", "x.yaml:3: invalid YAML: "),
+        ("name: x\nfoo: {a: 1\nbar: 2\n", "x.yaml:2: invalid YAML: the { on this line is not closed, or a comma"),
+        ("name: x\nfoo: [1\n", "x.yaml:2: invalid YAML: the [ on this line is not closed, or a comma is missing"),
+        ("a: 1\nname: 'x\nb: 2\n", "x.yaml:2: invalid YAML: the quote that this line opens is never closed"),
+        ("a: " + "[" * 3000 + "]" * 3000, "x.yaml: invalid YAML: nested too deeply"),
+        ("[" * 100_000, "x.yaml: invalid YAML: nested too deeply"),
+        ("".join(" " * level + "a:\n" for level in range(1200)), "x.yaml: invalid YAML: nested too deeply"),
+        (LAUGHS, "x.yaml: invalid YAML: with each use of an alias counted, it has more than"),
+        ("a: &a {b: *a}\n", "x.yaml:1: invalid YAML: "),
+        ("a: " + "x" * (1 << 20), "x.yaml: this file is larger than 1 MiB"),
+        ("path,label\na.png,cat\n", "x.yaml: this is no configuration: it does not consist of lines such as name: "),
+        ("3\n", "x.yaml: this is no configuration"),
+        ("seed: 1\n--- \nseed: 2\n", "x.yaml:2: invalid YAML: "),
+        ("null: 2\n", "x.yaml: invalid YAML: "),
+        ("? [x, y]\n: 2\n", "x.yaml:1: invalid YAML: "),
         ("a: b: c\n", "x.yaml:1: invalid YAML: "),
-        ("name: x\n\tseed: 3\n", "x.yaml:2: invalid YAML: "),
+        ("train:\n\tseed: 3\n", "x.yaml:2: invalid YAML: this line has a tab\n  -> indent with spaces"),
         ("seed: 1\nname: y\nseed: 2\n", "x.yaml:3: invalid YAML: found duplicate key seed"),
-        ("- a\n", "x.yaml: a configuration is a mapping of sections"),
+        ("- a\n", "x.yaml: this is no configuration"),
         (GOOD + "extends: 5\n", "x.yaml:8: extends takes a file or a list of files, not 5"),
         (GOOD + "extends: {a: b}\n", "x.yaml:8: extends takes a file or a list of files, not {'a': 'b'}"),
         (GOOD + "extends: x.yaml\n", "extends is circular: x.yaml -> x.yaml"),
@@ -124,10 +144,31 @@ def test_circular_extends_names_the_chain(tmp_path):
 
 def test_unreadable_file(tmp_path):
     (tmp_path / "digits.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="it is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="this file is not UTF-8 text\n  -> save it as UTF-8"):
         loader.load(tmp_path / "digits.yaml")
     with pytest.raises(ConfigError, match="did you mean .*digits.yaml"):
         loader.load(tmp_path / "digit.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "gone.yaml")
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    for name, reason in {
+        "pipe.yaml": "it is a named pipe, not a regular file",
+        "link.yaml": f"it is a link to {tmp_path}/gone.yaml, which does not exist",
+        "loop.yaml": "Too many levels of symbolic links",
+        "/dev/zero": "it is a device or a socket, not a regular file",
+        ".": "it is a folder, not a regular file",
+        "x" * 300: "File name too long",
+        "a\0b": "embedded null byte",
+    }.items():
+        with pytest.raises(ConfigError, match=f"cannot read the configuration: {reason}") as caught:
+            loader.load(tmp_path / name)
+        assert caught.value.hint != f"did you mean {tmp_path / name}?"
+
+
+@pytest.mark.parametrize("base", ["", "a\\0b", "."])
+def test_extends_without_a_file(tmp_path, base):
+    message = refused(tmp_path, GOOD + f'extends: "{base}"\n')
+    assert "extends takes a file or a list of files" in message or "cannot read the configuration" in message
 
 
 @pytest.mark.parametrize("override", ["epochs", "=3", "--epochs=3", "", "-x"])
@@ -135,6 +176,37 @@ def test_override_without_key_or_value(tmp_path, override):
     message = refused(tmp_path, GOOD, override)
     assert message.startswith(f"command line: {override!r} is not an override")
     assert "train.epochs=3" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"name={'x' * 300}", "(300 characters) is not allowed; use up to 200 letters, digits"),
+        ("name=a/b", "name: 'a/b' is not allowed; use up to 200 letters"),
+        ('name="a\\nb"', "name: 'a\\nb' is not allowed; use up to 200 letters"),
+        ('name=""', "name: '' is not allowed"),
+        ("name=[a]", "name: it should be text, in quotes if need be (found: ['a'])"),
+        ("train=[1]", "train: it should be a section of settings"),
+        ("task=[1]", "this is a section, {key: value}, and cannot be replaced by a list"),
+        ('output=""', "output: '' is not allowed; write a path"),
+        ("output=~/runs", "output: '~/runs' is not allowed; write a path without ~"),
+        ('output="a\\nb"', "output: 'a\\nb' is not allowed"),
+        ('data.cache_dir="a\\0b"', "data.cache_dir: 'a\\x00b' has a NUL character"),
+        ('task.train_csv="a\\0b"', "task.train_csv: 'a\\x00b' has a NUL character"),
+        ('task.train_csv=""', "task.train_csv: '' is not allowed"),
+        ('checkpoint.resume="a\\0b"', "checkpoint.resume: 'a\\x00b' has a NUL character"),
+        ("task.image_size=[200000,200000]", "task.image_size.0: it should be less than or equal to 65536"),
+        (f"batch.eval_per_rank=1{'0' * 30}", "batch.eval_per_rank: the number is too large"),
+        ("optimizer.lr=1e300", "optimizer.lr: 1e+300 is too large for a float32"),
+        ("task.std=[1e-3,1,1e300]", "task.std: 1e+300 is too large for a float32"),
+        ("data.num_workers=1000000", "data.num_workers: it should be less than or equal to 1000"),
+        ("runtime.timeout_s=1e30", "runtime.timeout_s: it should be less than or equal to 10000000"),
+    ],
+)  # fmt: skip
+def test_values_that_nothing_can_use(tmp_path, override, message):
+    seen = refused(tmp_path, GOOD, override)
+    assert message in seen
+    assert len(seen) < 1000
 
 
 @pytest.mark.parametrize("override", ["train.epochs=[", "train.epochs={a", "name='x"])
@@ -174,7 +246,7 @@ trackers: [wandbb]
     expected = {
         1: "name: ",
         2: "seed: it should be greater than or equal to 0 (found: -1)",
-        5: "task.train_csv: it should be a valid string (found: 7)",
+        5: "task.train_csv: it should be text, in quotes if need be (found: 7)",
         6: "task.colour: unknown key; did you mean task.color?",
         8: "task.augment.rotation: it should be less than or equal to 180 (found: 400)",
         9: "task.augment.flip: unknown key; known keys: crop_padding",
@@ -261,7 +333,9 @@ def test_types_are_not_converted(tmp_path, line, key):
 
 
 def test_name_that_is_a_number(tmp_path):
-    assert "name: it should be a valid string (found: 2024)" in refused(tmp_path, GOOD.replace("x", "2024", 1))
+    assert "name: it should be text, in quotes if need be (found: 2024)" in refused(
+        tmp_path, GOOD.replace("x", "2024", 1)
+    )
 
 
 def test_alias_is_the_only_spelling(tmp_path):
@@ -381,8 +455,25 @@ def test_every_key_is_documented():
                 walk(section, f"{key}.")
 
     walk(loader.config_class(Task), "")
-    # Their names suffice; they belong to the task.
-    assert undocumented <= {"task.name", "task.path_column", "task.label_column", "task.color", "task.augment"}
+    assert not undocumented
+
+
+def test_every_property_in_the_schemas_has_a_description():
+    """What an editor shows: the property's own description, or that of the section that it refers to."""
+    missing = []
+
+    def walk(node, path, sections):
+        for name, item in node.get("properties", {}).items() if isinstance(node, dict) else ():
+            of_section = sections.get(item.get("$ref", "").rpartition("/")[2], {})
+            if not (item.get("description") or of_section.get("description")):
+                missing.append(f"{path}.{name}")
+        for key, item in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+            walk(item, f"{path}.{key}", sections)
+
+    for name in ("schema.json", "sweeps/schema.json"):
+        schema = json.loads((ROOT / "configs" / name).read_text())
+        walk(schema, name, schema.get("$defs", {}))
+    assert not missing
 
 
 def test_schema_in_the_repository_is_current():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -115,10 +116,38 @@ def test_missing_folder_suggests_task_root(tmp_path):
         table(tmp_path).batch(np.arange(1), None)
 
 
-def test_folder_instead_of_an_image(tmp_path):
-    (tmp_path / "train.csv").write_text("path,label\n.,1\n")
-    with pytest.raises(DataError, match=r"train.csv:2: image cannot be decoded"):
+@pytest.mark.parametrize("missing", ["train_images/12.png", "train_images/train60.png"])
+def test_missing_image_suggests_no_other_number(tmp_path, missing):
+    write_rows(tmp_path, "train", 12)
+    (tmp_path / "train.csv").write_text(f"path,label\n{missing},1\n")
+    with pytest.raises(DataError, match="image not found: .*\n  -> check task.root"):
         table(tmp_path).batch(np.arange(1), None)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (".", "image cannot be read: {folder}/.: it is a folder, not a regular file"),
+        ('""', "this row has no path in column 'path'\n  -> fill it in or remove the row"),
+        ("pipe.png", "image cannot be read: {folder}/pipe.png: it is a named pipe, not a regular file"),
+        (
+            "link.png",
+            "image cannot be read: {folder}/link.png: it is a link to {folder}/gone.png, which does not exist",
+        ),
+        ("a/b.png", "image not found: {folder}/a/b.png\n  -> there is no folder {folder}/a; check task.root"),
+        (f"{'x' * 300}.png", "File name too long"),
+        ("/dev/zero", "image cannot be read: /dev/zero: it is a device or a socket, not a regular file"),
+    ],
+)
+def test_paths_that_are_no_image_files(tmp_path, path, message):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "gone.png")
+    (tmp_path / "train.csv").write_text(f"path,label\n{path},1\n")
+    with pytest.raises(DataError) as caught:
+        table(tmp_path).batch(np.arange(1), None)
+    assert message.format(folder=tmp_path) in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/train.csv:2: ")
+    assert "task.on_bad_image=skip" in caught.value.hint
 
 
 def test_different_sizes_suggest_image_size(tmp_path):

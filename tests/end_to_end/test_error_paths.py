@@ -6,10 +6,14 @@ import errno
 import json
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +23,7 @@ import torch
 from torchvision.io import write_jpeg
 
 from harness.errors import EXIT_DATA, EXIT_FAILURE, EXIT_USAGE
+from harness.runs import layout
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run_folder, write_config, write_images
 from tests.end_to_end.processes import END_S, drive_in_terminal, driver, drivers, started, wait_until
@@ -82,7 +87,12 @@ def test_a_start_that_is_refused_moves_no_earlier_run(tmp_path, data):
     assert train(config, 2).codes == [0, 0]
     summary = (run_folder(config) / "summary.json").read_text()
     ended = train(config, 2, "batch.global=7")
-    assert_reported_once(ended, EXIT_USAGE, "batch.global: 7 examples cannot be divided among 2 ranks", "6 or 8")
+    assert_reported_once(
+        ended,
+        EXIT_USAGE,
+        "batch.global: 7 examples cannot be divided among 2 ranks\n",
+        "use batch.global=6 or batch.global=8",
+    )
     assert sorted(path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()) == ["run"]
     assert (run_folder(config) / "summary.json").read_text() == summary
     assert not (run_folder(config) / "failure.json").exists()
@@ -112,12 +122,24 @@ def truncated_jpeg(data: Path) -> None:
     image.write_bytes(image.read_bytes()[:-40])
 
 
+def no_readable_validation_image(data: Path) -> None:
+    for image in (data / "images").glob("eval*.png"):
+        image.write_bytes(b"no image")
+
+
 BAD_DATA = [
     (empty_csv, ["train.csv: the annotation file is empty"]),
     (one_row, ["1 training rows for 2 ranks", "start at most 1 processes"]),
     (missing_image, ["train.csv:62: image not found:"]),
     (truncated_jpeg, ["train.csv:62: image cannot be decoded:", "incomplete or truncated"]),
 ]
+
+
+def test_no_validation_image_can_be_read(tmp_path):
+    data = write_images(tmp_path / "data")
+    no_readable_validation_image(data)
+    ended = train(write_config(tmp_path, data), 2, "task.on_bad_image=skip")
+    assert_reported_once(ended, EXIT_DATA, "task: none of the 23 validation rows could be read")
 
 
 @pytest.mark.parametrize(("spoil", "words"), BAD_DATA, ids=lambda value: getattr(value, "__name__", ""))
@@ -336,6 +358,107 @@ def test_simulated_full_disk_keeps_the_previous_checkpoint(tmp_path, data):
     assert_reported_once(ended, EXIT_FAILURE, "the checkpoint of step 16 could not be written: No space left on device")
     assert [path.name for path in (ended.folder / "checkpoints").glob("step-*")] == ["step-8"]
     assert (ended.folder / "checkpoints" / "latest").read_text() == "step-8\n"
+
+
+# A damaged run folder
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "file").write_text("")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "folder": a_folder,
+    "pipe": os.mkfifo,
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 20),
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: path.write_bytes(b'{"a": [1, {"b'),
+    "list": lambda path: path.write_bytes(b'[1, {"a": 2}, null]'),
+    "number": lambda path: path.write_bytes(b"3"),
+    "nested": lambda path: path.write_bytes(b"[" * 100_000),
+    "dangling": lambda path: path.symlink_to("/nowhere/file"),
+}
+FILES = sorted(layout.OF_TRAINING - {layout.CHECKPOINTS} | {layout.REPORT})
+INSIDE = (layout.LOGS, layout.CHECKPOINTS, f"{layout.CHECKPOINTS}/{layout.LATEST}", f"{layout.LOGS}/rank-0.log",
+          f"{layout.LOGS}/rank-0.exit.json", f"{layout.CHECKPOINTS}/step-8/{layout.MANIFEST}",
+          f"{layout.CHECKPOINTS}/step-8/{layout.STATE}")  # fmt: skip
+LIMIT_S = 30.0  # for a verb on a damaged folder
+
+
+def faults_of(folder: str, cases: list[tuple[str, str, str]]) -> list[str]:
+    """Damage a copy of the run in ``folder`` for each (file, damage, verb), run the verb in a forked process, and
+    return what it should not have done."""
+    from harness import cli
+
+    faults, base = [], Path(folder)
+    for number, (file, damage, verb) in enumerate(cases):
+        runs = base / "copies" / str(number)
+        copy = runs / "run"
+        shutil.copytree(base / "runs" / "run", copy)
+        path = copy / file
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        DAMAGES[damage](path)
+        words = {
+            "train": ["-c", str(base / "config.yaml"), f"output={runs}"],
+            "predict": [str(copy), "--csv", str(base / "new.csv"), "--out", str(runs / "out.csv")],
+            "export": [str(copy), "--format", "safetensors", "--out", str(runs / "model.safetensors")],
+            "report": [str(copy), "-o", str(runs / "report.html")],
+            "compare": [str(copy), str(base / "runs" / "run")],
+        }[verb]
+        if (child := os.fork()) == 0:
+            terminal = os.open(runs / "terminal.txt", os.O_CREAT | os.O_WRONLY)
+            os.dup2(terminal, 1)
+            os.dup2(terminal, 2)
+            signal.setitimer(signal.ITIMER_REAL, LIMIT_S)  # its default action kills
+            code = 1
+            with suppress(SystemExit):
+                try:
+                    code = cli.main([verb, *words])
+                except Exception:
+                    traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        text = (runs / "terminal.txt").read_text(errors="replace")
+        allowed = {0, EXIT_USAGE, EXIT_DATA, EXIT_FAILURE} | ({1} if verb == "compare" else set())  # 1: they differ
+        errors = text.count("error: ")
+        if code not in allowed or "Traceback" in text or (code > 1 and errors != 1):
+            faults.append(f"{verb} with {damage} as {file}: exit code {code}, {errors} errors\n{text[-500:]}")
+        elif code > 1 and path.name not in text and file.split("/")[0] not in text:
+            faults.append(f"{verb} with {damage} as {file} does not name the file\n{text[-500:]}")
+        shutil.rmtree(runs)
+    return faults
+
+
+def assert_no_faults(folder: Path, data: Path, cases: list[tuple[str, str, str]], timeout_s: float) -> None:
+    config = write_config(folder, data, train={"epochs": 1})
+    assert train(config, 1).codes == [0]
+    shutil.copy(data / "eval.csv", folder / "new.csv")
+    process, results = start(faults_of, (str(folder), cases))
+    assert results.poll(timeout_s), "the verbs hang"
+    kind, faults = results.recv()
+    process.join()
+    assert (kind, faults) == ("value", [])
+
+
+def test_a_damaged_file_of_a_run_is_one_message(tmp_path, data):
+    """One case of each kind; the slow test has all of them."""
+    cases = [
+        (layout.METRICS, "folder", "train"), (layout.CONFIG, "nested", "train"), (layout.LOGS, "binary", "train"),
+        (f"{layout.CHECKPOINTS}/{layout.LATEST}", "binary", "train"), (layout.TASK, "list", "predict"),
+        (layout.CONFIG, "pipe", "report"), (layout.PREDICTIONS, "pipe", "compare"),
+    ]  # fmt: skip
+    assert_no_faults(tmp_path, data, cases, timeout_s=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["train", "predict", "export", "report", "compare"])
+def test_any_damaged_file_of_a_run_is_one_message(tmp_path, data, verb):
+    cases = [(file, damage, verb) for file in (*FILES, *INSIDE) for damage in DAMAGES]
+    assert_no_faults(tmp_path, data, cases, timeout_s=600)
 
 
 # Exceptions

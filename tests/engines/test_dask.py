@@ -430,12 +430,18 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_does_not_answer(tmp_path, stripes):
+def test_a_scheduler_that_does_not_answer(tmp_path, stripes, capsys, monkeypatch):
+    """It says what it waits for, and gives up in time."""
     from harness.engines.dask import engine
 
+    monkeypatch.setattr(engine, "_SILENT_S", 0.1)
     words = ["launch.dask.scheduler=tcp://127.0.0.1:1", "launch.dask.timeout_s=1"]
-    with pytest.raises(LaunchError, match="tcp://127.0.0.1:1: the scheduler does not answer"):
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match="tcp://127.0.0.1:1: the scheduler does not answer: Connection refused"):
         engine.start(launch.plan(str(write_config(tmp_path, stripes)), words))
+    assert time.monotonic() - start < 10
+    waiting = "waiting for the Dask scheduler at tcp://127.0.0.1:1, up to 1 s: Connection refused"
+    assert capsys.readouterr().err.splitlines() == [waiting]
 
 
 @pytest.mark.slow

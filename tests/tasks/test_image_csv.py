@@ -199,3 +199,25 @@ def test_crop_padding_shifts_in_every_direction(folder):
             assert shifts
             seen |= shifts
     assert seen == set(crops)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"classes": [], "image_size": [8, 8]}, {"classes": "ab", "image_size": [8, 8]},
+     {"classes": [None], "image_size": [8, 8]}, {"classes": [1], "image_size": [8]},
+     {"classes": [1], "image_size": [8, -8]}, {"classes": {"a": 1}, "image_size": {}}],
+)  # fmt: skip
+def test_damaged_facts_of_the_training_data(folder, facts):
+    task = make_config(folder).task
+    with pytest.raises(
+        ConfigError, match="task.json: the run's task.json does not hold the classes and the image size"
+    ):
+        task.open_new(facts, str(folder / "eval.csv"), folder / "cache")
+
+
+def test_images_larger_than_the_memory(folder, monkeypatch):
+    opened = make_config(folder, task={"image_size": [65536, 65536]}).task.open(0, folder / "cache")
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 22, "SC_PAGE_SIZE": 1 << 12}[name])
+    message = "task.image_size: two images of 65536x65536 take 32.0 GiB, but this machine has 16.0 GiB of memory"
+    with pytest.raises(ConfigError, match=message):
+        opened.model(ModelSection(name="small_cnn"))

@@ -172,3 +172,34 @@ def test_model_that_cannot_be_built(name, args, message):
     with pytest.raises(ConfigError) as caught:
         build(name, args, KNOWN, GRAY)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        (
+            "small_cnn",
+            {"width": -4},
+            "cannot build model small_cnn with width=-4: Trying to create tensor with negative",
+        ),
+        ("small_cnn", {"width": "abc"}, "cannot build model small_cnn with width='abc': "),
+        ("small_cnn", {"width": 10**7}, "not enough memory for "),
+        ("small_cnn", {"width": 10**12}, "not enough memory"),
+        ("small_cnn", {"width": 10**30}, "cannot build model small_cnn with width=1000"),
+        ("mlp", {"hidden": 2**31}, "not enough memory for 512.0 GiB"),
+        ("resnet18", {"weights": "nope"}, "cannot build model resnet18 with weights='nope': there is no 'nope'"),
+    ],
+)
+def test_arguments_that_no_machine_can_build(name, args, message):
+    """No traceback, and no process that the system kills while it fills the memory."""
+    with pytest.raises(ConfigError) as caught:
+        build(name, args, KNOWN, RGB if name == "resnet18" else GRAY)
+    assert message in caught.value.message
+    assert caught.value.where in ("model.args", "model.name")
+    assert "alloc_cpu" not in str(caught.value)
+
+
+def test_weights_larger_than_the_memory_are_refused_before_they_are_filled(monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": 4096}[name])
+    with pytest.raises(ConfigError, match="the weights of small_cnn take .* GiB, but this machine has"):
+        build("small_cnn", {}, KNOWN, GRAY)

@@ -46,7 +46,7 @@ def test_independent_errors_are_reported_together(folder):
     for words in (
         "precision.backend=apex, but",
         "4 examples cannot be divided among 3 ranks",
-        "the nearest possible: 3 or 6",
+        "use batch.global=3 or batch.global=6",
         "unknown model 'small_cnm'",
         "unknown optimizer 'adamm'",
         "parallel.strategy=none runs in one process, but 3 were started",

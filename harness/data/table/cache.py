@@ -27,7 +27,7 @@ import filelock
 
 from harness.data.table.source import Source
 from harness.errors import DataError, reason, remedy
-from harness.runs.files import default_cache_dir, write_atomically
+from harness.runs.files import default_cache_dir, parse_json, write_atomically
 
 FORMAT = 2  # increase it when the layout or the meaning of anything in the cache changes
 LOCK_NAME = "lock"
@@ -148,7 +148,7 @@ class CacheEntry:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file or it holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -126,7 +126,7 @@ def require_columns(columns: Sequence[str], text: Sequence[str], label: str | No
     raise DataError(
         f"no column {', '.join(map(repr, missing))}; the columns are {', '.join(map(repr, columns))}",
         where=name,
-        hint="; ".join(filter(None, hints)) or "name one of these columns in the configuration",
+        hint="; ".join(filter(None, hints)) or "set the key that names it, such as task.path_column=NAME",
     )
 
 

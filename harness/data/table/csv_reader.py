@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from harness.data.table import csv_lines
-from harness.data.table.source import open_bytes
+from harness.data.table.source import BROKEN, open_bytes
 from harness.errors import DataError
 
 BLOCK_BYTES, MAX_BLOCK_BYTES = 4 << 20, 256 << 20  # a record must fit into one block
@@ -29,8 +29,8 @@ def read_header(path: Path, name: str) -> list[str]:
         raw = csv_lines.header_of(path)
     except UnicodeDecodeError:
         raise _not_utf8(path, name) from None
-    except (OSError, EOFError) as error:
-        raise DataError(f"the file cannot be read: {error}", where=name) from error
+    except BROKEN as error:
+        raise _broken(error, name) from error
     if not "".join(raw).strip():
         raise DataError("the file has no header line", where=name, hint="the first line must name the columns")
     names = [column if column.strip() else f"Unnamed: {i}" for i, column in enumerate(raw)]
@@ -116,8 +116,8 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
                     held = batch
     except pa.ArrowInvalid as error:
         raise _diagnose(path, name, columns, str(error), bool(uneven)) from error
-    except (OSError, EOFError) as error:  # a broken gzip file is both
-        raise DataError(f"the file cannot be read to its end: {error}", where=name) from error
+    except BROKEN as error:
+        raise _broken(error, name) from error
     last = held.slice(held.num_rows - 1).to_pylist()[0] if held is not None else {}
     if held is None or set(last.values()) != {mark}:
         _check_quotes(path, name, columns)
@@ -170,6 +170,16 @@ def _check_quotes(path: Path, name: str, columns: list[str]) -> None:
             where=f"{name}:{line}",
             hint='close the quote, or double a quote inside a quoted field: "a 5"" pipe"',
         )
+
+
+def _broken(error: Exception, name: str) -> DataError:
+    if isinstance(error, OSError) and error.strerror:
+        return DataError(f"the file cannot be read to its end: {error.strerror}", where=name)
+    return DataError(
+        f"the gzip file is damaged: {error}",
+        where=name,
+        hint=f"copy it again; gzip -t {name} tests whether it is whole",
+    )
 
 
 def _not_utf8(path: Path, name: str) -> DataError:

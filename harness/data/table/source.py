@@ -7,15 +7,15 @@ An edit that changes neither cannot be detected.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gzip
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from harness.errors import DataError
+from harness.errors import DataError, require_regular_file, similar
 from harness.runs.files import is_url, replacing
 
 # First bytes of files that are not text, and how to convert them.
@@ -27,6 +27,7 @@ _FOREIGN = {
     b"\xff\xfe": ("UTF-16 text", "save it as UTF-8: iconv -f UTF-16 -t UTF-8 {name}"),
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8: iconv -f UTF-16 -t UTF-8 {name}"),
 }
+BROKEN = (OSError, EOFError, zlib.error)  # a damaged gzip file raises any of them
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 # What servers call a value that changes with the content, the most reliable first. The size is always used as well.
@@ -60,19 +61,25 @@ def locate(source: str | os.PathLike[str]) -> Source:
     if is_url(name):
         with _asking(name):
             return Source(name, name, _remote_version(name))
+    if os.path.isdir(name):
+        raise DataError("this is a folder, not an annotation file", where=name, hint=_files_in(Path(name)))
     try:
+        require_regular_file(name)
         stat = os.stat(name)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if os.path.islink(name):
+            raise DataError(f"no such annotation file: {error.strerror}", where=name) from None
         raise DataError("no such annotation file", where=name, hint=_nearest_file(Path(name))) from None
     except OSError as error:
         raise DataError(f"the annotation file cannot be read: {error.strerror}", where=name) from error
-    if os.path.isdir(name):
-        raise DataError("this is a folder, not an annotation file", where=name, hint=_files_in(Path(name)))
     if stat.st_size == 0:
         raise DataError(
             "the annotation file is empty (0 bytes)", where=name, hint="check that it was written completely"
         )
-    return Source(name, os.path.realpath(name), (stat.st_size, stat.st_mtime_ns))
+    path = os.path.realpath(name)
+    if any("\ud800" <= letter <= "\udfff" for letter in path):
+        raise DataError(f"the path is not UTF-8 text: {path!r}", where=name, hint="rename the folder")
+    return Source(name, path, (stat.st_size, stat.st_mtime_ns))
 
 
 def kind_of(path: Path, name: str) -> str:
@@ -94,7 +101,10 @@ def kind_of(path: Path, name: str) -> str:
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """Open a CSV, unpacking it if it is gzipped; every ``read(n)`` returns n bytes until the end."""
+    """Open a CSV, unpacking it if it is gzipped; every ``read(n)`` returns n bytes until the end.
+
+    Reading raises one of BROKEN if the gzip file is damaged.
+    """
     with open(path, "rb") as stream:
         zipped = stream.read(2) == _GZIP
     return cast(BinaryIO, gzip.open(path, "rb")) if zipped else open(path, "rb")
@@ -102,9 +112,8 @@ def open_bytes(path: Path) -> BinaryIO:
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return ``did you mean 'label'?``, or "" if nothing is similar."""
-    by_lower = {w.lower().strip(): w for w in words}
-    found = difflib.get_close_matches(word.lower().strip(), by_lower, n=1, cutoff=0.6)
-    return f"did you mean {by_lower[found[0]]!r}?" if found else ""
+    found = similar(word, words)
+    return f"did you mean {found!r}?" if found else ""
 
 
 def _nearest_file(path: Path) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,6 +31,8 @@ from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
 _CLOSE_S = 5.0
+_SILENT_S = 3.0  # before saying what is waited for
+_PAUSE_S = 0.2  # between two attempts to connect
 _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
 
@@ -114,16 +118,45 @@ def _connect(job: Job, opened: ExitStack) -> Any:
                     dashboard_address=None, silence_logs=logging.ERROR,
                 )
             )  # fmt: skip
+    _wait_for_port(address, timeout_s)
     try:
         client = Client(address, timeout=timeout_s, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
-        raise LaunchError(
-            f"the scheduler does not answer: {str(error).strip() or type(error).__name__}",
-            where=str(address),
-            hint="start one with `dask scheduler`, and give the address that it prints as launch.dask.scheduler",
-        ) from None
+        raise _no_answer(str(address), str(error).strip() or type(error).__name__) from None
     opened.callback(_close, client)
     return client
+
+
+def _wait_for_port(address: Any, timeout_s: float) -> None:
+    """Wait until something listens at ``address``, and say so if that takes a while. Raises LaunchError.
+
+    A Client that cannot connect is silent and takes half a minute longer than its timeout to give up.
+    """
+    host, _, port = str(address).rpartition("://")[2].rpartition(":")
+    if not (host and port.isdigit()):
+        return  # another protocol, or a wrong address: the Client reports it
+    start, said = time.monotonic(), False
+    while True:
+        left = start + timeout_s - time.monotonic()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.01, min(left, _SILENT_S))).close()
+            return
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+        if time.monotonic() - start > timeout_s:
+            raise _no_answer(str(address), f"{reason}, for {timeout_s:g} s (launch.dask.timeout_s)")
+        if not said and time.monotonic() - start > _SILENT_S:
+            print(f"waiting for the Dask scheduler at {address}, up to {timeout_s:g} s: {reason}", file=sys.stderr)
+            said = True
+        time.sleep(_PAUSE_S)
+
+
+def _no_answer(address: str, reason: str) -> LaunchError:
+    return LaunchError(
+        f"the scheduler does not answer: {reason}",
+        where=address,
+        hint="start one with `dask scheduler`, and give the address that it prints as launch.dask.scheduler",
+    )
 
 
 def _close(client: Any) -> None:

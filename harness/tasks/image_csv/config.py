@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from harness.config.base import Fraction, Section
+from harness.config.base import Fraction, Place, Section
 from harness.config.schema import TaskSection
 
 if TYPE_CHECKING:
     from harness.tasks.image_csv.task import ImageCsv
 
 _CHANNELS = {"rgb": 3, "gray": 1}
+Side = Annotated[int, Field(ge=1, le=2**16)]  # pixels
 
 
 class Augment(Section):
     """Random changes of training images, drawn for each row and epoch."""
 
-    crop_padding: Annotated[int, Field(ge=0)] = 0
+    crop_padding: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Pad by this many pixels on each side and crop back at random: a random shift."""
     random_resized_crop: bool = False
     """Crop a random part (8 to 100 % of the area) and scale it to task.image_size, which must be set."""
@@ -33,24 +34,27 @@ class Task(TaskSection):
     """A CSV (or Parquet file) with one image path and one label per row."""
 
     name: Literal["image_csv"]
-    train_csv: str
+    """Classifies the images that an annotation CSV names."""
+    train_csv: Place
     """Annotations to train on: .csv, .csv.gz or .parquet, local or an fsspec URL."""
-    eval_csv: str
+    eval_csv: Place
     """Annotations to evaluate on; every label must occur in train_csv."""
     root: str = ""
     """Folder that image paths are relative to; empty: the working directory."""
     path_column: str = "path"
+    """Column of the CSV with the paths of the images."""
     label_column: str = "label"
-    image_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = Field(
-        default=None, strict=False
-    )
+    """Column of the CSV with the labels."""
+    image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
     """[height, width] to scale images to; null: all images have the same size already."""
     color: Literal["rgb", "gray"] = "rgb"
+    """Channels that images are converted to: three (rgb) or one (gray)."""
     mean: tuple[float, ...] | None = Field(default=None, strict=False)
     """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5."""
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
     """One value per channel that pixels are then divided by; null: 0.5."""
     augment: Augment = Augment()
+    """Random changes of training images; {}: none."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target spread evenly over all classes, in training."""
     on_bad_image: Literal["error", "skip"] = "error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,7 +19,7 @@ from torchvision.transforms import v2
 
 from harness.data.images import ImageTable
 from harness.data.table.table import Table, open_table
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 from harness.training.task import Classification, ModelSection, model_builder
 
 if TYPE_CHECKING:
@@ -47,7 +48,22 @@ def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: 
     """Open the table ``source`` for prediction with the classes and image size in ``learned``."""
     table = open_table(source, text=(task.path_column,), cache_dir=cache_dir)
     images = _images(task, table, [], seed=0)
-    return ImageCsv(task, images, images, tuple(learned["classes"]), tuple(learned["image_size"]))
+    return ImageCsv(task, images, images, *_learned(learned))
+
+
+def _learned(facts: dict[str, Any]) -> tuple[tuple[str | int, ...], tuple[int, ...]]:
+    """The classes and the image size in ``facts``, the content of task.json. Raises ConfigError."""
+    classes, size = (facts[key] if isinstance(facts.get(key), list) else [] for key in ("classes", "image_size"))
+    if not (
+        classes and all(isinstance(label, str | int) for label in classes)
+        and len(size) == 2 and all(isinstance(side, int) and side > 0 for side in size)
+    ):  # fmt: skip
+        raise ConfigError(
+            "the run's task.json does not hold the classes and the image size of the training data",
+            where="task.json",
+            hint="start the run again to write the file: harness train -c RUN/config.yaml",
+        )
+    return tuple(classes), tuple(size)
 
 
 def _images(task: Task, table: Table, classes: Sequence[int], seed: int) -> ImageTable:
@@ -104,9 +120,15 @@ class ImageCsv(Classification):
         return {"classes": list(self.classes), "image_size": list(self.image_size)}
 
     def model(self, section: ModelSection) -> nn.Module:
-        example = torch.zeros(2, self.options.channels, *self.image_size)
+        example = self._example()
         known = {"num_classes": len(self.classes), "in_channels": self.options.channels}
         return model_builder.build(section.name, section.args, known, example)
+
+    def _example(self) -> Tensor:
+        """A prepared batch of two images. Raises ConfigError if they do not fit into memory."""
+        shape = (2, self.options.channels, *self.image_size)
+        model_builder.require_memory(4 * math.prod(shape), f"two images of {shape[2]}x{shape[3]}", "task.image_size")
+        return torch.zeros(shape)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """uint8 (batch, channels, height, width) -> normalized float32, on the same device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from harness.config.base import Positive
+from harness.config.base import Place, Positive
 from harness.config.schema import TaskSection
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ class Task(TaskSection):
     """60,000 gray images of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
 
     name: Literal["mnist"]
-    root: str = "data/mnist"
+    """Classifies handwritten digits."""
+    root: Place = "data/mnist"
     """The folder given to `harness data`. The images are in root/MNIST/raw, as in torchvision."""
     train_rows: Positive | None = None
     """Train on the first N images only; null: all."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from harness.config.base import Positive
+from harness.config.base import Place, Positive
 from harness.config.schema import TaskSection
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class Task(TaskSection):
     """A text file with one name per line."""
 
     name: Literal["pet_names"]
-    names: str = "data/pet_names/names.txt"
+    """Learns to write names, character by character."""
+    names: Place = "data/pet_names/names.txt"
     """The file of names; `harness data pet_names data/pet_names` writes this one."""
     rows: Literal["windows", "names"] = "windows"
     """One row per character, with the window before it (windows), or one row per name (names)."""

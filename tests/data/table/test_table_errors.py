@@ -56,6 +56,40 @@ def test_missing_file_and_folder(refused, tmp_path):
         open_table(tmp_path / "data", cache_dir=tmp_path / "cache")
 
 
+def test_paths_that_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "gone.csv")
+    for name, message in {
+        "pipe.csv": "the annotation file cannot be read: it is a named pipe, not a regular file",
+        "link.csv": f"no such annotation file: it is a link to {tmp_path}/gone.csv, which does not exist",
+        "/dev/zero": "the annotation file cannot be read: it is a device or a socket",
+        "a\0b": "the annotation file cannot be read: embedded null byte",
+        "x" * 300: "the annotation file cannot be read: File name too long",
+    }.items():
+        with pytest.raises(DataError) as caught:
+            open_table(tmp_path / name, cache_dir=tmp_path / "cache")
+        assert caught.value.message.startswith(message)
+        assert caught.value.hint == ""  # not the very file that failed
+    (tmp_path / "train_1.csv").touch()
+    with pytest.raises(DataError) as caught:
+        open_table(tmp_path / "train_2.csv", cache_dir=tmp_path / "cache")
+    assert "did you mean" not in caught.value.hint
+
+
+def test_flipped_bytes_in_a_gzip_file(tmp_path):
+    """Any of them is a DataError with the file's name, or changes nothing."""
+    whole = gzip.compress(HEADER + b"".join(b"images/%d.png,%d\n" % (i * 7919, i % 3) for i in range(50)), mtime=0)
+    damaged = 0
+    for place in range(2, len(whole), 3):
+        path = tmp_path / f"{place}.csv.gz"
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        try:
+            open_table(path, label="label", cache_dir=tmp_path / "cache")
+        except DataError as error:
+            damaged += error.where.startswith(str(path)) and "the gzip file is damaged" in error.message
+    assert damaged > len(whole) / 6
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -70,7 +104,7 @@ def test_missing_file_and_folder(refused, tmp_path):
         (HEADER + b"\n\n", "header but no rows"),
         (gzip.compress(HEADER, mtime=0), "header but no rows"),
         (gzip.compress(b"", mtime=0), "no header line"),
-        (gzip.compress(HEADER + GOOD, mtime=0)[:-20], "cannot be read"),
+        (gzip.compress(HEADER + GOOD, mtime=0)[:-20], "the gzip file is damaged"),
         (b"\x1f\x8b\x08nonsense", "cannot be read"),
         (b"PK\x03\x04....", "zip archive"),
         ("path,label\na,1\n".encode("utf-16"), "UTF-16"),
