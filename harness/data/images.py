@@ -108,7 +108,7 @@ class ImageTable:
         if not path.strip():
             hint = f"fill it in or remove the row; {skip}"
             return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
-        if not os.path.lexists(file):
+        if isinstance(error, FileNotFoundError) and not os.path.islink(file):
             folder, name = os.path.split(file)
             there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
             near = similar(name, there)  # a frequent reason is .JPG instead of .jpg

@@ -85,7 +85,8 @@ def judge(
     known.sort(key=lambda exit: (exit.by_rank, exit.time))  # of several exits of a rank the last one is described
     last = {exit.rank: exit for exit in known}
     ranks = {
-        str(rank): _describe(last[rank], first.message) for rank in sorted(rank for rank in last if rank is not None)
+        str(rank): _describe(last[rank], "" if rank == first.rank else first.message)
+        for rank in sorted(rank for rank in last if rank is not None)
     }
     failure = first.failure() | {"ranks": ranks}
     return RunOutcome(first.exit_code, _failure_text(failure, folder), failure)

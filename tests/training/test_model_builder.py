@@ -173,7 +173,7 @@ def test_model_that_cannot_be_built(name, args, message):
         ("small_cnn", {"width": 10**7}, "not enough memory for "),
         ("small_cnn", {"width": 10**12}, "not enough memory"),
         ("small_cnn", {"width": 10**30}, "cannot build model small_cnn with width=1000"),
-        ("mlp", {"hidden": 2**36}, "the weights of mlp take 1,024.0 GiB, but this machine has"),
+        ("mlp", {"hidden": 2**36}, "with hidden=68719476736: not enough memory for 1,024.0 GiB"),
         ("resnet18", {"weights": "nope"}, "cannot build model resnet18 with weights='nope': there is no 'nope'"),
     ],
 )
