@@ -46,7 +46,15 @@ class Picky(Own):
 
 
 def not_a_module(num_classes: int) -> dict:
-    return {}
+    raise AssertionError("only what is annotated to return a module is called")
+
+
+def unannotated(num_classes):
+    raise AssertionError("only what is annotated to return a module is called")
+
+
+def made(num_classes: int) -> Own:
+    return Own(num_classes, 3.0)
 
 
 CHARACTER_MODELS = ("char_lstm", "char_gru")
@@ -106,6 +114,11 @@ def test_own_model():
     assert model.layer.out_features == 4
 
 
+def test_function_that_is_annotated_to_return_a_model():
+    assert build("tests.training.test_model_builder.made", {}, KNOWN, GRAY).scale == 3.0
+    assert build("torchvision.models.resnet18", {"num_classes": 4}, KNOWN, RGB)(RGB).shape == (2, 4)
+
+
 def test_first_weights_depend_on_the_seed_alone():
     def weights(seed):
         rng.seed_all(INITIAL_WEIGHTS, seed)
@@ -129,7 +142,11 @@ def test_first_weights_depend_on_the_seed_alone():
         ("no_such_package.Model", {}, "cannot be imported"),
         ("os.path", {}, "cannot be imported"),
         ("..x", {}, "cannot be imported"),
-        ("tests.training.test_model_builder.not_a_module", {}, "returns a dict, not a torch.nn.Module"),
+        ("tests.training.test_model_builder.not_a_module", {}, "not_a_module is not a torch.nn.Module"),
+        ("tests.training.test_model_builder.unannotated", {}, "annotated to return one: def make(...) -> torch.nn.Mod"),
+        ("tests.training.test_model_builder.KNOWN", {}, "KNOWN is not a torch.nn.Module"),
+        ("subprocess.Popen", {"args": ["touch", "executed"]}, "subprocess.Popen is not a torch.nn.Module"),
+        ("os.system", {"command": "touch executed"}, "os.system is not a torch.nn.Module"),
         (
             "small_cnn",
             {"widht": 8},
