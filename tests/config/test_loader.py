@@ -112,7 +112,7 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}
         ("[" * 100_000, "x.yaml: invalid YAML: nested too deeply"),
         ("".join(" " * level + "a:\n" for level in range(1200)), "x.yaml: invalid YAML: nested too deeply"),
         (LAUGHS, "x.yaml: invalid YAML: with each use of an alias counted, it has more than"),
-        ("a: &a {b: *a}\n", "x.yaml:1: invalid YAML: "),
+        ("a: &a {b: *a}\n", "invalid YAML: "),
         ("a: " + "x" * (1 << 20), "x.yaml: this file is larger than 1 MiB"),
         ("path,label\na.png,cat\n", "x.yaml: this is no configuration: it does not consist of lines such as name: "),
         ("3\n", "x.yaml: this is no configuration"),
