@@ -108,7 +108,7 @@ def test_own_error_is_recorded_and_printed(tmp_path, caplog):
 def test_lost_peer_is_a_consequence(tmp_path):
     code, exit, failure = failed(tmp_path, GLOO)
     assert (code, exit.cause, failure["cause"]) == (70, Cause.PEER_LOST, "peer_lost")
-    assert exit.message.startswith("lost contact with the other ranks: [gloo/")
+    assert exit.message.startswith("lost contact with the other ranks: Connection closed by peer")
 
 
 def test_later_failure_takes_the_exit_code_of_the_first(tmp_path, caplog):
