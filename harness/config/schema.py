@@ -273,6 +273,7 @@ NOT_THE_RECIPE = frozenset(
 MAY_DIFFER_BETWEEN_RANKS = {
     "data.num_workers": "machines have different numbers of cores, and no batch depends on it",
     "data.cache_dir": "a disk of the machine",
+    "output": "without a shared disk, a folder of the machine; the checkpoint that a run resumes from is compared",
     # Machines may mount the same data at different places. Its content is compared when it is opened.
     "task.train_csv": "data",
     "task.eval_csv": "data",

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError
+
+from harness.distributed.launch_store import background
 
 Value = TypeVar("Value")
 
@@ -56,18 +58,17 @@ class LimitedStore:
             raise self._gone
         if (self._overdue and not self._overdue.done()) or not self._busy.acquire(timeout=self._limit_s):
             raise StoreSilent
-        future: Future[Value] = Future()
 
-        def run() -> None:
+        def work() -> Value:
             try:
-                future.set_result(request())
-            except Exception as error:
-                self._gone = error if isinstance(error, DistNetworkError) else None
-                future.set_exception(error)
+                return request()
+            except DistNetworkError as error:
+                self._gone = error
+                raise
             finally:
                 self._busy.release()
 
-        Thread(target=run, name="harness-store", daemon=True).start()
+        future = background(work, "harness-store")
         try:
             return future.result(self._limit_s)
         except NotInTime:

@@ -15,7 +15,6 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -199,9 +198,8 @@ def open_runtime(
             # A sharded model keeps the group alive in reference cycles, and gloo aborts if its threads outlive it.
             gc.collect()
         if target.type == "cpu":
-            closing = Thread(target=dist.destroy_process_group, name="harness-close", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_S)  # a thread of gloo may wait for a peer that is frozen
+            # A thread of gloo may wait for a peer that is frozen.
+            wait([background(dist.destroy_process_group, "harness-close")], _CLOSE_S)
         elif no_failure:
             dist.destroy_process_group()
 

@@ -178,6 +178,14 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
     return [step for step in found if step not in (*current[-keep:], latest, best)]
 
 
+def recorded_digest(path: Path) -> str:
+    """The SHA-256 of state.pt by the manifest of the checkpoint folder ``path``; empty if it cannot be read."""
+    try:
+        return str(read_json(path / layout.MANIFEST)["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def damage(path: Path) -> str:
     """The reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
     try:

@@ -46,6 +46,8 @@ def facts(config: Config) -> list[Facts]:
     settings = {
         key: value for key, value in flatten(loader.as_tree(config)).items() if not may_differ_between_ranks(key)
     }
+    if settings["checkpoint.resume"] not in ("auto", "never"):
+        settings["checkpoint.resume"] = "a checkpoint"  # its place may differ, as that of ``output``
     packages = {f"version of {name}": version(name) for name in _COMPARED}
     own = {f"code of {name}": _digest(file) for modules in own_code(config).values() for name, file in modules.items()}
     return [

@@ -76,8 +76,15 @@ def keep_best(run: Run) -> None:
 def resume(run: Run) -> None:
     """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero."""
     path, is_own = find(run)
+    first = run.runtime.from_first(path and checkpoint.recorded_digest(path))
     with run.runtime.together("restoring"):
         if path is not None:
+            if checkpoint.recorded_digest(path) != first:
+                raise CheckpointError(
+                    f"rank {run.runtime.rank} does not find the checkpoint that rank 0 resumes from",
+                    where=str(path),
+                    hint="copy rank 0's run folder to this machine, or set output to a shared disk or a URL",
+                )
             restore(run, path)
         # Later lines of metrics.jsonl will be written again.
         run.tracker.rewind(run.log_offset if is_own else 0)

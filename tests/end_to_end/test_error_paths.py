@@ -221,9 +221,26 @@ def test_ranks_with_different_recipes_are_refused(tmp_path, data):
     assert ended.seconds < 20
     assert not (tmp_path / "runs").exists()  # nothing was claimed
 
-    allowed = ["data.num_workers=1", f"data.cache_dir={tmp_path}/other", "runtime.timeout_s=40", "launch.node_rank=1"]
+    allowed = [
+        "data.num_workers=1",
+        f"output={tmp_path}/of_rank_1",
+        f"data.cache_dir={tmp_path}/other",
+        "runtime.timeout_s=40",
+        "launch.node_rank=1",
+    ]
     short = ["train.epochs=1", "-c", str(config)]
     assert train_each(config, short, [*short, *allowed]).codes == [0, 0]
+
+
+def test_ranks_with_different_checkpoints_are_refused(tmp_path, data):
+    """Machines without a shared disk: each has a folder of its own."""
+    config = write_config(tmp_path, data)
+    start, outputs = ["-c", str(config), "train.epochs=1"], [f"output={tmp_path}/{name}" for name in "ab"]
+    assert train_each(config, [*start, outputs[0]], [*start, outputs[0]]).codes == [0, 0]
+    assert train_each(config, [*start, outputs[1]]).codes == [0]  # the same recipe, but the weights of one rank
+    more = ["-c", str(config), "train.epochs=2"]
+    ended = train_each(config, [*more, outputs[0]], [*more, outputs[1]])
+    assert_reported_once(ended, EXIT_FAILURE, "rank 1 does not find the checkpoint that rank 0 resumes from")
 
 
 OWN_MODEL = """

@@ -15,7 +15,7 @@ from harness.runs.checkpoint import Checkpoints, damage
 from harness.runs.storage import LocalStore, copy_run
 
 BORROWED = "borrowed"  # in a job's scratch folder: the checkpoint of another run that this one starts from
-_OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # the client writes its own: a failure is judged from the exit records
+_OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # not fetched: a failure is judged from the exit records
 
 
 class FileSync:
@@ -35,11 +35,12 @@ class FileSync:
         """Copy what a resume needs: the newest checkpoint to all workers, each rank's log to its worker, the rest to
         rank 0's. ``borrowed``: a checkpoint of another run, for a run without its own. Raises OSError."""
         newest, best, files = self._checkpoints.newest(), self._checkpoints.named(layout.BEST), self._local.files()
+        without = (layout.FAILURE,) if newest else _OF_CLIENT  # a resume reads the recipe of the run's config.yaml
         for worker, store in self._stores.items():
             pointers = {layout.LATEST: newest.name} if newest else {}
             if best and worker == self._first:
                 pointers[layout.BEST] = best
-            copy_run(self._local, store, self._chosen(worker, files, pointers), pointers)
+            copy_run(self._local, store, self._chosen(worker, files, pointers, without), pointers)
             if newest is None and borrowed is not None:
                 source = LocalStore(borrowed)
                 copy_run(source, self._borrowed[worker], source.files())
@@ -54,13 +55,16 @@ class FileSync:
                     pointers[pointer] = name
             files = store.files()  # after the pointers: what they name is complete
             copied = self._copied[worker]
-            copy_run(store, self._local, self._chosen(worker, files, pointers), pointers, copied, problem=self._damage)
+            chosen = self._chosen(worker, files, pointers, _OF_CLIENT)
+            copy_run(store, self._local, chosen, pointers, copied, problem=self._damage)
             if pointers:
                 self._checkpoints.sweep()
 
-    def _chosen(self, worker: str, files: Mapping[str, str], pointers: Mapping[str, str]) -> dict[str, str]:
+    def _chosen(
+        self, worker: str, files: Mapping[str, str], pointers: Mapping[str, str], without: Sequence[str]
+    ) -> dict[str, str]:
         """The files to copy to or from ``worker``: its ranks' logs, the checkpoints that ``pointers`` name, and for
-        rank 0's worker all else."""
+        rank 0's worker all else except ``without``."""
         logs = {f"{layout.LOGS}/{layout.rank_log(rank)}" for rank in self._ranks[worker]}
         logs |= {f"{layout.LOGS}/{layout.rank_exit(rank)}" for rank in self._ranks[worker]}
         chosen = {}
@@ -71,7 +75,7 @@ class FileSync:
             elif top == layout.LOGS:
                 fits = name in logs
             else:
-                fits = worker == self._first and name not in _OF_CLIENT
+                fits = worker == self._first and name not in without
             if fits:
                 chosen[name] = mark
         return chosen
