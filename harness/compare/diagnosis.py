@@ -1,4 +1,4 @@
-"""Why two runs differ: random draws and unsaved attributes, which short observed runs write down with their places.
+"""Why two runs differ: random draws and unsaved attributes, recorded with file and line in short observed runs.
 
 ``harness.training.observations`` makes the observations, in the ranks.
 """
@@ -18,9 +18,9 @@ from harness.runs.probe_plan import Kill, ProbePlan
 
 _SHOWN = 8  # causes of a kind
 _SOURCES = {
-    "entropy": "takes new random bits, so that no two runs are alike; derive them from row_seed(seed, epoch, row) or "
+    "entropy": "draws unseeded random numbers, so every run differs; derive them from row_seed(seed, epoch, row) or "
     "from a fixed seed",
-    "worker": "draws from the global random numbers of a loader process, which start anew after a resume; derive them "
+    "worker": "draws from the global random numbers of a loader process, which restart after a resume; derive them "
     "from row_seed(seed, epoch, row)",
     "clock": "reads the clock; its value must not reach the model",
     "op": "has no deterministic implementation; set train.deterministic=true to have it refused or replaced",
@@ -28,7 +28,7 @@ _SOURCES = {
 
 
 def of_chance(runs: Starts, parting: Parting) -> list[str]:
-    """Causes why two unbroken runs differ."""
+    """Causes why two uninterrupted runs differ."""
     until = _until(parting)
     folder = runs.folder / "observed"
     runs.finish("observed", ProbePlan("", None, str(folder)), f"train.max_steps={until}")
@@ -39,7 +39,7 @@ def of_chance(runs: Starts, parting: Parting) -> list[str]:
 
 
 def of_loss(runs: Starts, parting: Parting, done: Progress) -> list[str]:
-    """Causes why a resumed run differs from an unbroken one: what changes during training and is not saved."""
+    """Causes why a resumed run differs from an uninterrupted one: what changes during training and is not saved."""
     saved = done.checkpoints[0]
     steps = tuple(range(saved + 1, min(saved + 3, done.last) + 1)) or (done.last,)
     until = f"train.max_steps={max(steps[-1], _until(parting))}"
@@ -65,8 +65,8 @@ def _of_hashes(runs: Starts, until: int) -> list[str]:
         runs.finish(name, None, "launch.env.PYTHONHASHSEED='0'", f"train.max_steps={until}")
     if differences(*map(runs.folder_of, names)):
         return []
-    return ["probably the order of a set or the hash of a string, which change from process to process: two runs with "
-            "PYTHONHASHSEED=0 are equal. Sort what comes out of a set before using it"]  # fmt: skip
+    return ["probably the order of a set or the hash of a string, which differ between processes: two runs with "
+            "PYTHONHASHSEED=0 are equal. Sort the elements of a set before you use them"]  # fmt: skip
 
 
 def _draws(folder: Path, kinds: tuple[str, ...]) -> list[str]:
@@ -87,7 +87,7 @@ def _draw(entry: dict[str, Any]) -> str:
 
 
 def _attributes(one: Path, other: Path) -> list[str]:
-    """Attributes that differ after the same step of the unbroken and of the resumed run."""
+    """Attributes that differ after the same step of the uninterrupted and of the resumed run."""
     causes: dict[str, str] = {}
     for path in sorted(one.glob("attributes-*.json")):
         rank, step = path.stem.split("-")[1:]
@@ -100,8 +100,8 @@ def _attributes(one: Path, other: Path) -> list[str]:
                 causes.setdefault(
                     name,
                     f"{name} changes during training, and no checkpoint holds it: after step {step} it is {pair[0]} in "
-                    f"the unbroken run, {pair[1]} in a resumed one (rank {rank}); make it a buffer, or add it to the "
-                    "state_dict",
+                    f"the uninterrupted run, {pair[1]} in a resumed one (rank {rank}); make it a buffer, or add it to "
+                    "the state_dict",
                 )
     return list(causes.values())[:_SHOWN]
 
@@ -113,7 +113,7 @@ def _changes(folder: Path) -> list[str]:
         found.setdefault(entry["name"], entry)
     return [
         f"{name} changes in a loader process while a batch is loaded, {' -> '.join(entry['values'])}; "
-        "each resume starts with new processes, so a batch must depend on its rows and its epoch alone"
+        "a resume starts new processes, so a batch may depend only on its rows and its epoch"
         for name, entry in list(found.items())[:_SHOWN]
     ]
 

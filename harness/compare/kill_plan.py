@@ -1,4 +1,4 @@
-"""The moments at which ``harness verify-resume`` kills a run, chosen at random from what the unbroken run did."""
+"""The moments at which ``harness verify-resume`` kills a run, chosen at random from what the uninterrupted run did."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def choose(
 
 
 def described(kill: Kill, mark: dict[str, Any], world_size: int) -> str:
-    """Where a run was killed, according to the rank that died."""
+    """Where a run was killed, according to the killed rank."""
     step = f" of step {mark['step']}" if mark["step"] is not None else ""
     place = f"in the {'write of the checkpoint' if kill.where == 'checkpoint' else kill.where}{step}"
     if kill.where in ("start", "step"):

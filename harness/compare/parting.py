@@ -1,4 +1,4 @@
-"""The place where two runs part, from the list of their differences."""
+"""The first place where two runs differ, from the list of their differences."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from harness.runs.probe_plan import PROBE, ProbePlan
 
 LONG_EPOCH, FEW_STEPS = 60, 24  # an epoch of more steps is not trained to its end unless --steps asks for it
 _CHECKPOINTS = 7  # in a shortened run, besides those at the ends of epochs
-_LIMIT_S = 300.0  # for a start, on top of ten times what the unbroken run took
+_LIMIT_S = 300.0  # for a start, on top of ten times what the uninterrupted run took
 _GRACE_S = 60.0
 _TAIL_LINES = 25
 
@@ -124,9 +124,9 @@ class Starts:
         if time.monotonic() - began > self.limit_s:
             group.end(_GRACE_S)
 
-    def limit(self, unbroken_s: float) -> None:
-        """Allow each further start ten times ``unbroken_s``, and some minutes."""
-        self.limit_s = 10 * unbroken_s + _LIMIT_S
+    def limit(self, uninterrupted_s: float) -> None:
+        """Allow each further start ten times ``uninterrupted_s``, and some minutes."""
+        self.limit_s = 10 * uninterrupted_s + _LIMIT_S
 
     def finish(self, name: str, plan: ProbePlan | None = None, *overrides: str) -> Start:
         """``start``, for a run that must reach its end. Raises HarnessError with its exit code if it fails."""

@@ -1,5 +1,5 @@
-"""``harness verify-resume``: an unbroken run, the same run killed several times, their comparison, and the cause of a
-difference."""
+"""``harness verify-resume``: compare an uninterrupted run with the same run killed several times, and find the cause if
+they differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.runs import layout
 from harness.runs.files import is_url
 from harness.runs.probe_plan import Kill, ProbePlan
 
-UNBROKEN, KILLED, AGAIN = "unbroken", "killed", "unbroken-again"
+UNINTERRUPTED, KILLED, AGAIN = "uninterrupted", "killed", "uninterrupted-again"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Asked:
 
 
 def verify(asked: Asked) -> bool:
-    """Run and compare; print what happens. True if the killed run equals the unbroken one bit for bit.
+    """Run and compare; print what happens. True if the killed run equals the uninterrupted one bit for bit.
 
     Raises HarnessError if the configuration is wrong, or if a run fails by itself.
     """
@@ -68,34 +68,34 @@ def _folder(wanted: Path | None) -> Path:
 
 def _verify(asked: Asked, config: Config, world_size: int, folder: Path) -> bool:
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    _say(f"{asked.path} on {ranks}, engine {config.launch.engine}: one unbroken run, then the same run killed "
+    _say(f"{asked.path} on {ranks}, engine {config.launch.engine}: one uninterrupted run, then the same run killed "
          f"{asked.kills} times (seed {asked.seed})")  # fmt: skip
     length = starts.examine(asked.path, asked.overrides, world_size)
     changes = {} if asked.full else starts.shortened(config, asked.overrides, length, asked.steps)
     for key, (was, now) in changes.items():
         _say(f"  shortened: {key} {was} -> {now}")
     if not asked.full and "train.max_steps" in changes and int(changes["train.max_steps"][1]) < length.per_epoch:
-        _say(f"  an epoch has {length.per_epoch} steps, so none ends; --steps N trains longer")
+        _say(f"  an epoch has {length.per_epoch} steps, so no epoch ends; --steps N trains longer")
     words = [*asked.overrides, *(f"{key}={now}" for key, (_, now) in changes.items())]
     runs = Starts(asked.path, words, folder, config)
-    first = runs.finish(UNBROKEN)
-    done = Progress(runs.folder_of(UNBROKEN))
+    first = runs.finish(UNINTERRUPTED)
+    done = Progress(runs.folder_of(UNINTERRUPTED))
     runs.limit(first.wall_s)
-    _say(f"unbroken: {done}, in {first.wall_s:.1f} s")
+    _say(f"uninterrupted: {done}, in {first.wall_s:.1f} s")
     startup_s = max(0.0, first.wall_s - done.wall_s)  # including the exit
     _say(f"about {_minutes((asked.kills + 1) * startup_s + 1.5 * done.wall_s)} more")
     chance = random.Random(asked.seed)
     kills = kill_plan.choose(done, asked.kills, world_size, startup_s, is_url(config.output), chance)
     num_kills = _killed(runs, kills, world_size)
-    found = differences(runs.folder_of(UNBROKEN), runs.folder_of(KILLED))
+    found = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(KILLED))
     if not found:
         if not num_kills:
-            _say("nothing is shown: the run ended before the first kill; train more --steps")
+            _say("not tested: the run ended before the first kill; train longer with --steps N")
             return False
         compared = f"{len(done.checkpoints)} checkpoints, {done.lines} log lines, summary, best weights"
         compared += ", predictions" if done.predicts else ""
         times = f"{num_kills} time{'s' if num_kills > 1 else ''}"
-        _say(f"exact: killed {times}, the run equals the unbroken one bit for bit ({compared})")
+        _say(f"exact: killed {times}, the run equals the uninterrupted one bit for bit ({compared})")
         return True
     _report(runs, found, done)
     return False
@@ -130,22 +130,22 @@ def _newest(folder: Path) -> str:
 
 
 def _report(runs: Starts, found: list[Difference], done: Progress) -> None:
-    """Say where the runs part, and look for the cause."""
+    """Print where the runs first differ, and look for the cause."""
     parting = Parting(found, done.checkpoints)
-    _say("not exact: the killed run parts from the unbroken one")
+    _say("not exact: the killed run differs from the uninterrupted one")
     for line in parting.lines():
         _say(f"  {line}")
-    _say("does it part without a kill, too? a second unbroken run follows")
+    _say("training a second uninterrupted run, to find out whether runs also differ without a kill")
     runs.finish(AGAIN)
-    again = differences(runs.folder_of(UNBROKEN), runs.folder_of(AGAIN))
+    again = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(AGAIN))
     if again:
-        _say("yes: two unbroken runs differ, so the training itself is not deterministic; the resume is not to blame")
+        _say("two uninterrupted runs differ, so the training itself is not deterministic; the resume is not the cause")
         parting = Parting(again, done.checkpoints)
         for line in parting.lines():
             _say(f"  {line}")
         causes = diagnosis.of_chance(runs, parting)
     else:
-        _say("no: two unbroken runs are equal, so a kill loses something that no checkpoint holds")
+        _say("two uninterrupted runs are equal, so a kill loses state that no checkpoint holds")
         causes = diagnosis.of_loss(runs, parting, done)
     if not causes:
         _say("no cause was found in the user's code")

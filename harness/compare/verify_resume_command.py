@@ -17,7 +17,7 @@ HELP = "kill a short run of a configuration at random moments, and check that it
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_config(parser)
     parser.add_argument(
-        "--kills", type=shared.positive(int), default=6, metavar="N", help="how often to kill the run (default: 6)"
+        "--kills", type=shared.positive(int), default=6, metavar="N", help="number of kills (default: 6)"
     )
     parser.add_argument(
         "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine in the file)"
@@ -31,15 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="optimizer steps to train (default: one and a half epochs, or 24 steps if an epoch has more than 60)",
     )
     length.add_argument("--full", action="store_true", help="train as the configuration says, without shortening it")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kill times (default: 0)")
     parser.add_argument(
-        "--folder", type=Path, metavar="FOLDER", help="keep the runs here (default: temporary, kept if they differ)"
+        "--folder", type=Path, metavar="FOLDER", help="where to keep the runs (default: temporary, kept if they differ)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the verdict; return 0 if the killed run equals the unbroken one, else 1. Raises HarnessError if a run fails
-    by itself."""
+    """Print the result; return 0 if the killed run equals the uninterrupted one, else 1. Raises HarnessError if a run
+    fails without a kill."""
     from harness.compare import verification
 
     launch = {"engine": arguments.engine, "nproc": arguments.nproc}

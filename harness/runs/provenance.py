@@ -188,7 +188,7 @@ def _git(folder: Path, until: float, *words: str) -> str | None:
 
 
 def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Why the start ``now`` may not continue the run as if the start ``before`` had gone on."""
+    """Why the start ``now`` may give other results than if the start ``before`` had continued."""
     then, threads = before.get("threads"), now["threads"]
     found = []
     if now["cuda"] is None and then not in (None, threads):
@@ -204,7 +204,7 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         found.append(
             f"since the last start of this run, these have changed: {', '.join(changed[:8])}{more}. The run continues, "
-            "but its results may not be those of an unbroken run"
+            "but its results may differ from those of an uninterrupted run"
         )
     return found
 

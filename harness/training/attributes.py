@@ -1,6 +1,6 @@
 """The state of a model, a task or an optimizer that no state_dict holds: its plain attributes, as short text.
 
-For ``harness verify-resume``, which compares them between an unbroken and a resumed run.
+For ``harness verify-resume``, which compares them between an uninterrupted and a resumed run.
 """
 
 from __future__ import annotations

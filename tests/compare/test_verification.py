@@ -49,7 +49,7 @@ def test_sound_configuration_is_exact(tmp_path, world_size):
     assert "in the write of the checkpoint of step" in out
     assert "in the evaluation of step" in out
     assert re.search(
-        r"^exact: killed 4 times, the run equals the unbroken one bit for bit \(7 checkpoints, ", out, re.M
+        r"^exact: killed 4 times, the run equals the uninterrupted one bit for bit \(7 checkpoints, ", out, re.M
     )
     assert (folder / "output.txt").read_text().count("resumed from") >= 3
 
@@ -60,14 +60,12 @@ def test_faults_that_a_kill_reveals_are_named(tmp_path):
     config = write_planted(tmp_path, "random-numpy-managed", model=COUNTING)
     code, out = verify_resume(config, "--kills", "1", "--steps", "6")
     assert code == 1, out
-    assert "not exact: the killed run parts from the unbroken one" in out
-    assert "no: two unbroken runs are equal" in out
+    assert "not exact: the killed run differs from the uninterrupted one" in out
+    assert "two uninterrupted runs are equal" in out
     assert re.search(r"first difference in the log: metrics.jsonl:\d+: train entry of step \d.loss: ", out)
     assert f"{HERE}:{line_of('random')}: random.random draws from the global random numbers of a loader" in out
     assert f"{HERE}:{line_of('numpy')}: numpy.random.rand draws" in out
-    counter = (
-        r"model\.calls \(tests\.end_to_end\.planted\.Counting\) .* it is (\d) in the unbroken run, (\d) in a resumed"
-    )
+    counter = r"model\.calls \(tests\.end_to_end\.planted\.Counting\) .* it is (\d) in the uninterrupted run, (\d) in a resumed"
     values = re.search(counter, out)
     assert values, out
     assert values[1] > values[2]
@@ -81,8 +79,8 @@ def test_faults_that_a_kill_reveals_are_named(tmp_path):
 def test_run_that_never_repeats_is_not_blamed_on_the_resume(tmp_path):
     code, out = verify_resume(write_planted(tmp_path, "entropy"), "--kills", "1", "--steps", "4")
     assert code == 1, out
-    assert "yes: two unbroken runs differ" in out
-    assert f"{HERE}:{line_of('entropy')}: urandom takes new random bits" in out
+    assert "two uninterrupted runs differ" in out
+    assert f"{HERE}:{line_of('entropy')}: urandom draws unseeded random numbers" in out
 
 
 @pytest.mark.slow
@@ -144,7 +142,7 @@ def test_kills_are_spread_over_all_places_and_the_same_for_the_same_seed():
     assert {kill.rank for kill in many if kill.where in ("checkpoint", "upload")} == {0}
 
 
-def test_the_place_where_runs_part():
+def test_the_place_where_runs_first_differ():
     def saved(step: int, name: str) -> Difference:
         return Difference(f"checkpoints/step-{step}", StateDifference(name, 0.5, None), step)
 
