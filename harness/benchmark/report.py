@@ -148,7 +148,7 @@ def _warning(bench: Bench) -> Iterator[str]:
         yield ""
         yield (
             f"**The machine was busy**: the median round of {worst['name']} on {worst['processes']} process(es) "
-            f"was {share:.0%} slower than its best. Smaller differences mean nothing."
+            f"was {share:.0%} slower than its best. Smaller differences are not meaningful."
         )
 
 

@@ -84,7 +84,7 @@ def _require_one_recipe(path: Path, runs: list[Record]) -> None:
         if keys:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
             raise ConfigError(
-                f"{first.path.name} and {run.path.name} differ by more than their seed: {', '.join(keys[:5])}{more}",
+                f"{first.path.name} and {run.path.name} differ in more than their seed: {', '.join(keys[:5])}{more}",
                 where=str(path),
                 hint="name two runs of it, or a folder whose runs differ only by seed",
             )

@@ -75,8 +75,9 @@ def choose(
 def described(kill: Kill, mark: dict[str, Any], world_size: int) -> str:
     """Where a run was killed, according to the killed rank."""
     step = f" of step {mark['step']}" if mark["step"] is not None else ""
-    place = f"in the {'write of the checkpoint' if kill.where == 'checkpoint' else kill.where}{step}"
+    written = kill.where in ("checkpoint", "best weights", "predictions")
+    place = f"during the {'write of the ' * written}{kill.where}{step}"
     if kill.where in ("start", "step"):
-        place = f"in step {mark['step']}" if mark["step"] is not None else "while it started"
+        place = f"in step {mark['step']}" if mark["step"] is not None else "during startup"
     who = "" if world_size == 1 else ", all ranks" if kill.everyone else f", rank {mark['rank']} alone"
     return f"{place}, {mark['detail']}{who}"

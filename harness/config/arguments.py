@@ -34,8 +34,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="also for runs that no start of yours on this machine has trained: import the code and show the images "
-        "that they name",
+        help="trust a run that you did not start on this machine: import the code and show the images that it names",
     )
 
 

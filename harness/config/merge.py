@@ -105,7 +105,7 @@ def _text(path: Path) -> str:
     try:
         require_regular_file(path)
         if path.stat().st_size > _MAX_BYTES:
-            message = f"this file is larger than {_MAX_BYTES >> 20} MiB, so it is no configuration"
+            message = f"this file is larger than {_MAX_BYTES >> 20} MiB, so it is not a configuration"
             raise ConfigError(message, where=str(path), hint=_NAME)
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -135,12 +135,12 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def _no_sections(path: Path) -> ConfigError:
-    return ConfigError("this is no configuration: it does not consist of lines such as name: digits", where=str(path),
-                       hint=_NAME)  # fmt: skip
+    return ConfigError("this is not a configuration: it does not consist of lines such as name: digits",
+                       where=str(path), hint=_NAME)  # fmt: skip
 
 
 def _invalid(error: Exception, text: str, path: Path) -> ConfigError:
-    """The error for a file that is no YAML, at the line that is wrong."""
+    """The error for a file that is not YAML, at the wrong line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
     line, hint = mark.line + 1 if mark else None, ""
     opened = getattr(error, "context_mark", None)

@@ -13,8 +13,8 @@ Problem = tuple[str, str]  # dotted key, sentence
 _RENAMED = {
     "tuple_type": "it should be a list",
     "list_type": "it should be a list",
-    "string_type": "it should be text, in quotes if need be",
-    "invalid_key": "it should be a word, as all keys; put it in quotes",
+    "string_type": "it should be text; put it in quotes if necessary",
+    "invalid_key": "keys must be text; put it in quotes",
 }
 
 

@@ -20,13 +20,13 @@ _CODE = ("task.name", "model.name", "optimizer.name")  # what a command on a tra
 
 def require_harmless(path: Path, overrides: Sequence[str]) -> None:
     """Raise ConfigError if the configuration ``path`` does more than set values. Keys in ``overrides`` ("key=value")
-    are the user's own words."""
+    come from the user."""
     tree = parsed(path)
     own = {override.partition("=")[0] for override in overrides}
     problems = [f"  {key}: {problem}" for key, problem in _problems(tree) if key not in own]
     if problems:
         raise ConfigError(
-            "no start of yours on this machine has written this configuration, and it does more than set values\n"
+            "you did not start this run on this machine, and its configuration does more than set values\n"
             + "\n".join(problems),
             where=str(path),
             hint="if you trust who wrote it, add --trust",
@@ -43,7 +43,7 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"imports {name}, which runs its code"
     for key, value in leaves.items():
         if "${" in str(value):
-            yield key, f"{value} is filled in from elsewhere"
+            yield key, f"{value} reads a value from outside this file"
 
 
 def _is_known(name: str) -> bool:

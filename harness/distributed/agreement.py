@@ -66,7 +66,7 @@ def disagreement(hosts: Mapping[int, str], reports: Mapping[int, Differences]) -
         lines.append(f"  and {len(first) - _SHOWN} more")
     count = "1 value differs" if len(first) == 1 else f"{len(first)} values differ"
     remedies = dict.fromkeys(remedy for remedy, _ in first.values())
-    return LaunchError(f"the ranks were not started alike: {count}\n" + "\n".join(lines), hint="; ".join(remedies))
+    return LaunchError(f"the ranks were started differently: {count}\n" + "\n".join(lines), hint="; ".join(remedies))
 
 
 def named(ranks: Iterable[int]) -> str:

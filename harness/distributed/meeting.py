@@ -134,7 +134,7 @@ class _Meeting:
             processes = [f"process {pid} on {host}" for host, pid in map(json.loads, (there, mine))]
             twice = LaunchError(
                 f"two processes have RANK={self._launch.rank}: {' and '.join(processes)}",
-                hint="give each process a RANK of its own, and each run a MASTER_PORT of its own",
+                hint="give each process its own RANK, and each run its own MASTER_PORT",
             )
             self._decide(_to_text(twice))
             raise twice

@@ -45,7 +45,7 @@ def exits_without_launcher(
     def run() -> None:
         while not finished.is_set():
             if os.getppid() != launcher:
-                log.error("the launcher is gone before all ranks had met: exiting")
+                log.error("the launcher exited before all ranks had connected: exiting")
                 exit_process(EXIT_FAILURE)
                 return
             finished.wait(PERIOD_S)
@@ -193,7 +193,7 @@ class Watchdog:
         self._stop.request(message)
         if not self._finished.wait(GRACE_S if cause is not Cause.HUNG else min(NEWS_S, GRACE_S)):
             if cause is Cause.HUNG:
-                log.error("the other ranks have given up waiting for this one: exiting")
+                log.error("the other ranks no longer wait for this one: exiting")
             else:
                 log.error("%s, and this rank is blocked waiting for it: exiting", message)
             self._on_blocked(cause, message, self.doing or stack.main_thread_at(), self._first)

@@ -21,7 +21,7 @@ from harness.distributed.rank_exit import Cause, RankExit
 PEERS_S = 15.0  # for the other processes to end once one has failed; the watchdog ends a blocked rank within 13 s
 KILL_S = 5.0  # from SIGTERM to SIGKILL after that
 _POLL_S = 0.05
-_LATE = f"killed by its launcher, since it still ran {PEERS_S:.0f} s after another rank had failed"
+_LATE = f"killed by its launcher: it was still running {PEERS_S:.0f} s after another rank failed"
 
 
 @dataclass(frozen=True)

@@ -195,8 +195,8 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     shown, wrong, num_rows = mistakes.worst(run, with_images=allowed)
     if shown and not allowed:
         left_out.append(
-            "Images of mistakes: no start of yours on this machine has trained this run, so the images it names may be "
-            "any on this disk. To show them, add --trust."
+            "Images of mistakes: you did not start this run on this machine, so it may name any image on this disk. To "
+            "show them, add --trust."
         )
     notes = [f"Run: {run.label}. The matrix is from its newest evaluation, the list from its best weights."]
     if num_rows:

@@ -138,7 +138,7 @@ class RunFolder:
         shown = ", ".join(sorted(held))
         if layout.SWEEP in held or not self._is_run():
             raise ConfigError(
-                f"this is not the folder of a run, but has files of the same names: {shown}",
+                f"this is not a run folder, but has files with the same names: {shown}",
                 where=self.where,
                 hint="choose another folder with name=NAME or output=FOLDER, or move these files",
             )

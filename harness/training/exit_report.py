@@ -108,9 +108,9 @@ class ExitReporter:
             return None, explained(error)
         if (pause_s := watchdog.stalls.pause_s()) > self._runtime.timeout_s / 2:
             return None, Paused(
-                f"this process did not run for {pause_s:.0f} s and lost the other ranks, which wait for "
-                f"{self._runtime.timeout_s:g} s at most (runtime.timeout_s)",
-                hint="it, or its machine, was stopped for that time; the same command resumes from the last checkpoint",
+                f"this process was suspended for {pause_s:.0f} s and lost contact with the other ranks, which wait "
+                f"at most {self._runtime.timeout_s:g} s (runtime.timeout_s)",
+                hint="something stopped the process or its machine; the same command resumes from the last checkpoint",
             )
         if missing := watchdog.missing(stack.raised_at(error), "imed out" in lost):
             return missing, TrainingError(f"lost contact with rank {missing.rank}")

@@ -214,7 +214,7 @@ def test_groups_of_seeds(runs, tmp_path, capsys):
     shutil.rmtree(tmp_path / "b" / "seeded")
     copy(tmp_path / "b", runs, "ranks")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "differ by more than their seed: number of ranks" in capsys.readouterr().err
+    assert "differ in more than their seed: number of ranks" in capsys.readouterr().err
 
 
 def test_missing_run_is_a_usage_error(runs, capsys):

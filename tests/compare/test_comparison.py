@@ -118,12 +118,12 @@ def test_single_run_against_a_group(tmp_path):
 def test_group_that_differs_by_more_than_seed_is_an_error(tmp_path):
     mixed = seeds(tmp_path / "a", [0.5])
     write_run(mixed / "fast", [{"step": 9, "top1": 0.5}], seed=1, optimizer={"lr": 0.5})
-    with pytest.raises(ConfigError, match=r"differ by more than their seed: optimizer\.lr") as error:
+    with pytest.raises(ConfigError, match=r"differ in more than their seed: optimizer\.lr") as error:
         comparison.side(mixed)
     assert error.value.exit_code == 2
     longer = seeds(tmp_path / "longer", [0.5], train={"epochs": 3})
     write_run(longer / "more", [{"step": 9, "top1": 0.5}], seed=1, train={"epochs": 4})
-    with pytest.raises(ConfigError, match=r"differ by more than their seed: train\.epochs"):
+    with pytest.raises(ConfigError, match=r"differ in more than their seed: train\.epochs"):
         comparison.side(longer)
     twice = seeds(tmp_path / "b", [0.5, 0.6])
     write_run(twice / "again", [{"step": 9, "top1": 0.5}], seed=1)

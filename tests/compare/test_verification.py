@@ -46,8 +46,8 @@ def test_sound_configuration_is_exact(tmp_path, world_size):
     assert "shortened: train.max_steps null -> 14" in out
     assert "14 steps, 1 epoch end, 2 evaluations, 7 checkpoints" in out
     assert len(re.findall(r"^kill \d of 4: ", out, re.M)) == 4
-    assert "in the write of the checkpoint of step" in out
-    assert "in the evaluation of step" in out
+    assert "during the write of the checkpoint of step" in out
+    assert "during the evaluation of step" in out
     assert re.search(
         r"^exact: killed 4 times, the run equals the uninterrupted one bit for bit \(7 checkpoints, ", out, re.M
     )
@@ -65,7 +65,9 @@ def test_faults_that_a_kill_reveals_are_named(tmp_path):
     assert re.search(r"first difference in the log: metrics.jsonl:\d+: train entry of step \d.loss: ", out)
     assert f"{HERE}:{line_of('random')}: random.random draws from the global random numbers of a loader" in out
     assert f"{HERE}:{line_of('numpy')}: numpy.random.rand draws" in out
-    counter = r"model\.calls \(tests\.end_to_end\.planted\.Counting\) .* it is (\d) in the uninterrupted run, (\d) in a resumed"
+    counter = (
+        r"model\.calls \(tests\.end_to_end\.planted\.Counting\) .* is (\d) in the uninterrupted run, (\d) in a resumed"
+    )
     values = re.search(counter, out)
     assert values, out
     assert values[1] > values[2]

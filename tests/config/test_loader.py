@@ -114,15 +114,15 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}
         (LAUGHS, "x.yaml: invalid YAML: with each use of an alias counted, it has more than"),
         ("a: &a {b: *a}\n", "invalid YAML: "),
         ("a: " + "x" * (1 << 20), "x.yaml: this file is larger than 1 MiB"),
-        ("path,label\na.png,cat\n", "x.yaml: this is no configuration: it does not consist of lines such as name: "),
-        ("3\n", "x.yaml: this is no configuration"),
+        ("path,label\na.png,cat\n", "x.yaml: this is not a configuration: it does not consist of lines such as name: "),
+        ("3\n", "x.yaml: this is not a configuration"),
         ("seed: 1\n--- \nseed: 2\n", "x.yaml:2: invalid YAML: "),
         ("null: 2\n", "x.yaml: invalid YAML: "),
         ("? [x, y]\n: 2\n", "x.yaml:1: invalid YAML: "),
         ("a: b: c\n", "x.yaml:1: invalid YAML: "),
         ("train:\n\tseed: 3\n", "x.yaml:2: invalid YAML: this line has a tab\n  -> indent with spaces"),
         ("seed: 1\nname: y\nseed: 2\n", "x.yaml:3: invalid YAML: found duplicate key seed"),
-        ("- a\n", "x.yaml: this is no configuration"),
+        ("- a\n", "x.yaml: this is not a configuration"),
         (GOOD + "extends: 5\n", "x.yaml:8: extends takes a file or a list of files, not 5"),
         (GOOD + "extends: {a: b}\n", "x.yaml:8: extends takes a file or a list of files, not {'a': 'b'}"),
         (GOOD + "extends: x.yaml\n", "extends is circular: x.yaml -> x.yaml"),
@@ -185,7 +185,7 @@ def test_override_without_key_or_value(tmp_path, override):
         ("name=a/b", "name: 'a/b' is not allowed; use up to 200 letters"),
         ('name="a\\nb"', "name: 'a\\nb' is not allowed; use up to 200 letters"),
         ('name=""', "name: '' is not allowed"),
-        ("name=[a]", "name: it should be text, in quotes if need be (found: ['a'])"),
+        ("name=[a]", "name: it should be text; put it in quotes if necessary (found: ['a'])"),
         ("train=[1]", "train: it should be a section of settings"),
         ("task=[1]", "this is a section, {key: value}, and cannot be replaced by a list"),
         ('output=""', "output: '' is not allowed; write a path"),
@@ -246,7 +246,7 @@ trackers: [wandbb]
     expected = {
         1: "name: ",
         2: "seed: it should be greater than or equal to 0 (found: -1)",
-        5: "task.train_csv: it should be text, in quotes if need be (found: 7)",
+        5: "task.train_csv: it should be text; put it in quotes if necessary (found: 7)",
         6: "task.colour: unknown key; did you mean task.color?",
         8: "task.augment.rotation: it should be less than or equal to 180 (found: 400)",
         9: "task.augment.flip: unknown key; known keys: crop_padding",
@@ -333,7 +333,7 @@ def test_types_are_not_converted(tmp_path, line, key):
 
 
 def test_name_that_is_a_number(tmp_path):
-    assert "name: it should be text, in quotes if need be (found: 2024)" in refused(
+    assert "name: it should be text; put it in quotes if necessary (found: 2024)" in refused(
         tmp_path, GOOD.replace("x", "2024", 1)
     )
 

@@ -1,4 +1,4 @@
-"""The message about ranks that were not started alike: complete where that is short, bounded where it is not."""
+"""The message about ranks that were started differently: complete where that is short, bounded where it is not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_value_is_named_with_its_ranks_and_hosts():
         3: {"lr": ("mend lr", "0.1", "0.3"), "seed": ("mend seed", "0", "1")},
     }
     assert str(disagreement(hosts, reports)) == (
-        "the ranks were not started alike: 2 values differ\n"
+        "the ranks were started differently: 2 values differ\n"
         "  lr: 0.1 on ranks 0-1 (a); 0.2 on rank 2 (b); 0.3 on rank 3 (c)\n"
         "  seed: 0 on ranks 0-2 (a, b); 1 on rank 3 (c)\n"
         "  -> mend lr; mend seed"

@@ -1,4 +1,4 @@
-"""Ranks that do not all arrive, or were not started alike, end soon, all with the same message."""
+"""Ranks that do not all arrive, or were started differently, end soon, all with the same message."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_three_values_on_three_ranks():
     port = free_port()
     found = outcomes(_meet, [(rank, 3, port, {"lr": rank, "seed": rank // 2, "same": 1}, 20.0) for rank in range(3)])
     assert assert_same_error(found, EXIT_USAGE, 10) == (
-        "the ranks were not started alike: 2 values differ\n"
+        "the ranks were started differently: 2 values differ\n"
         f"  lr: 0 on rank 0 ({HOST}); 1 on rank 1 ({HOST}); 2 on rank 2 ({HOST})\n"
         f"  seed: 0 on ranks 0-1 ({HOST}); 1 on rank 2 ({HOST})\n"
         "  -> copy it"

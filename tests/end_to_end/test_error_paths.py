@@ -179,7 +179,7 @@ def test_wrong_launch_environment_is_reported(tmp_path, data, environ, arguments
     assert not (tmp_path / "runs").exists()
 
 
-# Ranks that were not started alike
+# Ranks that were started differently
 
 
 def train_each(config: Path, *words: list[str], timeout_s: float = END_S) -> Ended:
@@ -211,7 +211,7 @@ def test_ranks_with_different_recipes_are_refused(tmp_path, data):
     assert_reported_once(
         ended,
         EXIT_USAGE,
-        "the ranks were not started alike: 5 values differ",
+        "the ranks were started differently: 5 values differ",
         f"  optimizer.lr: 0.05 on rank 0 ({host}); 0.5 on rank 1 ({host}); 0.7 on rank 2 ({host})\n",
         f"  train.clip_norm: null on ranks 0, 2 ({host}); 1.0 on rank 1 ({host})\n",
         "  batch.accumulate: 1 on",

@@ -131,7 +131,7 @@ def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, d
     finally:
         codes = wait_for(ranks, END_S)
     assert codes == [EXIT_FAILURE] * 2
-    assert re.search(r"this process did not run for \d+ s and lost the other ranks", terminal.read_text())
+    assert re.search(r"this process was suspended for \d+ s and lost contact with the other", terminal.read_text())
     assert "resumes from the last checkpoint" in failure_of(config)["message"]
     assert run(config, 2) == [EXIT_DONE] * 2
     unbroken = write_config(tmp_path / "unbroken", data, model=slow)

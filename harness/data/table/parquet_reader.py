@@ -61,5 +61,5 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        hint = "was it written completely?"
+        hint = "check that it was written completely"
         raise DataError(f"the Parquet file cannot be read: {error}", where=name, hint=hint) from error

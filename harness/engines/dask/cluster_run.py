@@ -134,8 +134,8 @@ class ClusterRun:
             if time.monotonic() > deadline:
                 late = sorted({each.worker for rank, each in enumerate(self._placements) if rank not in self._ready})
                 raise LaunchError(
-                    f"only {len(self._ready)} of {len(self._placements)} ranks could be placed: {', '.join(late)} took "
-                    "other work",
+                    f"only {len(self._ready)} of {len(self._placements)} ranks could be placed: {', '.join(late)} "
+                    "started other work",
                     where=self._scheduler,
                     hint="wait for it, or raise launch.dask.timeout_s",
                 )
