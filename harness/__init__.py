@@ -1,1 +1,1 @@
-"""apex-harness: the NVIDIA Apex training recipe, alive on today's PyTorch."""
+"""apex-harness: the NVIDIA Apex training recipe on current PyTorch."""

@@ -1,4 +1,5 @@
-"""The command line: ``driver.py``, and ``harness VERB``. Only wiring: a verb lives in its package's ``command.py``.
+"""The command line: ``driver.py``, and ``harness VERB``. Only wiring: each verb is implemented in its package's
+``command.py``.
 
 A command module is cheap to import (``run`` imports what it needs) and has
 
@@ -6,7 +7,7 @@ A command module is cheap to import (``run`` imports what it needs) and has
     HELP                    one line for ``harness --help``
     add_arguments(parser)   its arguments
     run(arguments) -> int   does it and returns the exit code; raises HarnessError
-    KEEPS_RUNNING           optional; True if it goes on when standard output is lost
+    KEEPS_RUNNING           optional; True if it continues when standard output is lost
 
 A package with several verbs has one ``VERB_command.py`` for each. ``harness package.module ...`` runs a command module
 of your own.
@@ -132,7 +133,7 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
 
 class _Raw(io.FileIO):
     """Standard output or error of this process. ``may_be_lost``: writing to a terminal that was closed, a pipe without
-    a reader or a full disk is no error."""
+    a reader or a full disk is not an error."""
 
     may_be_lost = False
     lost: OSError | None = None

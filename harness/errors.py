@@ -1,4 +1,4 @@
-"""Errors that users see: where, what was found, and what to type instead.
+"""Errors that users see: the place, what was found, and what to type instead.
 
 Each class has the exit code of the process: 2 for configuration or usage, 65 for bad data, 70 for other failures. Any
 other exception is a bug.

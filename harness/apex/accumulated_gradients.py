@@ -1,9 +1,9 @@
-"""Gradients accumulated before the current ``scale_loss`` context, as far as amp and the reducers must share them.
+"""Gradients accumulated before the current ``scale_loss`` context, shared between amp and the reducers.
 
 During a ``scale_loss`` context amp sets earlier gradients aside, so that it unscales only the new ones. Gradients that
 were accumulated without reduction would then never be reduced (contract 5.1.6). Therefore:
 
-- amp keeps what it sets aside on the parameter itself, where a reducer that still owes a reduction finds it;
+- amp keeps what it sets aside on the parameter itself, where a reducer that still has to reduce it finds it;
 - a reducer reports that it holds unreduced gradients. amp then defers the overflow check to the context that reduces
   them: checked on one rank's gradients, the loss scales of the ranks would drift apart.
 """
@@ -31,7 +31,7 @@ _reducers: weakref.WeakSet[HoldsGradients] = weakref.WeakSet()
 
 
 def register_reducer(reducer: HoldsGradients) -> None:
-    """Make ``reducer`` known to amp for as long as it lives."""
+    """Register ``reducer`` with amp for as long as it exists."""
     _reducers.add(reducer)
 
 

@@ -45,7 +45,7 @@ class Command:
 
 
 class UsageError(Exception):
-    """The command line is wrong; the message says what to type."""
+    """The command line is wrong; the message shows what to type."""
 
 
 def main(argv: list[str]) -> None:

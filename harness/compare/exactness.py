@@ -1,7 +1,7 @@
 """Two finished run folders compared bit for bit: checkpoints, best weights, log, summary and predictions. Needs torch.
 
-``harness.compare.equality`` asks how two runs, complete or not, relate; here one of them must repeat the other, so that
-whatever is missing is a difference, too.
+``harness.compare.equality`` compares two runs that may be incomplete; here one must repeat the other exactly, so
+anything missing is a difference, too.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def shortened(
     config: Config, overrides: Sequence[str], length: Length, steps: int | None
 ) -> dict[str, tuple[str, str]]:
     """{key: (value, shorter value)} so that a run has several checkpoints, evaluations and, if its epochs are short, an
-    epoch end. Keys among ``overrides`` are the user's choice and stay."""
+    epoch end. Keys in ``overrides`` are the user's choice and are kept."""
     if steps is None:
         steps = FEW_STEPS if length.per_epoch > LONG_EPOCH else length.per_epoch + max(6, length.per_epoch // 2)
     steps = min(steps, length.total)
@@ -142,7 +142,7 @@ class Starts:
 
 
 def failed(name: str, start: Start, log: Path) -> HarnessError:
-    """The error of a run that failed by itself."""
+    """The error of a run that failed without a kill."""
     lines = start.output.rstrip().replace("\r", "\n").splitlines()[-_TAIL_LINES:]
     error = ConfigError(
         f"the run {name} failed with exit code {start.code}, without a kill; its last lines:\n"

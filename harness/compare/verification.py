@@ -27,7 +27,7 @@ UNINTERRUPTED, KILLED, AGAIN = "uninterrupted", "killed", "uninterrupted-again"
 
 @dataclass(frozen=True)
 class Asked:
-    """The words of the command line."""
+    """The arguments of the command."""
 
     path: str
     overrides: list[str]
@@ -41,7 +41,7 @@ class Asked:
 def verify(asked: Asked) -> bool:
     """Run and compare; print what happens. True if the killed run equals the uninterrupted one bit for bit.
 
-    Raises HarnessError if the configuration is wrong, or if a run fails by itself.
+    Raises HarnessError if the configuration is wrong, or if a run fails without a kill.
     """
     config = loader.load(asked.path, asked.overrides)
     world_size = config.launch.nnodes * config.launch.nproc

@@ -91,7 +91,7 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
 def makes(part: Any, base: type) -> bool:
     """True if ``part`` is a subclass of ``base``, or a function whose annotation says that it returns one.
 
-    To be checked before ``part`` is called: a configuration may name any function, such as ``os.system``.
+    Check this before ``part`` is called: a configuration may name any function, such as ``os.system``.
     """
     if inspect.isclass(part):
         return issubclass(part, base)
@@ -106,7 +106,7 @@ def makes(part: Any, base: type) -> bool:
 
 
 def wrong_kind(name: str, base: str, where: str) -> ConfigError:
-    """The error for a part that is not a ``base``, such as torch.nn.Module, and is not called therefore."""
+    """The error for a part that is not a ``base``, such as torch.nn.Module, and is therefore not called."""
     return ConfigError(
         f"{name} is not a {base}",
         where=where,

@@ -281,7 +281,7 @@ MAY_DIFFER_BETWEEN_RANKS = {
     "task.names": "data",
     "runtime.device": "auto and cuda can mean the same; the kind of device is compared instead",
     "runtime.timeout_s": "how long a rank waits changes no result",
-    "launch": "read by launchers, not by ranks; each machine has a node_rank of its own",
+    "launch": "read by launchers, not by ranks; each machine has its own node_rank",
 }
 
 

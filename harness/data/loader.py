@@ -73,8 +73,8 @@ class Loader:
         timeout_s: float = math.inf,
         leave: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Workers that deliver nothing for ``timeout_s`` are an error. While they do not, ``leave`` is asked twice per
-        second whether to end the wait."""
+        """Workers that deliver nothing for ``timeout_s`` are an error. Meanwhile, ``leave`` is called twice per second
+        and returns whether to end the wait."""
         self.dataset, self.device = dataset, device
         self.wait_s = 0.0  # time that training waited for data
         self._timeout_s, self._leave, self._since = timeout_s, leave, 0.0
@@ -96,7 +96,7 @@ class Loader:
     def fetch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """Yield the batches of ``requests``, in order, on the device.
 
-        Raises the errors of the dataset, TrainingError if a worker died or nothing comes, and StoppedWaiting.
+        Raises the errors of the dataset, TrainingError if a worker died or delivers nothing, and StoppedWaiting.
         """
         self._requests.pending = requests
         batches: Iterator[Any] | None = None

@@ -68,8 +68,8 @@ class LoadError:
 class Sent:
     """A batch or an error, pickled by the worker itself.
 
-    Torch pickles in a thread, which drops what it cannot pickle or find shared memory for, and the rank would wait for
-    ever.
+    Torch pickles in a thread, which drops what it cannot pickle or find shared memory for, and the rank would wait
+    forever.
     """
 
     content: bytes
@@ -128,7 +128,7 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
             super().__init__(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # In a thread: unpacking asks the worker for its shared memory, and waits for ever for one that is frozen.
+        # In a thread: unpacking asks the worker for its shared memory, and waits forever for one that is frozen.
         threading.Thread(target=self._unpack, name="harness-unpack", daemon=True).start()
 
     def _try_get_data(self, timeout: float = _POLL_S) -> tuple[bool, Any]:
@@ -136,7 +136,7 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
         if not success:
             self._while_waiting()
         elif isinstance(found, tuple) and isinstance(found[1], Sent):
-            self._packed.put(found[1])  # also if nobody asks for the batch any more: this frees its memory
+            self._packed.put(found[1])  # even if the batch is no longer needed: this frees its memory
             found = (found[0], self._next_unpacked())
         return success, found
 

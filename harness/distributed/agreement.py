@@ -1,4 +1,4 @@
-"""What all ranks must have been started with alike, and the message that names what is not."""
+"""The values that must be equal on all ranks at the start, and the error that lists those that differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Facts:
     remedy: str
     values: Mapping[str, Any]
     partial: bool = False
-    """A name that only one of two ranks has is no difference."""
+    """A name that only one of two ranks has does not count as a difference."""
 
 
 def to_text(facts: Sequence[Facts]) -> str:

@@ -1,6 +1,6 @@
-"""The key-value store of a launch, where its ranks meet: rank 0 opens it, unless the launcher keeps one.
+"""The key-value store of a launch, through which its ranks connect: rank 0 opens it, unless the launcher holds one.
 
-All waits are bounded, also those for a store that accepts connections but never answers, for which torch has no limit.
+All waits are bounded, even for a store that accepts connections but never responds, for which torch has no limit.
 """
 
 from __future__ import annotations

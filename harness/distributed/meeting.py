@@ -1,8 +1,9 @@
-"""Where the ranks of a launch meet, before torch.distributed: all have arrived, and all were started alike.
+"""The first contact of the ranks, before torch.distributed: checks that all are there, and were started with equal
+values.
 
-The first collectives of torch hang or abort if ranks disagree about their number or about the shape of a tensor, and
-train a mixture if they disagree about anything else. Here they exchange texts through the launch's store: each rank
-compares its ``Facts`` with those of rank 0, and rank 0 publishes one verdict, which all ranks follow.
+Torch's first collectives hang or abort if the ranks disagree about their number or the shape of a tensor. If they
+disagree about anything else, they train with mixed settings. Here, they exchange texts through the launch's store: each
+rank compares its ``Facts`` with those of rank 0, and rank 0 publishes one verdict, which all ranks follow.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from harness.distributed.launch_store import HINT, Patience, PeersMissing, hosts
 from harness.errors import EXIT_DATA, EXIT_USAGE, DataError, HarnessError, LaunchError, TrainingError, first_line
 
 _GRACE_S = 3.0  # for more ranks to arrive where their number is in doubt, and for all to read the verdict
-_FAILED_S = 5.0  # for a rank that cannot start to tell the others
+_FAILED_S = 5.0  # for a rank that cannot start to inform the others
 
 _FACTS, _DIGEST, _PROBLEMS, _VERDICT = (f"meeting/{name}" for name in ("facts", "digest", "problems", "verdict"))
 _ARRIVED, _REPORTED, _HEARD, _DONE = (f"meeting/{name}" for name in ("arrived", "reported", "heard", "done"))  # counts
@@ -44,7 +45,7 @@ def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: Excep
     """Wait for all ranks and compare ``facts``; return the store of this launch. Every rank calls it.
 
     ``failed``: the error that keeps this rank from starting; the other ranks then raise it, too. Raises LaunchError on
-    all ranks if they were not started alike, and PeersMissing, within ``timeout_s``, if some do not arrive.
+    all ranks if they were started differently, and PeersMissing, within ``timeout_s``, if some do not arrive.
     """
     patience = Patience(timeout_s)
     number = Facts("start every machine with the same number of machines and processes", {_NUMBER: launch.world_size})
@@ -65,8 +66,8 @@ def telling_peers(launch: Launch) -> Iterator[None]:
 
 
 def not_connected(launch: Launch, store: PrefixStore, error: Exception, hint: str) -> HarnessError:
-    """What to raise for ``error``, with which torch.distributed could not connect the ranks that had met in ``store``:
-    PeersMissing if some of them are gone, which therefore do not report here, else LaunchError with ``hint``."""
+    """What to raise for ``error``, raised when torch.distributed could not connect the ranks in ``store``:
+    PeersMissing if some of them no longer report here, else LaunchError with ``hint``."""
     patience, missing = Patience(_GRACE_S), list(range(launch.world_size))
 
     def all_report() -> bool:

@@ -23,11 +23,11 @@ class EngineReport:
     exits: list[RankExit] = field(default_factory=list)
     """The rank exits that the engine saw, in the order in which they ended. Ranks that it cannot observe are absent."""
     stopped: bool = False
-    """A user or a scheduler asked for the end."""
+    """A user or a scheduler requested the stop."""
     signal: int = 0
-    """The signal by which they asked this process; 0: none."""
+    """The signal of that request to this process; 0: none."""
     world_size: int | None = None
-    """Ranks of the last start, if that differs from what was asked for."""
+    """Ranks of the last start, if that differs from the requested number."""
 
 
 class LaunchedRun(Protocol):

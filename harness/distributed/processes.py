@@ -22,9 +22,9 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  
 
 
 def terminated_with_parent() -> Callable[[], None] | None:
-    """A ``preexec_fn``: the kernel sends the new process SIGTERM when this one dies, however it dies.
+    """A ``preexec_fn``: the kernel sends the new process SIGTERM when this one ends, for any reason.
 
-    None outside the main thread: the kernel watches the thread that forked, and only the main one lives to the end.
+    None outside the main thread: the kernel watches the thread that forked, and only the main thread runs to the end.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -39,7 +39,7 @@ def terminated_with_parent() -> Callable[[], None] | None:
 
 
 def adopt_orphans() -> set[int]:
-    """Make this process the parent of whatever its children leave behind when they die. Returns its present
+    """Make this process the parent of all processes that its children leave behind. Returns its present
     children."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     return _children()

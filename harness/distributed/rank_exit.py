@@ -35,7 +35,7 @@ class RankExit:
     """The end of one rank, as reported by the rank itself or by an engine."""
 
     rank: int | None
-    """None: the engine does not know which rank was lost."""
+    """None: the engine cannot tell which rank was lost."""
     cause: Cause
     exit_code: int
     """Minus the signal number for a killed rank."""
@@ -47,7 +47,7 @@ class RankExit:
     """Type of the error."""
     message: str = ""
     doing: str = ""
-    """Function and line where it failed, or where it was when it learned of another rank's failure."""
+    """Function and line where it failed, or where it was when it was notified of another rank's failure."""
     traceback: list[str] = field(default_factory=list)
     time: float = 0.0
     """Seconds since the Unix epoch."""

@@ -47,7 +47,7 @@ class Runtime:
     timeout_s: float = math.inf  # limit of a wait for a peer
     peers: Sequence[Identity] = ()  # the processes of all ranks, by rank, where there is a process group
     failed: bool = False  # set when this rank reports a failure, its own or a consequence of another's
-    _control: Any = None  # a gloo group for Python objects and flags, apart from the group of the gradients
+    _control: Any = None  # a gloo group for Python objects and flags, separate from that of the gradients
 
     @property
     def rank(self) -> int:
@@ -173,8 +173,8 @@ def open_runtime(
     """A Runtime for ``launch``, with a process group if there are several ranks; closed at the end of the body.
 
     One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer.
-    ``facts(device)``: what all ranks must be started with alike. Raises LaunchError if they are not, or share a device;
-    PeersMissing if they do not meet.
+    ``facts(device)``: the values that must be equal on all ranks. Raises LaunchError if they are not, or share a
+    device; PeersMissing if they do not connect.
     """
     with telling_peers(launch):
         target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
@@ -205,7 +205,7 @@ def open_runtime(
 
 
 def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:
-    """Open the process group of the ranks that have met in ``store``."""
+    """Open the process group of the ranks, through ``store``."""
     _choose_interface(launch)
     timeout = timedelta(seconds=timeout_s)
     try:

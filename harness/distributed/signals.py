@@ -1,4 +1,5 @@
-"""Signals that ask this process to end, by one rule for every command: the first stops it in order, the next at once.
+"""Signals that request the end of this process, by one rule for every command: the first stops it in order, the next at
+once.
 
 A thread notices signals even while the main thread is in a call of C code, where Python runs no handlers. Imports
 nothing that takes time: ``install`` has to run before everything else.

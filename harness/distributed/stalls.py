@@ -1,7 +1,7 @@
 """Which rank keeps the others waiting, by the number of collectives that each rank has started.
 
-A rank that waits in vain asks the watchdogs of all ranks, through the store, where their ranks are. Until then nothing
-is exchanged. A rank that does not answer is stopped, blocked outside Python, or gone.
+A rank that has waited too long queries the watchdogs of all ranks, through the store, for the positions of their ranks.
+Until then, nothing is exchanged. A rank that does not respond is stopped, blocked outside Python, or has ended.
 """
 
 from __future__ import annotations
@@ -99,14 +99,15 @@ class Stalls:
             if found is None:
                 store.delete(_ASKED)
             return found
-        except Exception:  # the store is silent, or gone
+        except Exception:  # the store does not respond, or is closed
             # A launcher that is frozen harms no rank; a rank that is frozen does.
             holder_is_rank_0 = not self._runtime.launch.store_is_held and rank != 0
             return self._silent(range(1, self._runtime.world_size)) if holder_is_rank_0 else None
 
     def release(self) -> None:
-        """Let the rank that ``missing`` found end if it cannot answer: continue a stopped process, which then learns of
-        the failure, and kill one in which no thread of Python can run. To be called once all is recorded."""
+        """Let the rank that ``missing`` found end if it cannot answer: continue a stopped process, which is then
+        notified of the failure, and kill one in which no thread of Python can run. Call it once everything is
+        recorded."""
         state = self._frozen.state() if self._frozen else ""
         if self._frozen and state and state not in (_ENDED, _TRACED):
             processes.send(signal.SIGCONT if state in _STOPPED else signal.SIGKILL, [self._frozen.pid])

@@ -21,7 +21,7 @@ PERIOD_S = 0.5  # between two reductions of the flags
 
 
 class Stop:
-    """The request to stop, made by any rank with ``request``; ``agreed`` returns the common verdict between steps."""
+    """The request to stop, made by any rank with ``request``; ``agreed`` returns the common decision between steps."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -40,7 +40,7 @@ class Stop:
         return signals.ended_by(signal.Signals.__members__.get(self.reason, signal.SIGTERM))
 
     def agreed(self) -> bool:
-        """True from the first call at which all ranks know of a request. All ranks must call it equally often.
+        """True from the first call at which a request has reached all ranks. All ranks must call it equally often.
 
         Ranks reduce their flags about twice per second. Each result also holds the number of calls until the next
         reduction, by rank 0's clock. It is read one call later, when it has long arrived.
@@ -63,7 +63,7 @@ class Stop:
         return bool(self.reason) and self.runtime.world_size == 1
 
     def settle(self) -> bool:
-        """The verdict including every request made so far. Waits for all ranks, so it is for rare points only.
+        """The decision, including every request made so far. Waits for all ranks, so it is for rare points only.
         Collective."""
         if not self.verdict:
             earlier = self._pending()[0] if self._pending is not None else 0
@@ -91,7 +91,7 @@ def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Itera
         stop.request(signals.name(number))
 
     def notice(number: int) -> None:
-        if launch.elastic or not launch.supervised:  # otherwise harness launch has said it
+        if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to end at once"
             log.info("stopping (%s): %s%s", signals.name(number), then, again)
 

@@ -29,7 +29,7 @@ _KEY = "failed"
 PERIOD_S = 1.0
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
 JOIN_S = 1.0  # for the thread to return from a request to the store
-NEWS_S = 3.0  # for all ranks to learn of a failure before the failing one closes its connections
+NEWS_S = 3.0  # for all ranks to be notified of a failure before the failing one closes its connections
 _POLL_S = 0.1
 
 
@@ -121,7 +121,7 @@ class Watchdog:
         self._wait_for([f"heard/{rank}" for rank in range(self._runtime.world_size)], NEWS_S)
 
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
-        """The rank that a collective of this rank, in ``doing``, waited for in vain, as ``Stalls.missing``. None if
+        """The rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``. None if
         the first failure is already known, or if another rank is looking for it."""
         self._peer_failure()
         if self._first:

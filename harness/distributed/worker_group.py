@@ -1,4 +1,5 @@
-"""Supervision of local processes that succeed or fail together: start, watch, stop, and leave none behind."""
+"""Supervision of local processes that succeed or fail together: start, watch and stop them, without leaving any
+behind."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Processes by rank, each in a session of its own: the terminal's Ctrl-C reaches them only through ``stop``, once.
+    """Processes by rank, each in its own session: the terminal's Ctrl-C reaches them only through ``stop``, once.
 
     ``stdin`` and ``pass_fds`` are those of subprocess.Popen. ``ends_with_parent``: the kernel sends SIGTERM to the
     processes when this one dies; without it they must notice that themselves.
@@ -134,8 +135,8 @@ class WorkerGroup:
 
 
 class LocalRun(WorkerGroup):
-    """The ``world_size`` ranks of ``command`` on this machine. This process holds the store in which they meet, so that
-    it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
+    """The ``world_size`` ranks of ``command`` on this machine. This process holds the store through which they connect,
+    so that it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
 
     def __init__(
         self, command: Sequence[str], world_size: int, environ: Mapping[str, str], grace_s: float, by: str
@@ -147,7 +148,7 @@ class LocalRun(WorkerGroup):
 
 
 def _store() -> Any:
-    """A store at a port that the system picks: one chosen beforehand may be taken by the time the ranks need it."""
+    """A store at a port that the system picks: one chosen in advance may be taken by the time the ranks need it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: only runs of several ranks need torch
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

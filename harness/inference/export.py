@@ -1,7 +1,7 @@
 """Export a run's best weights as a file that other programs load, with a JSON file that describes it.
 
 Before the file gets its name, it is loaded and its outputs on real rows are compared with the model's. Models are
-exported in float32, whatever the opt level was, and accept any number of rows.
+exported in float32, regardless of the opt level, and accept any number of rows.
 """
 
 from __future__ import annotations

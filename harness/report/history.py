@@ -188,7 +188,7 @@ def _window_s(train: pa.Table) -> np.ndarray:
 
 
 def _burst(rows: np.ndarray, times_s: np.ndarray) -> float | None:
-    """Computed from whole windows only: the short one at the end of an epoch has a speed of its own."""
+    """Computed from whole windows only: the short one at the end of an epoch has a different speed."""
     if len(rows) < _MIN_ENTRIES:
         return None
     whole = (times_s > 0) & (rows >= np.median(rows))
@@ -221,7 +221,8 @@ def thin(series: Sequence[np.ndarray], limit: int) -> np.ndarray:
     """Ascending indices of the points to keep of ``series``, each of shape (points,): about ``limit`` at most.
 
     Keeps the first and the last point, and the smallest and the largest value of each series in every bucket of
-    neighbors, so that a spike of a single point is never lost. NaN is no value. Keeps all of ``limit`` points or fewer.
+    neighbors, so that a spike of a single point is never lost. NaN does not count as a value. Keeps all of ``limit``
+    points or fewer.
     """
     num_points = len(series[0]) if series else 0
     if num_points <= limit:

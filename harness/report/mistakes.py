@@ -157,7 +157,8 @@ def _images(run: ReportedRun) -> Callable[[str], str]:
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """The file ``name`` in ``folder``; None if it is outside, also by a link, or is no file but, say, a pipe."""
+    """The file ``name`` in ``folder``; None if it is outside, even through a link, or not a regular file (such as a
+    pipe)."""
     root, path = folder.resolve(), (folder / name).resolve()
     inside = ".." not in Path(name).parts and root != Path(root.anchor) and path.is_relative_to(root)
     return path if inside and path.is_file() else None

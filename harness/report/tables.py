@@ -136,7 +136,7 @@ def problems(run: ReportedRun) -> list[str]:
 
 
 def has_problem(run: ReportedRun) -> bool:
-    """True if there is a problem to report; a pruned or waiting trial of a sweep is none."""
+    """True if there is a problem to report; a pruned or waiting trial of a sweep is not a problem."""
     return run.record.state not in ("finished", "pruned", "waiting") or bool(problems(run))
 
 

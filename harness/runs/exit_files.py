@@ -47,7 +47,7 @@ def remove(logs: Path) -> None:
 
 
 class ExitFiles:
-    """The records of one start. To be created before that start: what exists then belongs to an earlier one.
+    """The records of one start. Create it before that start: files that already exist belong to an earlier one.
 
     Earlier records are remembered, not removed: ranks of another machine may be writing theirs to the same disk.
     """

@@ -73,8 +73,8 @@ def make_folder(path: Path) -> None:
 def require_output(out: Path, inputs: Iterable[str | Path], also: str = "") -> None:
     """Raise ConfigError if a command cannot write ``out``, and the file with ``also`` appended to that name.
 
-    That is if there is no such folder, or if they would replace a folder, a device, one of ``inputs`` (by whatever
-    name), or a file that training wrote.
+    That is if there is no such folder, or if they would replace a folder, a device, one of ``inputs`` (under any name),
+    or a file that training wrote.
     """
     written = [out, *([out.with_name(out.name + also)] if also else [])]
     written += [temporary_for(path) for path in written]
@@ -118,7 +118,7 @@ def _is_same(path: Path, place: str) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of ``path``. Raises OSError, also if it is no regular file."""
+    """The content of ``path``. Raises OSError, also if it is not a regular file."""
     require_regular_file(path)
     return path.read_bytes()
 

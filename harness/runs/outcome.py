@@ -59,13 +59,13 @@ def judge(
     """The outcome of the run in ``folder``, from ``exits``, the exits of its ranks in the order in which they ended.
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
-    library that aborts after training does no harm. ``stopped``: a user asked for the end, by the signal ``number`` if
-    it is known. ``summary``: the content of summary.json.
+    library that aborts after training does no harm. ``stopped``: a user requested the stop, with the signal ``number``
+    if it is known. ``summary``: the content of summary.json.
 
     The cause of a failure is the first of these that there is:
 
     1. an error of a rank that has a step, or a rank that hung;
-    2. a killed rank, unless a rank that ended before it explains it, or the user asked for the end and no rank failed;
+    2. a killed rank, unless a rank that ended before it explains it, or the user requested the stop and no rank failed;
     3. a lost machine, pod, worker or process;
     4. a rank that lost its peers or its launcher.
 
@@ -115,7 +115,7 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
 
 
 def _without_failure(codes: set[int], stopped: int, folder: str, summary: Mapping[str, Any]) -> RunOutcome:
-    """``stopped``: the exit code of a run that was stopped without a checkpoint; 0: nobody asked for the end."""
+    """``stopped``: the exit code of a run that was stopped without a checkpoint; 0: no stop was requested."""
     code = _code_without_failure(codes, stopped)
     if code == EXIT_DONE:
         best = summary.get("best") or {}
@@ -172,10 +172,10 @@ def _describe(exit: RankExit, first_message: str) -> str:
 
 
 class ExitCollector:
-    """Collects what the ranks of one start leave in their run folder, and concludes on its outcome.
+    """Collects what the ranks of one start leave in their run folder, and determines its outcome.
 
-    To be created before that start: what exists then belongs to an earlier one. ``url``: where the run is kept, if not
-    in ``folder``, which may then be on another machine's disk, or removed. Raises ConfigError if the URL cannot be
+    Create it before that start: files that already exist belong to an earlier one. ``url``: where the run is kept, if
+    not in ``folder``, which may then be on another machine's disk, or removed. Raises ConfigError if the URL cannot be
     read.
     """
 

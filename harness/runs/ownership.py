@@ -1,7 +1,7 @@
-"""Which run folders are the user's own: their config.yaml is one that a start of this user on this machine wrote.
+"""Which run folders are the user's own: those of runs that this user started on this machine, by their config.yaml.
 
-The content decides, not the place: a run may be moved, copied, or be at a URL. A file in the user's cache has the
-SHA-256 of each such configuration. Without that file no run is the user's own, which only costs a ``--trust``.
+The content decides, not the path: a run may be moved, copied, or kept at a URL. A file in the user's cache has the
+SHA-256 of each such configuration. Without that file, no run is the user's own, so every run needs ``--trust``.
 """
 
 from __future__ import annotations

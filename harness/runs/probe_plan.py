@@ -1,6 +1,7 @@
-"""What ``harness verify-resume`` asks of the ranks of one start: where to die, and what to write down.
+"""Instructions of ``harness verify-resume`` for the ranks of one start: where to kill them, and what to record.
 
-A plan is a JSON file that the variable PROBE of the ranks' environment names. ``harness.training.probe`` obeys it.
+A plan is a JSON file that the variable PROBE of the ranks' environment names. ``harness.training.probe`` carries it
+out.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Place = Literal["start", "step", "checkpoint", "best weights", "evaluation", "pr
 class Kill:
     """SIGKILL to the rank that is the first to reach a place.
 
-    step: the first step at which it may die there; any later one serves, too. Starts and uploads have none
-    rank: only this rank dies first. Checkpoints, best weights and uploads are rank 0's
-    everyone: the other ranks die with it; otherwise they notice the loss of a peer
+    step: the first step at which it may be killed there; any later one will do, too. Starts and uploads have none
+    rank: only this rank is killed first. Checkpoints, best weights and uploads are rank 0's
+    everyone: the other ranks are killed, too; otherwise they notice the loss of a peer
     number: 0 cuts a checkpoint in the middle of its data, k > 0 is before its k-th sync or rename. Of an evaluation,
         the predictions or the uploads: the batch or file, from 1
     fraction: how much of the data of a checkpoint is written before the cut
@@ -41,8 +42,8 @@ class Kill:
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """``mark``: the file that a rank writes when it dies. ``observe``: a folder for draws of random numbers and for
-    attributes after the steps ``steps``."""
+    """``mark``: the file that a rank writes just before it is killed. ``observe``: a folder for draws of random numbers
+    and for attributes after the steps ``steps``."""
 
     mark: str = ""
     kill: Kill | None = None

@@ -200,7 +200,7 @@ class RunFolder:
         """Add ``start`` (``harness.runs.provenance``) to ``provenance.json``; return warnings about what has changed
         since the last one."""
         path, starts = self.path / layout.PROVENANCE, []
-        with contextlib.suppress(OSError, ValueError):  # a damaged file is no reason to fail
+        with contextlib.suppress(OSError, ValueError):  # a damaged file must not fail the start
             content = read_json(path)
             starts = [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
         write_atomically(path, json.dumps([*starts, start], indent=1) + "\n")

@@ -37,7 +37,7 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
         )
     if not trust and not ownership.is_own(run):
         require_harmless(run / layout.CONFIG, overrides)
-        overrides = ["data.cache_dir=null", *overrides]  # where files are written is for the user to say
+        overrides = ["data.cache_dir=null", *overrides]  # the user, not the run, decides where files are written
     return loader.load(run / layout.CONFIG, overrides)
 
 

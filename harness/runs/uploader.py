@@ -15,7 +15,7 @@ MAX_FAILURES = 10  # while ``wait`` waits: each may transfer the same part of a 
 
 
 class TakenOver(Exception):
-    """Another start owns the run: nothing more may be uploaded."""
+    """Another start owns the run; do not upload anything more."""
 
 
 class Uploader:

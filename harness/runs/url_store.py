@@ -1,4 +1,4 @@
-"""A store at an fsspec URL (s3://, gs://, file://, memory://), whose errors say what to do."""
+"""A store at an fsspec URL (s3://, gs://, file://, memory://), with errors that show what to do."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class TrialProcess:
     """A started trial. Poll ``ended`` until it returns a result."""
 
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], keep: Sequence[int]) -> None:
-        """``keep``: file descriptors that stay open as long as the trial lives."""
+        """``keep``: file descriptors that stay open as long as the trial runs."""
         self._folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._earlier_failure = identity(folder / layout.FAILURE)

@@ -96,7 +96,7 @@ class Runner:
     # Starting
 
     def _start_what_fits(self) -> None:
-        # A search draws as late as possible, when it knows the most results: only when a trial might fit.
+        # A search draws as late as possible, when the most results are available: only when a trial might fit.
         while not self._slots.full:
             trial = self._waiting.pop(0) if self._waiting else self._study.start_next()
             if trial is None:
@@ -230,7 +230,7 @@ class Runner:
         return self._bystanders | {running.process.pid for running in self._running.values()}
 
     def _stop_all(self) -> None:
-        """Leave no process running, whatever went wrong."""
+        """Leave no process running after any error."""
         for running in self._running.values():
             running.process.stop()
         for running in self._running.values():

@@ -1,4 +1,4 @@
-"""``harness schema``: the JSON Schema of an experiment or a sweep. It lives in the package that knows both files."""
+"""``harness schema``: the JSON Schema of an experiment or a sweep. It is in the package that imports both."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The state of a sweep in Optuna's storage: its trials, their results, and which trial is next.
 
-A trial that was started but did not end keeps that state in the storage, whatever was killed. The next start of the
+A trial that was started but did not end keeps that state in the storage after any kill. The next start of the
 sweep begins with such trials and their settings. All writes are Optuna's transactions. main.py ensures that only one
 process uses the study.
 """

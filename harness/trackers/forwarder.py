@@ -1,4 +1,4 @@
-"""Forwarding of the log to one tracker on a thread of its own: a slow tracker does not delay training."""
+"""Forwarding of the log to one tracker on its own thread: a slow tracker does not delay training."""
 
 from __future__ import annotations
 

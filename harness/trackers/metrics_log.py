@@ -33,7 +33,7 @@ ARTIFACTS = (layout.CONFIG, layout.SUMMARY, layout.CONFUSION, layout.PREDICTIONS
 
 def require(names: Sequence[str]) -> None:
     """Raise ConfigError for the first tracker whose package is not installed, or that is the user's own and cannot be
-    imported or is no tracker."""
+    imported or is not a tracker."""
     for name in names:
         if "." in name:
             found = plugins.find("tracker", name, "trackers")

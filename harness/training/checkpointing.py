@@ -110,9 +110,9 @@ def find(run: Run) -> tuple[Path | None, bool]:
 def restore(run: Run, path: Path) -> None:
     """Restore ``run`` from the checkpoint at ``path``.
 
-    At the same world size it continues bit for bit as if it had not stopped. At another world size, the position in the
-    data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams (dropout)
-    start from new seeds, and batch norm statistics are the mean over the former ranks.
+    At the same world size, it continues bit for bit like an uninterrupted run. At another world size, the position in
+    the data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams
+    (dropout) start from new seeds, and batch norm statistics are the mean over the former ranks.
     """
     content = checkpoint.read(path, mapped=run.parallel.sharded)  # mapped: each rank then reads only its shard
     _check_fit(run, content, path)

@@ -103,7 +103,7 @@ class ExitReporter:
         return exit.exit_code
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
-        """The rank that this one waited for in vain, if this rank can tell, and ``error`` as it is shown."""
+        """The rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
         if not (lost := lost_peer(error)):
             return None, explained(error)
         if (pause_s := watchdog.stalls.pause_s()) > self._runtime.timeout_s / 2:
@@ -130,7 +130,7 @@ class ExitReporter:
             log.error("%s", "".join(exit.traceback).rstrip())
 
     def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> dict[str, Any]:
-        """The launch's first failure, by the store, or by failure.json if the store is gone."""
+        """The launch's first failure, from the store, or from failure.json if the store is closed."""
         known = watchdog.report(exit)
         first = (known or exit).failure()
         written = self._folder.failure(first) if self._folder.claimed else first
@@ -172,7 +172,7 @@ def explained(error: BaseException) -> BaseException:
 
 
 def lost_peer(error: BaseException) -> str:
-    """The message of a collective whose peer is gone; empty for any other error."""
+    """The message of a collective that lost a peer; empty for any other error."""
     text = str(error)
     is_collective = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
     if not is_collective or not any(sign in text for sign in _PEER_GONE):

@@ -1,4 +1,4 @@
-"""Whether a run still learns: finite loss and weights, and steps that update the weights.
+"""Checks that a run still learns: finite loss and weights, and steps that update the weights.
 
 Every decision is made from values that are equal on all ranks, where the host waits for the device anyway: the loss at
 log lines, the weights at checkpoints, the updates at the end of an epoch, the validation loss at evaluations.
@@ -76,7 +76,7 @@ class Health:
     def validation(self, metrics: dict[str, float], state: State) -> None:
         """Check the validation loss. Collective.
 
-        The loss is every metric with "loss" in its name; without one, every metric of which less is better. Other
+        The loss is every metric with "loss" in its name; without one, every metric for which lower is better. Other
         metrics may be infinite or NaN: a perplexity that overflows, an F1 score without positives.
         """
         directions = self.config.task.metrics

@@ -46,7 +46,7 @@ def main(
 ) -> int:
     """Train the experiment of ``path`` as the rank that ``environ`` describes; return the exit code.
 
-    ``parent``: id of the process that started this one. If that is a launcher and dies, this rank ends, too.
+    ``parent``: id of the process that started this one. If that is a launcher and ends, this rank ends, too.
     """
     console.to_terminal(int(rank) if (rank := environ.get("RANK", "0")).isdigit() else 0)
     launch = Launch()  # until the environment is understood; an error in it may concern this rank alone
@@ -68,7 +68,7 @@ def main(
 
 
 def facts(config: Config, device: torch.device) -> list[Facts]:
-    """What every rank must be started with alike. Raises ConfigError."""
+    """The values that must be equal on every rank at the start. Raises ConfigError."""
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
     amp: dict[str, Any] = {"amp": chosen.backend}
     wanted = (config.precision.cast_model_type, config.precision.cast_model_outputs)
@@ -79,8 +79,8 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
 
 
 def fail_early(launch: Launch, error: Exception) -> int:
-    """Report an error before the ranks have met. A HarnessError occurs on every local rank; only local rank 0 prints
-    it."""
+    """Report an error before the ranks have connected. A HarnessError occurs on every local rank; only local rank 0
+    prints it."""
     shown = explained(error)
     exit = RankExit(
         launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
@@ -133,7 +133,7 @@ def wait_for_launcher(launch: Launch, stop: Stop) -> None:
 
     When a machine joins, the launchers restart their ranks one after the other. A launcher whose ranks are gone before
     it signals them counts them as failed. Where no machine can join, waiting would only delay the exit, and the
-    restarted pod of another machine could meet a rank that is about to end.
+    restarted pod of another machine could connect to a rank that is about to end.
     """
     if launch.may_grow and launch.world_size > launch.local_world_size:
         until = time.monotonic() + _LAUNCHER_S

@@ -1,11 +1,11 @@
-"""What ``harness verify-resume`` writes down inside a rank to find why two runs differ.
+"""What ``harness verify-resume`` records inside a rank to find why two runs differ.
 
     draws-RANK-PID.jsonl        a line for each place in the user's code that draws numbers that no checkpoint holds
     changes-RANK-PID.jsonl      attributes of a dataset that changed in a loader process while it loaded a batch
     attributes-RANK-STEP.json   attributes of model, task and optimizer that no state_dict holds, after a step
 
-Python calls a profile function at every call of a C function, which is how a draw is seen whatever name it was imported
-under. It makes a run a few times slower, so only a short run is observed.
+Python calls a profile function at every call of a C function, so it detects a draw under any imported name.
+It makes a run a few times slower, so only a short run is observed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Observer:
             file.write(json.dumps(content) + "\n")
 
     def draw(self, kind: str, function: str, frame: FrameType | None) -> None:
-        """Write down the place in the user's code that led to a call, once."""
+        """Record the place in the user's code that led to a call, once."""
         place = _users_place(frame)
         if place is None or (kind, *place) in self._seen:
             return
@@ -92,7 +92,7 @@ class _Observer:
             self.draw("worker", f"random.{name}", caller)
 
     def numpy(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """A call of a function of numpy.random, which is no C function in the sense of ``profile``."""
+        """A call of a function of numpy.random, which ``profile`` does not report as a C function."""
         if name == "seed":
             self._seeded.add("numpy")
             if not arguments or arguments[0] is None:
@@ -185,7 +185,7 @@ def _watched(observer: _Observer, name: str, function: Any) -> Any:
 
 
 def _users_place(frame: FrameType | None) -> tuple[str, int] | None:
-    """(file, line) of the innermost call in the user's code; None if the harness called without the user."""
+    """(file, line) of the innermost call in the user's code; None if no user code was involved."""
     while frame is not None and not (file := os.path.realpath(frame.f_code.co_filename)).startswith(_HARNESS):
         if _is_users(file):
             return file, frame.f_lineno

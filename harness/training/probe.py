@@ -1,6 +1,6 @@
-"""The part of ``harness verify-resume`` inside a rank: dies at a planned place, by SIGKILL.
+"""The part of ``harness verify-resume`` inside a rank: kills it at a planned place, with SIGKILL.
 
-It replaces functions of the training loop by others that count, so that a run without a plan pays nothing.
+It replaces functions of the training loop by others that count, so that a run without a plan has no overhead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _replace = os.replace  # the real one
 
 
 def arm(path: str, environ: Mapping[str, str], local_rank: int | None, began: float) -> None:
-    """Obey the plan in the file ``path`` from now on. ``began``: time.monotonic() when the process was started."""
+    """Carry out the plan in the file ``path`` from now on. ``began``: time.monotonic() when the process was started."""
     plan = probe_plan.read(path)
     rank = 0
     with suppress(HarnessError):  # which the rank itself reports in a moment
@@ -41,7 +41,7 @@ def arm(path: str, environ: Mapping[str, str], local_rank: int | None, began: fl
 
 
 class _Death:
-    """The end of this process, once, and the mark that tells where."""
+    """Ends this process, once, and writes the mark that records where."""
 
     def __init__(self, kill: Kill, mark: str, rank: int) -> None:
         self.kill, self.mark, self.rank = kill, mark, rank
@@ -55,14 +55,14 @@ class _Death:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def passing(self, step: int, detail: str) -> None:
-        """Count a batch or a file; die at the planned one."""
+        """Count a batch or a file; end at the planned one."""
         if step >= self.kill.step:
             self.passed += 1
             if self.passed >= self.kill.number:
                 self.die(step, f"{detail} {self.passed}")
 
     def follow(self) -> None:
-        """Die as soon as another rank has died."""
+        """End as soon as another rank has been killed."""
         while not os.path.exists(self.mark):
             time.sleep(_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +145,7 @@ def _cut(write: Any, death: _Death) -> Any:
 
 
 def _cut_files(death: _Death, step: int) -> dict[tuple[Any, str], Any]:
-    """Functions that die in the middle of the data, or before the planned sync or rename."""
+    """Functions that end the process in the middle of the data, or before the planned sync or rename."""
     fsync, save, save_file = os.fsync, torch.save, safetensors.torch.save_file
     left = death.kill.number
 

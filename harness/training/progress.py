@@ -153,8 +153,8 @@ class Meter:
         self.rows += rows
 
     def add_skipped(self, mean: Tensor | None, rows: int) -> None:
-        """Count rows of a skipped step. Their loss is left out of the sum, but one that is not finite makes it NaN: no
-        loss scale can cure that. None tolerates it."""
+        """Count rows of a skipped step. Their loss is left out of the sum. A loss that is not finite makes the sum NaN,
+        since no loss scale can fix it; pass None to tolerate it."""
         self.rows_skipped += rows
         if mean is not None:
             self.loss.add_(mean.detach(), alpha=0)

@@ -8,8 +8,8 @@ float64 tensors are never cast.
 Chosen by measurement (``benchmarks/apex_o1_engine.py``; processor time per step on one CPU core, relative to autocast
 alone): these kernels x0.97 on a convolutional network and x1.11 on a small transformer, wrappers in the torch
 namespaces x0.94 and x1.10, a ``TorchFunctionMode`` x0.96 and x1.10. The cost is that of computing norms and gelu in
-float32, not the engine's (about 8 us per listed operation), so reach decides: wrapped namespaces miss every early
-``from torch.nn.functional import ...`` and every call that does not pass through them.
+float32, not the engine's (about 8 us per listed operation), so reach decides: wrapped namespaces miss names that were
+imported before (``from torch.nn.functional import ...``) and calls that bypass them.
 
 There is no weight cache: a weight used twice in one forward is cast twice, and writes to a weight take effect at once.
 (The cache of ``torch.autocast`` lives until its outermost ``with`` ends; left on without one, it would serve stale
@@ -146,7 +146,7 @@ def _is_cast(tensor: Tensor) -> bool:
 
 
 def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make ``Tensor.cpu`` of O1: reduced precision arrives as float32, as numpy wants it (contract 4.1)."""
+    """Make ``Tensor.cpu`` of O1: reduced precision is returned as float32, as numpy requires (contract 4.1)."""
 
     def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return plain(self, *args, **kwargs).float() if _is_cast(self) else plain(self, *args, **kwargs)

@@ -33,7 +33,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Copies(TorchDispatchMode):
-    """Prints a line for each change between floating dtypes under a function that was not asked for one."""
+    """Prints a line for each change between floating dtypes in a function that is not itself a cast."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()

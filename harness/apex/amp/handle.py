@@ -6,8 +6,8 @@
         scaled_loss.backward()
     optimizer.step()
 
-It is O1 under another name: the same casts, scalers and skipped steps. Apex had stopped supporting it before amp was
-removed; here scripts from that time run. There is no weight cache, so the methods that concern one do nothing.
+It is O1 under another name: the same casts, scalers and skipped steps. Apex stopped supporting it before amp was
+removed; scripts from that time run here. There is no weight cache, so the methods that concern one do nothing.
 """
 
 from __future__ import annotations

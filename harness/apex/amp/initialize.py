@@ -1,6 +1,6 @@
 """``amp.initialize`` (contract 1.2) and ``amp.reset``: everything is checked before anything is changed.
 
-Differences from Apex: models may be on the CPU; ``cudnn.enabled=False`` is no error; an O1 in force ends with the next
+Differences from Apex: models may be on the CPU; ``cudnn.enabled=False`` is allowed; an active O1 ends with the next
 ``initialize`` at any level; a model already in Apex's DistributedDataParallel is refused.
 """
 

@@ -3,10 +3,10 @@
 ``param_groups`` holds the masters in place of the parameters, in the same dictionaries and lists. ``amp`` creates them
 at the first use of an optimizer (see ``stash``), ``fp16_utils`` at once.
 
-The model's weights decide. The version counter of a tensor reveals that somebody wrote to it (``load_state_dict``, an
-EMA swap); each element of its master that no longer rounds to the model's element then takes the model's value, and
-the others keep their extra bits. This makes every order of loading right: masters saved with the optimizer survive the
-loading of the rounded weights they belong to, and give way to any others. Writes through ``.data`` go unnoticed.
+The model's weights decide. The version counter of a tensor shows that other code wrote to it (``load_state_dict``, an
+EMA swap); each element of its master that no longer rounds to the model's element then takes the model's value, and the
+others keep their extra bits. This makes every order of loading right: masters saved with the optimizer are kept when
+the matching rounded weights are loaded, and replaced when any others are. Writes through ``.data`` are not detected.
 """
 
 from __future__ import annotations

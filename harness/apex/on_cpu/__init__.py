@@ -1,9 +1,9 @@
 """``--device cpu``: run CUDA calls of a script on the CPU, so that a GPU script can be tried without a GPU.
 
 Each module has a function ``replacements`` that lists the attributes of torch it replaces; ``redirect_cuda`` sets them
-all, and ``harness.apex.uninstall`` restores them. A ``TorchFunctionMode`` would not do: it holds for one thread, misses
-``torch.cuda`` and class constructors, and adds a Python call to every operation. Replaced attributes only slow down
-the calls that can name a device.
+all, and ``harness.apex.uninstall`` restores them. A ``TorchFunctionMode`` would not work: it applies to one thread,
+misses ``torch.cuda`` and class constructors, and adds a Python call to every operation. Replaced attributes only slow
+down the calls that can name a device.
 
 Scripts see CUDA as available and their tensors on it, as ``placement`` describes; torch's own code does not.
 ``torch.device("cuda")`` keeps its name: the CPU is chosen where a device is used. Code compiled by ``torch.jit.script``

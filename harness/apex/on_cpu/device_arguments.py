@@ -253,7 +253,8 @@ def _default_type(original: Any) -> Any:
 
 
 def _device_context(original: Any) -> Any:
-    """``with torch.device(...)`` and ``set_default_device``: torch fills in the CPU, so factories cannot tell."""
+    """``with torch.device(...)`` and ``set_default_device``: torch fills in the CPU, so factory functions do not see
+    the device."""
 
     @functools.wraps(original)
     def __init__(self: Any, device: Any) -> None:

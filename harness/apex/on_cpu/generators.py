@@ -1,8 +1,8 @@
 """CUDA's random generators: one per device index, separate from the CPU's, as under CUDA.
 
 They serve the factory functions that name a CUDA device. All other random operations (dropout, ``x.normal_()``) draw
-from the CPU generator, which seeding CUDA must not disturb once the script has seeded it: ranks that call
-``torch.cuda.manual_seed(rank)`` still expect to draw the same order of the data on the CPU.
+from the CPU generator, which seeding CUDA must not change once the script has seeded it: ranks that call
+``torch.cuda.manual_seed(rank)`` still expect the same data order from the CPU generator.
 """
 
 from __future__ import annotations

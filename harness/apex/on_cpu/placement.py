@@ -1,4 +1,4 @@
-"""Where each tensor is as far as the script can tell: on a CUDA device or on the host.
+"""Where the script sees each tensor: on a CUDA device or on the host.
 
 Under CUDA a move between the two copies, and a second move does not. Scripts depend on both: a data set is normalized
 in place after ``.cuda()``, and ``.cpu()`` takes a snapshot of the weights. So the storage of every tensor that a
@@ -6,7 +6,7 @@ redirected call returns carries its place. A tensor computed from others carries
 every operation. It is moved by copying, which is always safe, and it counts as being on CUDA once the script has put
 something there: nearly everything that a training script computes comes from its model, gradients above all.
 
-Code of torch and of this package gets the truth: all tensors are on the CPU.
+Code of torch and of this package sees that all tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.apex.on_cpu.streams import current_device
 HOST = -1
 _PLACE, _PINNED = "_harness_apex_place", "_harness_apex_pinned"  # attributes of a torch.UntypedStorage
 
-_default: int | None = HOST  # of factory functions; None if it cannot be told
+_default: int | None = HOST  # of factory functions; None if unknown
 _is_used = False  # whether this process has put a tensor on CUDA
 
 
@@ -85,7 +85,7 @@ def recorded(value: Any) -> int | None:
 
 
 def assumed(value: Any) -> int:
-    """The place that a script is told."""
+    """The place that a script sees."""
     place = recorded(value)
     if place is None:
         place = current_device() if _is_used and get_worker_info() is None else HOST
@@ -147,7 +147,7 @@ _TRUE_DEVICE = torch.UntypedStorage.device.__get__
 
 
 def device_of(value: Any) -> torch.device:
-    """The device that a script is told."""
+    """The device that a script sees."""
     return _device(assumed(value))
 
 
@@ -156,7 +156,8 @@ def _device(place: int) -> torch.device:
 
 
 def _answer(original: Any, for_script: Any) -> Any:
-    """A property that tells scripts what follows from the assumed place, and all others what ``original`` does."""
+    """A property that returns the value for the assumed place to scripts, and that of ``original`` to all other
+    code."""
 
     def answer(self: Any) -> Any:
         if is_called_by_torch() or _storage(self) is None:

@@ -108,7 +108,7 @@ def _adam_updates(
 ) -> list[Tensor]:
     """Advance the moments. Returns Adam's updates without ``lr`` as new tensors, 0 where ``skip`` is true."""
     beta1, beta2 = group["betas"]
-    # The kernel only knows averages, with weight 1 - beta1 for the gradient. Without grad_averaging, exp_avg is such
+    # The kernel only computes averages, with weight 1 - beta1 for the gradient. Without grad_averaging, exp_avg is such
     # an average divided by 1 - beta1, so it is rescaled around the call.
     unit = 1.0 if group["grad_averaging"] else 1 - beta1
     spread = unit if skip is None else torch.where(skip, exp_avgs[0].new_ones(()), unit)

@@ -31,7 +31,7 @@ class Reducer:
     Args:
         module_or_grads_list: a module, of which rank 0's parameters and buffers are copied to all ranks now, and
             whose trainable parameters' gradients are averaged; a gradient missing on some ranks counts as zero there,
-            and stays None if no rank has one. Or tensors, in iterables nested at will, averaged in place: the same
+            and stays None if no rank has one. Or tensors, in arbitrarily nested iterables, averaged in place: the same
             number and shapes on every rank. Note that ``zero_grad(set_to_none=True)``, torch's default, leads to new
             gradient tensors; pass the module then.
     """

@@ -31,7 +31,7 @@ from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
 _CLOSE_S = 5.0
-_SILENT_S = 3.0  # before saying what is waited for
+_SILENT_S = 3.0  # before logging what it waits for
 _PAUSE_S = 0.2  # between two attempts to connect
 _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
@@ -128,9 +128,9 @@ def _connect(job: Job, opened: ExitStack) -> Any:
 
 
 def _wait_for_port(address: Any, timeout_s: float) -> None:
-    """Wait until something listens at ``address``, and say so if that takes a while. Raises LaunchError.
+    """Wait until something listens at ``address``, and log it if that takes a while. Raises LaunchError.
 
-    A Client that cannot connect is silent and takes half a minute longer than its timeout to give up.
+    A Client that cannot connect logs nothing and fails half a minute after its timeout.
     """
     host, _, port = str(address).rpartition("://")[2].rpartition(":")
     if not (host and port.isdigit()):

@@ -40,7 +40,7 @@ class JobState:
 
 
 def job_state(number: str) -> JobState | None:
-    """The state of a job; None if Slurm has forgotten it. Raises NoAnswer."""
+    """The state of a job; None if Slurm no longer lists it. Raises NoAnswer."""
     try:
         text = ask("scontrol", "show", "job", "-o", number)
     except NoAnswer as error:
