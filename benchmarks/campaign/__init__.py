@@ -1,4 +1,4 @@
-"""Kills training runs at random moments, lets them finish, and compares each with its unbroken run, bit for bit.
+"""Kills training runs at random moments, lets them finish, and compares each with an uninterrupted run, bit for bit.
 
     make campaign KILLS=1000 JOBS=2 SEED=0        stop it with Ctrl-C; the same command goes on
     make campaign CHAIN=0-17                      repeat chain 17 of seed 0, with its files in build/campaign/one

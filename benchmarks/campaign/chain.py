@@ -1,4 +1,4 @@
-"""Runs one chain: the unbroken run, the kills, the last start, and the verdict."""
+"""Runs one chain: the uninterrupted run, the kills, the last start, and the verdict."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class _Runner:
         unbroken, broken = self._config("unbroken"), self._config("broken")
         whole = Job(unbroken, "bare", chain.world_size, None).run()
         if not whole.done:
-            self.problem("failed", f"the unbroken run: {self._codes(None, whole)}; see {unbroken.parent}/terminal.txt")
+            self.problem(
+                "failed", f"the uninterrupted run: {self._codes(None, whole)}; see {unbroken.parent}/terminal.txt"
+            )
             return
         is_hit = True
         for kill in plan.kills(chain, whole.counts):

@@ -64,7 +64,7 @@ class Job:
         self._codes: dict[int, int] = {}
 
     def run(self) -> End:
-        """Start the ranks, and wait until every process is gone. No process is left when it returns."""
+        """Start the ranks, and wait until every process has ended. No process is left when it returns."""
         processes.adopt_orphans()
         started = time.monotonic()
         # Loader workers have sockets there, whose paths must be short; a killed one leaves them.

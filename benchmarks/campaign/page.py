@@ -13,10 +13,11 @@ _HEADER = ["chains", "kills", "wrong bits", "hangs", "stray files", "wrong exit 
 _OF_KILLS = ("signal", "target", "place", "operation")
 
 _EXPLANATION = """\
-A chain is one configuration that is killed up to six times and then finished. It is compared with its unbroken run, bit
-for bit, by `harness.compare.exactness` and by digests that share no code with it: weights, optimizer, loss scale,
-moving average, random streams, position, log, summary, predictions. A stray file is any file that the unbroken run does
-not leave. An end is the time from the signal until the last process is gone, loader workers included; 30 s are allowed.
+A chain is one configuration that is killed up to six times and then finished. It is compared with an uninterrupted
+run, bit for bit, by `harness.compare.exactness` and by digests that share no code with it: weights, optimizer, loss
+scale, moving average, random streams, position, log, summary, predictions. A stray file is any file that the
+uninterrupted run does not leave. An end is the time from the signal until the last process has exited, including loader
+workers; 30 s are allowed.
 Operations are counted in the rank that is hit; a write that is hit is torn. Ranks of the engine `bare` are forked from
 a process that has imported torch, and find their place in the environment (RANK, WORLD_SIZE)."""
 

@@ -120,7 +120,7 @@ def _task(
 
 
 def kills(chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> list[Kill]:
-    """The kills of ``chain``, one per start. ``counts``: {rank: {place: operations}} of the unbroken run."""
+    """The kills of ``chain``, one per start. ``counts``: {rank: {place: operations}} of the uninterrupted run."""
     dice = random.Random(f"kills {chain.name}")
     drawn = [_kill(dice, chain, counts) for _ in range(chain.num_kills)]
     return sorted(drawn, key=lambda kill: kill.place == "end")  # a run that has reached its end has no steps left

@@ -1,4 +1,4 @@
-"""Compares a run that was killed with its unbroken run: the bits, the files, and the exit codes."""
+"""Compares a run that was killed with an uninterrupted run: the bits, the files, and the exit codes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def wrong_bits(unbroken: dict[str, str], broken: dict[str, str]) -> list[str]:
 
 
 def stray_files(unbroken: Path, broken: Path, keep: int) -> list[str]:
-    """Files in the folder ``broken`` that the unbroken run did not leave, and files that are missing. The
+    """Files in the folder ``broken`` that the uninterrupted run did not leave, and files that are missing. The
     kept checkpoints may be of other steps, but not more: the newest ``keep`` and the best."""
     expected, found = _names(unbroken), _names(broken)
     steps = {path.parent for path in broken.rglob("checkpoints/step-*/*")}

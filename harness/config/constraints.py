@@ -41,13 +41,13 @@ def _batch(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("batch.global", "batch.per_rank"),
             f"set exactly one of batch.global and batch.per_rank; {seen}",
-            "for example batch.global=128 (examples per step over all ranks)",
+            "for example batch.global=128 (rows per step over all ranks)",
         )
     size = batch.global_ or batch.per_rank
     if size is not None and size % batch.accumulate:
         yield Conflict(
             ("batch.global", "batch.per_rank", "batch.accumulate"),
-            f"{size} examples cannot be split into {batch.accumulate} equal micro-batches",
+            f"{size} rows cannot be split into {batch.accumulate} equal micro-batches",
             f"make the batch a multiple of batch.accumulate, for example {size + -size % batch.accumulate}",
         )
 

@@ -61,13 +61,13 @@ class ModelSection(Section):
 
 class BatchSection(Section):
     global_: Positive | None = Field(default=None, alias="global")
-    """Examples per optimizer step over all ranks. Set either this or per_rank."""
+    """Rows per optimizer step over all ranks. Set either this or per_rank."""
     per_rank: Positive | None = None
-    """Examples per optimizer step on each rank; the global batch then grows with the number of ranks."""
+    """Rows per optimizer step on each rank; the global batch then grows with the number of ranks."""
     accumulate: Positive = 1
     """Micro-batches per step on each rank. More micro-batches need less memory; the batch size stays the same."""
     eval_per_rank: Positive | None = None
-    """Examples per evaluation batch on each rank; null: as many as in a training micro-batch."""
+    """Rows per evaluation batch on each rank; null: as many as in a training micro-batch."""
 
     def misfit(self, world_size: int) -> tuple[str, str] | None:
         """(reason, hint) if the global batch cannot be divided among ``world_size`` ranks, else None."""
@@ -77,7 +77,7 @@ class BatchSection(Section):
         down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
         split = f" with {self.accumulate} micro-batches each" if self.accumulate > 1 else ""
         return (
-            f"{self.global_} examples cannot be divided among {world_size} ranks{split}",
+            f"{self.global_} rows cannot be divided among {world_size} ranks{split}",
             f"use {f'batch.global={down} or ' if down else ''}batch.global={up}",
         )
 
@@ -164,7 +164,7 @@ class ParallelSection(Section):
     reduction with the backward pass.
     """
     sync_batchnorm: bool = False
-    """For ddp and fsdp: compute batch norm statistics over the examples of all ranks."""
+    """For ddp and fsdp: compute batch norm statistics over the rows of all ranks."""
 
 
 class TrainSection(Section):
@@ -177,7 +177,7 @@ class TrainSection(Section):
     clipping.
     """
     log_every: Positive = 10
-    """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all examples since the last line.
+    """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all rows since the last line.
     """
     deterministic: bool = True
     """Use only deterministic algorithms, which bitwise resume on a GPU needs."""
@@ -230,7 +230,7 @@ class Config(Section):
     model: ModelSection = ModelSection()
     """The model and its arguments."""
     batch: BatchSection = BatchSection()
-    """Examples per step."""
+    """Rows per step."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer and its learning rate."""
     schedule: ScheduleSection = ScheduleSection()

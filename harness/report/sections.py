@@ -66,7 +66,7 @@ def _curves(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list
         summary = f"Training loss or learning rate, {amount}; the table below has the numbers."
         curves.append(Chart("training", "Training", summary, [], {}, header, rows, height=360))
     if any(_scale_changed(line.first) for line in lines):
-        header = ["run", "smallest loss scale", "largest loss scale", "skipped steps", "examples in them", "steps"]
+        header = ["run", "smallest loss scale", "largest loss scale", "skipped steps", "rows in them", "steps"]
         rows = [
             [line.label, *(formatting.count(side) for side in run.history.loss_scales or (None, None)),
              formatting.count(run.history.skipped), formatting.count(run.history.samples_skipped),

@@ -17,8 +17,8 @@ FSDP = {"strategy": "fsdp"}
 CASES = {
     "no batch": ({"batch": {}}, ["batch.global"], "neither is set", "batch.global=128"),
     "two batches": ({"batch": {"global": 8, "per_rank": 4}}, ["batch.global"], "both are set", "batch.global=128"),
-    "uneven micro-batches": ({"batch": {"global": 10, "accumulate": 4}}, ["batch.global"], "10 examples", "12"),
-    "uneven micro-batches per rank": ({"batch": {"per_rank": 3, "accumulate": 2}}, ["batch.global"], "3 examples", "4"),
+    "uneven micro-batches": ({"batch": {"global": 10, "accumulate": 4}}, ["batch.global"], "10 rows", "12"),
+    "uneven micro-batches per rank": ({"batch": {"per_rank": 3, "accumulate": 2}}, ["batch.global"], "3 rows", "4"),
     "scaling without base": ({"optimizer": {"lr_scaling": "linear"}}, ["optimizer.lr_scaling"], "together", "set both"),
     "base without scaling": ({"optimizer": {"lr_base_batch": 8}}, ["optimizer.lr_scaling"], "together", "neither"),
     "rate set twice": ({"optimizer": {"args": {"lr": 1.0}}}, ["optimizer.args"], "its own setting", "set optimizer"),

@@ -90,7 +90,7 @@ def test_a_start_that_is_refused_moves_no_earlier_run(tmp_path, data):
     assert_reported_once(
         ended,
         EXIT_USAGE,
-        "batch.global: 7 examples cannot be divided among 2 ranks\n",
+        "batch.global: 7 rows cannot be divided among 2 ranks\n",
         "use batch.global=6 or batch.global=8",
     )
     assert sorted(path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()) == ["run"]

@@ -52,7 +52,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
     expected = {
         1: "name: ",
         2: "baze: unknown key; did you mean base?",
-        4: "space.optimizer.lr: it should be a valid list (found: 0.1)",
+        4: "space.optimizer.lr: it should be a list (found: 0.1)",
         5: "space.seed.hihg: unknown key",
         6: "parallel: it should be greater than or equal to 1 (found: 0)",
         7: "sampler: 'tpee' is not allowed; use 'grid'",
@@ -122,7 +122,7 @@ def test_batch_that_ranks_cannot_share_and_machine_that_is_too_small(tmp_path):
     )
     assert "2 problems in the sweep; nothing was started" in message
     assert "this machine cannot run [launch.nproc=4 batch.global=6]: it needs 4 cores" in message
-    assert "6 examples cannot be divided among 4 ranks" in message
+    assert "6 rows cannot be divided among 4 ranks" in message
 
 
 def test_incomparable_trials_are_refused_with_a_remedy(tmp_path):

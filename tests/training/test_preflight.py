@@ -45,7 +45,7 @@ def test_independent_errors_are_reported_together(folder):
     text = "\n".join(str(problem) for problem in problems)
     for words in (
         "precision.backend=apex, but",
-        "4 examples cannot be divided among 3 ranks",
+        "4 rows cannot be divided among 3 ranks",
         "use batch.global=3 or batch.global=6",
         "unknown model 'small_cnm'",
         "unknown optimizer 'adamm'",
