@@ -71,7 +71,7 @@ def test_values_of_a_stranger_are_used(folder):
         ({"optimizer": {"name": "strange.Net"}}, "optimizer.name: imports strange.Net"),
         ({"model": {"name": "torch._strange.Net"}}, "model.name: imports torch._strange.Net"),
         ({"model": {"name": "subprocess.Popen", "args": {"args": ["touch", "imported"]}}}, "subprocess.Popen"),
-        ({"name": "${oc.env:SECRET}"}, "name: ${oc.env:SECRET} is filled in from elsewhere"),
+        ({"name": "${oc.env:SECRET}"}, "name: ${oc.env:SECRET} reads a value from outside this file"),
         ({"task": {"train_csv": ["${oc.env:SECRET}"]}}, "task.train_csv: "),
         ({"extends": "/etc/passwd"}, "extends: reads /etc/passwd"),
     ],

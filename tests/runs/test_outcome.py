@@ -45,7 +45,7 @@ def hung(rank):
 
 # Of a rank whose process has ended, as another rank has published it.
 GONE_1 = RankExit(1, Cause.NODE_LOST, 70, step=6, error="Lost", message="its process 9 ended")
-LATE_1 = RankExit(1, Cause.PEER_LOST, -signal.SIGKILL, message="killed by its launcher, since ...")
+LATE_1 = RankExit(1, Cause.PEER_LOST, -signal.SIGKILL, message="killed by its launcher: ...")
 LOST, LOST_1 = RankExit.lost("the node is gone"), RankExit.lost("the node is gone", 1)
 LAUNCHER_LOST = own(0, Cause.LAUNCHER_LOST)
 KILL = -signal.SIGKILL
