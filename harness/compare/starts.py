@@ -18,7 +18,7 @@ from harness.runs.files import is_url
 from harness.runs.probe_plan import PROBE, ProbePlan
 
 LONG_EPOCH, FEW_STEPS = 60, 24  # an epoch of more steps is not trained to its end unless --steps asks for it
-_CHECKPOINTS = 7  # in a shortened run, besides those at the ends of epochs
+_CHECKPOINTS = 7  # in a shortened run, in addition to those at the ends of epochs
 _LIMIT_S = 300.0  # for a start, on top of ten times what the uninterrupted run took
 _GRACE_S = 60.0
 _TAIL_LINES = 25

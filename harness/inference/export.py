@@ -155,7 +155,7 @@ def _compare(subject: Exported, load: Callable[[Tensor], Tensor], kind: str) -> 
             raise HarnessError(f"the exported file returns {tuple(found.shape)}, not {tuple(expected.shape)}")
         scale = max(1.0, expected.abs().max().item())
         worst = max(worst, (found - expected).abs().max().item() / scale)
-    if not worst <= TOLERANCE[kind]:  # also if it is NaN
+    if not worst <= TOLERANCE[kind]:  # true for NaN, too
         raise HarnessError(
             f"the outputs of the exported file differ by {worst:.2g} on real rows (allowed: {TOLERANCE[kind]:g})",
             hint="nothing was written; --format safetensors stores the exact weights",

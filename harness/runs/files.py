@@ -27,7 +27,8 @@ def temporary_for(path: Path) -> Path:
 def commit(temporary: Path, path: Path) -> None:
     """Move a complete file or folder to its final name, durably: the data first, then the rename.
 
-    A reader finds the old content or the new, also after a power cut. The files inside a folder must be synced already.
+    A reader finds either the old content or the new, even after a power cut. The files inside a folder must be synced
+    already.
     """
     _sync(temporary)
     os.replace(temporary, path)
@@ -118,7 +119,7 @@ def _is_same(path: Path, place: str) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of ``path``. Raises OSError, also if it is not a regular file."""
+    """The content of ``path``. Raises OSError if it cannot be read or is not a regular file."""
     require_regular_file(path)
     return path.read_bytes()
 
@@ -134,7 +135,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As json.loads, but raises ValueError also for text that is nested too deeply."""
+    """Like json.loads, but text that is nested too deeply raises ValueError, too."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl`` into a table, also where lines are damaged or the last one is incomplete."""
+"""Reads ``metrics.jsonl`` into a table, even if lines are damaged or the last one is incomplete."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class ExitCollector:
 
     def _fetch(self) -> bool:
         """Fetch the ranks' records from the URL. False if this start has not written there, or if a later start has
-        taken the run over, as far as this machine has its own ``start.json``."""
+        taken the run over, according to this machine's ``start.json``, if there is one."""
         if self._url is None:
             return False
         try:

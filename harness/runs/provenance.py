@@ -210,7 +210,7 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _identity(start: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides on a result, by name, as far as ``start`` has it: an older version recorded less."""
+    """The values that determine a result, by name, if ``start`` has them: an older version recorded fewer."""
     harness, packages, own = (_dict(start.get(key)) for key in ("harness", "packages", "own_code"))
     found = {"harness": harness.get("version"), "code of harness": harness.get("source"), "amp": start.get("amp")}
     found |= {name: packages.get(name) for name in _COMPARED} | {"Python": start.get("python")}

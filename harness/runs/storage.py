@@ -1,7 +1,7 @@
 """Stores of files, and the order in which a run is copied between two of them.
 
 A store reads and writes files by name, such as "checkpoints/step-8/state.pt"; a file is there completely or not at all.
-Here is the store for a local folder; ``harness.runs.url_store`` has the one for fsspec URLs.
+This module has the store for a local folder; ``harness.runs.url_store`` has the one for fsspec URLs.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Meter:
             self.loss.add_(mean.detach(), alpha=0)
 
     def spent_s(self) -> dict[str, float]:
-        """Seconds of this rank by phase. The time between steps is ``data`` as far as the host waited for data, and
+        """Seconds of this rank by phase. The time between steps is ``data`` while the host waited for data, and
         ``host`` otherwise: the loop, log lines, checkpoints. On CUDA, steps are timed on the stream."""
         steps = self.timer.spent_s
         between = max(0.0, self.time_s - sum(steps.values()))

@@ -2,7 +2,7 @@
 
 The engine is ``torch.autocast``, left on from one ``initialize`` to the next, plus Apex's lists: where a device's
 autocast rules differ, a kernel under its autocast dispatch key casts (see ``cast_kernels``). So the dtypes are Apex's
-on every device, however an operation is reached (function, method, module, C++), and also under ``torch.compile``.
+on every device, no matter how an operation is called (function, method, module, C++), even under ``torch.compile``.
 float64 tensors are never cast.
 
 Chosen by measurement (``benchmarks/apex_o1_engine.py``; processor time per step on one CPU core, relative to autocast
@@ -47,7 +47,7 @@ class CastEngine:
 
     @property
     def active(self) -> bool:
-        """True while O1 or O4 is in force, also inside ``disable_casts``."""
+        """True while O1 or O4 is active, even inside ``disable_casts``."""
         return self.dtype is not None
 
     @property
@@ -119,7 +119,8 @@ os.register_at_fork(after_in_child=_start_child_without_casts)
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Context in which operations run in the dtype of their arguments. Nests, and ends also when its body raises."""
+    """Context in which operations run in the dtype of their arguments. Can be nested, and ends even if its body
+    raises."""
     before = {device_type: torch.is_autocast_enabled(device_type) for device_type in engine.device_types}
     for device_type in before:
         torch.set_autocast_enabled(device_type, False)

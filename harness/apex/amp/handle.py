@@ -90,7 +90,7 @@ class NoOpHandle:
 
 
 class AmpHandle(NoOpHandle):
-    """The handle of casts in force, until ``_deactivate`` or the next ``init`` or ``initialize``."""
+    """The handle of active casts, until ``_deactivate`` or the next ``init`` or ``initialize``."""
 
     def __init__(self, loss_scale: LossScale = "dynamic", verbose: bool = False) -> None:
         self.verbose = verbose

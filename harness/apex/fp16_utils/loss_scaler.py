@@ -1,7 +1,7 @@
 """The static and the dynamic loss scaler of ``fp16_utils``. ``amp`` has its own, with other constants.
 
 Their attributes are plain numbers under Apex's names, so the scaler objects that Apex saved can be read:
-``torch.load`` accepts them, also with ``weights_only=True``.
+``torch.load`` accepts them, even with ``weights_only=True``.
 """
 
 from __future__ import annotations

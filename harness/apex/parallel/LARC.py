@@ -4,7 +4,7 @@ Old scripts write ``from apex.parallel.LARC import LARC`` and also ``from apex.p
 module. So the module can be used as the class: called, in ``isinstance``, as a base class.
 
 Differences from Apex: LARC is a torch optimizer, so learning-rate schedulers accept it; ``step`` takes a closure;
-weight decay is restored also when ``step`` raises; norms of half-precision tensors are computed in float32.
+weight decay is restored even if ``step`` raises; norms of half-precision tensors are computed in float32.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class BackwardReducer:
 
     ``message_size``: minimum number of elements in a bucket, unless ``triggers`` mark where buckets end. ``overlap``:
     send a bucket as soon as it is full, else all at the end of the pass. While ``enabled`` is False gradients
-    accumulate locally (``holds_local``); the next enabled backward pass reduces them, also where amp has set them
+    accumulate locally (``holds_local``); the next enabled backward pass reduces them, even where amp has set them
     aside.
     """
 
