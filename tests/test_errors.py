@@ -70,7 +70,7 @@ def test_other_errors_have_their_own_text():
 
 def test_exit_codes_differ():
     codes = [getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")]
-    assert sorted(codes) == [0, 2, 65, 70, 75, 130]
+    assert sorted(codes) == [0, 2, 65, 70, 75]
 
 
 def test_first_line_of_another_librarys_error():

@@ -152,7 +152,7 @@ class LaunchSection(Section):
     interface: str | None = None
     """Network interface for communication between ranks, such as eth0; null: the one that reaches rank 0's machine."""
     rendezvous: (
-        Annotated[str, Matching(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}", "write HOST:PORT, such as node1:29500")]
+        Annotated[str, Matching(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}", "write HOST:PORT, such as node1:29400")]
         | None
     ) = None
     """For torchrun: HOST:PORT of the first machine, where all machines meet; null: one machine."""

@@ -24,10 +24,10 @@ class EngineReport:
     """The rank exits that the engine saw, in the order in which they ended. Ranks that it cannot observe are absent."""
     stopped: bool = False
     """A user or a scheduler requested the stop."""
-    signal: int = 0
-    """The signal of that request to this process; 0: none."""
     world_size: int | None = None
     """Ranks of the last start, if that differs from the requested number."""
+    signal: int = 0
+    """The signal by which this process was asked to stop; 0: none."""
 
 
 class LaunchedRun(Protocol):

@@ -56,6 +56,9 @@ def step_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+OF_RANKS = "rank-*"  # in LOGS: logs and exit records
+
+
 def rank_log(rank: int) -> str:
     """The log of ``rank``, inside LOGS."""
     return f"rank-{rank}.log"

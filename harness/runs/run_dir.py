@@ -114,7 +114,7 @@ class RunFolder:
         """Raise ConfigError if a name that this start will write to, or read from, is taken by something else."""
         files = sorted(layout.OF_TRAINING - {layout.CHECKPOINTS})
         inside = [f"{layout.CHECKPOINTS}/{layout.LATEST}", f"{layout.CHECKPOINTS}/{layout.BEST}"]
-        for path in [*(self.path / name for name in (*files, *inside)), *self.logs.glob("rank-*")]:
+        for path in [*(self.path / name for name in (*files, *inside)), *self.logs.glob(layout.OF_RANKS)]:
             try:
                 require_regular_file(path)
             except (FileNotFoundError, NotADirectoryError) as error:

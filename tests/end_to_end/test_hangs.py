@@ -124,10 +124,12 @@ def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, d
     ranks = drivers(2, ["-c", str(config)], terminal)
     try:
         wait_for_steps(run_folder(config), 2)
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for process, _ in ranks:
-                os.kill(process.pid, number)
-                time.sleep(TIMEOUT_S if number == signal.SIGSTOP else 1)
+        for process, _ in ranks:
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(TIMEOUT_S + 1)
+        for process, _ in ranks:
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(1)
     finally:
         codes = wait_for(ranks, END_S)
     assert codes == [EXIT_FAILURE] * 2

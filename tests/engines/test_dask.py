@@ -303,7 +303,7 @@ def test_what_a_resume_needs_is_sent(apart, tmp_path):
     newest = {"checkpoints/step-30/state.pt", "checkpoints/step-30/manifest.json", "checkpoints/latest"}
     best = {"checkpoints/step-20/state.pt", "checkpoints/step-20/manifest.json", "checkpoints/best"}
     assert names(second) == {*newest, "logs/rank-1.log"}
-    assert names(first) == {*newest, *best, "metrics.jsonl", "events/a", "logs/rank-0.log"}
+    assert names(first) == {*newest, *best, "metrics.jsonl", "config.yaml", "events/a", "logs/rank-0.log"}
     assert Checkpoints(first / "checkpoints", 2).newest().name == "step-30"
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from harness.apex import amp
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, TrainingError
@@ -52,6 +53,12 @@ class Spoiled(nn.Module):
         elif self.how == "large gradients":  # finite once the loss scale has fallen
             logits.register_hook(lambda gradient: torch.where(gradient.abs().max() > 1, torch.inf, gradient))
         return logits
+
+
+@pytest.fixture(autouse=True)
+def fresh_amp():
+    yield
+    amp.reset()  # O1 would cast in later tests of this process
 
 
 @pytest.fixture

@@ -60,7 +60,6 @@ def _learned(facts: dict[str, Any]) -> tuple[tuple[str | int, ...], tuple[int, .
     ):  # fmt: skip
         raise ConfigError(
             "the run's task.json does not hold the classes and the image size of the training data",
-            where="task.json",
             hint="start the run again to write the file: harness train -c RUN/config.yaml",
         )
     return tuple(classes), tuple(size)
