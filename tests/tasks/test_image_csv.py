@@ -210,7 +210,7 @@ def test_crop_padding_shifts_in_every_direction(folder):
 def test_damaged_facts_of_the_training_data(folder, facts):
     task = make_config(folder).task
     with pytest.raises(
-        ConfigError, match="task.json: the run's task.json does not hold the classes and the image size"
+        ConfigError, match="the run's task.json does not hold the classes and the image size"
     ):
         task.open_new(facts, str(folder / "eval.csv"), folder / "cache")
 
