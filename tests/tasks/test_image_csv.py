@@ -209,9 +209,7 @@ def test_crop_padding_shifts_in_every_direction(folder):
 )  # fmt: skip
 def test_damaged_facts_of_the_training_data(folder, facts):
     task = make_config(folder).task
-    with pytest.raises(
-        ConfigError, match="the run's task.json does not hold the classes and the image size"
-    ):
+    with pytest.raises(ConfigError, match="the run's task.json does not hold the classes and the image size"):
         task.open_new(facts, str(folder / "eval.csv"), folder / "cache")
 
 
