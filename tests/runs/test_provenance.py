@@ -16,7 +16,9 @@ from harness.runs import provenance
 from harness.version import __version__
 from tests.fixtures import settings, write_yaml
 
-SOON = time.monotonic() + 600
+
+def soon() -> float:
+    return time.monotonic() + 600
 
 
 def git(folder, *words):
@@ -76,8 +78,8 @@ def test_a_repository_that_does_not_hold_the_code_does_not_count(tmp_path):
     git(tmp_path, "commit", "-m", "first")
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "own.py").write_text("")
-    assert provenance.commit(tmp_path, SOON)
-    assert provenance.commit(tmp_path / "venv", SOON, [tmp_path / "venv" / "own.py"]) is None
+    assert provenance.commit(tmp_path, soon())
+    assert provenance.commit(tmp_path / "venv", soon(), [tmp_path / "venv" / "own.py"]) is None
 
 
 SCRIPTS = {"absent": None, "hangs": "sleep 60", "refuses": "echo 'fatal: dubious ownership' >&2; exit 128"}
