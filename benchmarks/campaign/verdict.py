@@ -105,10 +105,10 @@ def wrong_codes(chain: Chain, kill: Kill | None, end: End) -> str:
 def _allowed(chain: Chain, kill: Kill, end: End) -> set[int]:
     early = kill.place == "start-up"
     if kill.signal in (signal.SIGKILL, signal.SIGSTOP):
+        done = {0} if kill.place == "end" or kill.delay_s else set()
         if chain.engine != "bare":
             # torch's launcher exits with 1 for a rank that failed.
-            return {_KILLED} if kill.target == "launcher" else {0, 1, _LOST}
-        done = {0} if kill.place == "end" or kill.delay_s else set()
+            return {_KILLED, *done} if kill.target == "launcher" else {0, 1, _LOST}
         return {_KILLED, *done, *({_LOST} if chain.world_size > 1 else ())}
     allowed = {0, _STOPPED}
     if early:
