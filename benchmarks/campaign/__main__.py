@@ -104,7 +104,7 @@ def _all(folder: Path, seed: int, num_kills: int, num_jobs: int) -> bool:
                 number += 1
             if running:
                 pid, status = os.wait()
-                _say(folder, running.pop(pid), status)
+                _print_result(folder, running.pop(pid), status)
     except KeyboardInterrupt:
         return True
     finally:
@@ -130,7 +130,7 @@ def _forked(work: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def _say(folder: Path, number: int, status: int) -> None:
+def _print_result(folder: Path, number: int, status: int) -> None:
     """Print one line about a chain that ended."""
     path = chain.result_path(folder, number)
     if not path.exists():

@@ -50,29 +50,27 @@ class Chain:
 
 def chain(seed: int, number: int) -> Chain:
     """Chain ``number`` of ``seed``."""
-    dice = random.Random(f"campaign {seed} {number}")
-    strategy, world_size = dice.choice(_WAYS)
-    level = dice.choice(["O0", "O1", "O4"] if strategy == "fsdp" else ["O0", "O1", "O2", "O3", "O4", "O5"])
-    launched = dice.random() < LAUNCHED
+    rng = random.Random(f"campaign {seed} {number}")
+    strategy, world_size = rng.choice(_WAYS)
+    level = rng.choice(["O0", "O1", "O4"] if strategy == "fsdp" else ["O0", "O1", "O2", "O3", "O4", "O5"])
+    launched = rng.random() < LAUNCHED
     engine = (
-        dice.choice(["harness launch", "harness launch", "torchrun", "torch.distributed.launch"])
-        if launched
-        else "bare"
+        rng.choice(["harness launch", "harness launch", "torchrun", "torch.distributed.launch"]) if launched else "bare"
     )
     if launched and world_size == 3:
         world_size = 2
-    overlapped = strategy == "ddp" and dice.random() < 0.5
-    shard = dice.choice(["contiguous", "strided", "global"])
-    accumulate = dice.choice([1, 1, 2])
-    train: dict[str, Any] = {"epochs": 3, "log_every": dice.choice([1, 3])}
-    if ema := dice.random() < 0.4:
+    overlapped = strategy == "ddp" and rng.random() < 0.5
+    shard = rng.choice(["contiguous", "strided", "global"])
+    accumulate = rng.choice([1, 1, 2])
+    train: dict[str, Any] = {"epochs": 3, "log_every": rng.choice([1, 3])}
+    if ema := rng.random() < 0.4:
         train["ema_decay"] = 0.9
-    if clip := dice.random() < 0.4:
+    if clip := rng.random() < 0.4:
         train["clip_norm"] = 1.0
-    workers = dice.choice([0, 0, 0, 1])
-    at_url = dice.random() < 0.15
-    name, task, model, options = _task(dice, strategy, level)
-    every = dice.choice([None, 1, 2, 3])
+    workers = rng.choice([0, 0, 0, 1])
+    at_url = rng.random() < 0.15
+    name, task, model, options = _task(rng, strategy, level)
+    every = rng.choice([None, 1, 2, 3])
     sgd, adam = {"name": "sgd", "lr": 0.05, "momentum": 0.9}, {"name": "adam", "lr": 0.003}
     sections = {
         "seed": number,
@@ -80,12 +78,12 @@ def chain(seed: int, number: int) -> Chain:
         "model": model,
         "data": {"num_workers": workers, "shard": shard},
         "batch": {"global": 12, "accumulate": accumulate},
-        "optimizer": adam if dice.random() < 0.5 and level != "O3" else sgd,  # Adam's epsilon is 0 in float16
-        "schedule": dice.choice([{"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}]),
+        "optimizer": adam if rng.random() < 0.5 and level != "O3" else sgd,  # Adam's epsilon is 0 in float16
+        "schedule": rng.choice([{"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}]),
         "precision": {"opt_level": level},
         "parallel": {"strategy": strategy, "delay_allreduce": not overlapped},
         "train": train,
-        "checkpoint": {"every_steps": every, "keep": dice.choice([1, 2])},
+        "checkpoint": {"every_steps": every, "keep": rng.choice([1, 2])},
     }
     options |= {"moving average": ema, "clipping": clip, "micro-batches": accumulate > 1, "loader worker": workers > 0}
     kind = f"ddp, {'overlapped' if overlapped else 'delayed'}" if strategy == "ddp" else strategy
@@ -95,20 +93,18 @@ def chain(seed: int, number: int) -> Chain:
         "checkpoint every": f"{every} steps" if every else "epoch",
         "option": ",".join(option for option, on in options.items() if on) or "none",
     }  # fmt: skip
-    num_kills = dice.randint(3, 4) if launched else dice.randint(4, 6)
+    num_kills = rng.randint(3, 4) if launched else rng.randint(4, 6)
     return Chain(f"{seed}-{number}", engine, world_size, num_kills, sections, at_url, traits)
 
 
-def _task(
-    dice: random.Random, strategy: str, level: str
-) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, bool]]:
+def _task(rng: random.Random, strategy: str, level: str) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, bool]]:
     """(name, section task, section model, which options they use)."""
-    if dice.random() < 0.3:
+    if rng.random() < 0.3:
         task = {"name": "pet_names", "names": "DATA/names.txt", "rows": "names"}
-        dropout = dice.choice([0.0, 0.2])
+        dropout = rng.choice([0.0, 0.2])
         args = {"embedding": 8, "hidden": 8, "num_layers": 2, "dropout": dropout}
         return "pet_names", task, {"name": "char_gru", "args": args}, {"dropout": dropout > 0}
-    augment, dropout, norm = dice.random() < 0.5, dice.choice([0.0, 0.2]), dice.random() < 0.5
+    augment, dropout, norm = rng.random() < 0.5, rng.choice([0.0, 0.2]), rng.random() < 0.5
     images: dict[str, Any] = {
         "name": "image_csv", "train_csv": "DATA/train.csv", "eval_csv": "DATA/eval.csv", "root": "DATA",
         "color": "gray",
@@ -121,32 +117,32 @@ def _task(
 
 def kills(chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> list[Kill]:
     """The kills of ``chain``, one per start. ``counts``: {rank: {place: operations}} of the uninterrupted run."""
-    dice = random.Random(f"kills {chain.name}")
-    drawn = [_kill(dice, chain, counts) for _ in range(chain.num_kills)]
+    rng = random.Random(f"kills {chain.name}")
+    drawn = [_kill(rng, chain, counts) for _ in range(chain.num_kills)]
     return sorted(drawn, key=lambda kill: kill.place == "end")  # a run that has reached its end has no steps left
 
 
-def _kill(dice: random.Random, chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> Kill:
-    rank = dice.choices(range(chain.world_size), [2.0] + [1.0] * (chain.world_size - 1))[0]
+def _kill(rng: random.Random, chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> Kill:
+    rank = rng.choices(range(chain.world_size), [2.0] + [1.0] * (chain.world_size - 1))[0]
     weights = {"start-up": 2, "step": 4, "checkpoint": 4, "evaluation": 2, "end": 2, "upload": 3}
     places = [place for place in weights if counts[rank].get(place)]
-    place = dice.choices(places, [weights[place] for place in places])[0]
+    place = rng.choices(places, [weights[place] for place in places])[0]
     # The run must not end before its last kill.
     share = 1.0 if place in OF_EVERY_START else 0.8 / chain.num_kills
-    number = dice.randint(1, max(1, round(share * counts[rank][place])))
-    how, target = dice.choices(
+    number = rng.randint(1, max(1, round(share * counts[rank][place])))
+    how, target = rng.choices(
         [("KILL", "one rank"), ("KILL", "all ranks"), ("TERM", "one rank"), ("TERM", "all ranks"), ("INT", "all ranks"),
          ("INT", "one rank"), ("STOP", "one rank")],
         [8, 6, 2, 2, 2, 1, 2],
     )[0]  # fmt: skip
-    if chain.engine != "bare" and (target == "all ranks" or dice.random() < 0.3):
+    if chain.engine != "bare" and (target == "all ranks" or rng.random() < 0.3):
         target = "launcher"
     elif chain.world_size == 1:
         target = "all ranks"
     if how == "STOP" and target == "launcher":
         how = "KILL"
-    delay_s = dice.choice([0.0, 0.0, dice.uniform(0, 0.003), dice.uniform(0, 0.1)])
-    then_s = dice.uniform(0.05, 1.0) if how == "STOP" else 0.0
+    delay_s = rng.choice([0.0, 0.0, rng.uniform(0, 0.003), rng.uniform(0, 0.1)])
+    then_s = rng.uniform(0.05, 1.0) if how == "STOP" else 0.0
     return Kill(rank, place, number, int(signal.Signals[f"SIG{how}"]), target, delay_s, then_s)
 
 

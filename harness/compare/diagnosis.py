@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.compare.first_difference import FirstDifference
 from harness.compare.kill_plan import Progress
-from harness.compare.parting import Parting
 from harness.compare.starts import Starts
 from harness.runs.probe_plan import Kill, ProbePlan
 
@@ -27,9 +27,9 @@ _SOURCES = {
 }
 
 
-def of_chance(runs: Starts, parting: Parting) -> list[str]:
+def of_chance(runs: Starts, first: FirstDifference) -> list[str]:
     """Causes why two uninterrupted runs differ."""
-    until = _until(parting)
+    until = _until(first)
     folder = runs.folder / "observed"
     runs.finish("observed", ProbePlan("", None, str(folder)), f"train.max_steps={until}")
     causes = _draws(folder, ("entropy", "op"))
@@ -38,11 +38,11 @@ def of_chance(runs: Starts, parting: Parting) -> list[str]:
     return causes
 
 
-def of_loss(runs: Starts, parting: Parting, done: Progress) -> list[str]:
+def of_loss(runs: Starts, first: FirstDifference, done: Progress) -> list[str]:
     """Causes why a resumed run differs from an uninterrupted one: what changes during training and is not saved."""
     saved = done.checkpoints[0]
     steps = tuple(range(saved + 1, min(saved + 3, done.last) + 1)) or (done.last,)
-    until = f"train.max_steps={max(steps[-1], _until(parting))}"
+    until = f"train.max_steps={max(steps[-1], _until(first))}"
     folders = [runs.folder / name for name in ("observed", "observed-resumed")]
     runs.finish("observed", ProbePlan("", None, str(folders[0]), steps), until)
     mark = runs.folder / "mark-observed.json"
@@ -52,8 +52,8 @@ def of_loss(runs: Starts, parting: Parting, done: Progress) -> list[str]:
     return causes or _draws(folders[0], ("entropy", "clock"))
 
 
-def _until(parting: Parting) -> int:
-    return (parting.step or 1) + 1
+def _until(first: FirstDifference) -> int:
+    return (first.step or 1) + 1
 
 
 def _of_hashes(runs: Starts, until: int) -> list[str]:

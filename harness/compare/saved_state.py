@@ -133,7 +133,7 @@ def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
     """Every place under ``name`` where nested plain data and tensors differ in a bit, in order. NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if not _same_bits(one, other):
-            yield StateDifference(name, _apart(one, other), None)
+            yield StateDifference(name, _max_difference(one, other), None)
     elif isinstance(one, dict) and isinstance(other, dict):
         for key in dict.fromkeys((*one, *other)):
             yield from differing(f"{name}.{key}", one.get(key, ABSENT), other.get(key, ABSENT))
@@ -157,7 +157,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return not bits or torch.equal(*bits)
 
 
-def _apart(one: Tensor, other: Tensor) -> float | None:
+def _max_difference(one: Tensor, other: Tensor) -> float | None:
     if one.shape != other.shape:
         return None
     return float((one.double() - other.double()).abs().max())

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from harness.compare import diagnosis, kill_plan, starts
 from harness.compare.exactness import Difference, differences
+from harness.compare.first_difference import FirstDifference
 from harness.compare.kill_plan import Progress
-from harness.compare.parting import Parting
 from harness.compare.starts import Starts
 from harness.config import loader
 from harness.config.schema import Config
@@ -26,7 +26,7 @@ UNINTERRUPTED, KILLED, AGAIN = "uninterrupted", "killed", "uninterrupted-again"
 
 
 @dataclass(frozen=True)
-class Asked:
+class VerifyRequest:
     """The arguments of the command."""
 
     path: str
@@ -38,22 +38,22 @@ class Asked:
     folder: Path | None = None
 
 
-def verify(asked: Asked) -> bool:
+def verify(request: VerifyRequest) -> bool:
     """Run and compare; print what happens. True if the killed run equals the uninterrupted one bit for bit.
 
     Raises HarnessError if the configuration is wrong, or if a run fails without a kill.
     """
-    config = loader.load(asked.path, asked.overrides)
+    config = loader.load(request.path, request.overrides)
     world_size = config.launch.nnodes * config.launch.nproc
-    folder = _folder(asked.folder)
+    folder = _folder(request.folder)
     same = False
     try:
-        same = _verify(asked, config, world_size, folder)
+        same = _verify(request, config, world_size, folder)
     finally:
-        if same and asked.folder is None:
+        if same and request.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            _say(f"the runs are in {folder / 'runs'}, their output in {folder / 'output.txt'}")
+            _print(f"the runs are in {folder / 'runs'}, their output in {folder / 'output.txt'}")
     return same
 
 
@@ -66,36 +66,36 @@ def _folder(wanted: Path | None) -> Path:
     return wanted.resolve()
 
 
-def _verify(asked: Asked, config: Config, world_size: int, folder: Path) -> bool:
+def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Path) -> bool:
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    _say(f"{asked.path} on {ranks}, engine {config.launch.engine}: one uninterrupted run, then the same run killed "
-         f"{asked.kills} times (seed {asked.seed})")  # fmt: skip
-    length = starts.examine(asked.path, asked.overrides, world_size)
-    changes = {} if asked.full else starts.shortened(config, asked.overrides, length, asked.steps)
+    _print(f"{request.path} on {ranks}, engine {config.launch.engine}: one uninterrupted run, then the same run killed "
+         f"{request.kills} times (seed {request.seed})")  # fmt: skip
+    length = starts.examine(request.path, request.overrides, world_size)
+    changes = {} if request.full else starts.shortened(config, request.overrides, length, request.steps)
     for key, (was, now) in changes.items():
-        _say(f"  shortened: {key} {was} -> {now}")
-    if not asked.full and "train.max_steps" in changes and int(changes["train.max_steps"][1]) < length.per_epoch:
-        _say(f"  an epoch has {length.per_epoch} steps, so no epoch ends; --steps N trains longer")
-    words = [*asked.overrides, *(f"{key}={now}" for key, (_, now) in changes.items())]
-    runs = Starts(asked.path, words, folder, config)
+        _print(f"  shortened: {key} {was} -> {now}")
+    if not request.full and "train.max_steps" in changes and int(changes["train.max_steps"][1]) < length.per_epoch:
+        _print(f"  an epoch has {length.per_epoch} steps, so no epoch ends; --steps N trains longer")
+    words = [*request.overrides, *(f"{key}={now}" for key, (_, now) in changes.items())]
+    runs = Starts(request.path, words, folder, config)
     first = runs.finish(UNINTERRUPTED)
     done = Progress(runs.folder_of(UNINTERRUPTED))
     runs.limit(first.wall_s)
-    _say(f"uninterrupted: {done}, in {first.wall_s:.1f} s")
+    _print(f"uninterrupted: {done}, in {first.wall_s:.1f} s")
     startup_s = max(0.0, first.wall_s - done.wall_s)  # including the exit
-    _say(f"about {_minutes((asked.kills + 1) * startup_s + 1.5 * done.wall_s)} more")
-    chance = random.Random(asked.seed)
-    kills = kill_plan.choose(done, asked.kills, world_size, startup_s, is_url(config.output), chance)
+    _print(f"about {_minutes((request.kills + 1) * startup_s + 1.5 * done.wall_s)} more")
+    chance = random.Random(request.seed)
+    kills = kill_plan.choose(done, request.kills, world_size, startup_s, is_url(config.output), chance)
     num_kills = _killed(runs, kills, world_size)
     found = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(KILLED))
     if not found:
         if not num_kills:
-            _say("not tested: the run ended before the first kill; train longer with --steps N")
+            _print("not tested: the run ended before the first kill; train longer with --steps N")
             return False
         compared = f"{len(done.checkpoints)} checkpoints, {done.lines} log lines, summary, best weights"
         compared += ", predictions" if done.predicts else ""
         times = f"{num_kills} time{'s' if num_kills > 1 else ''}"
-        _say(f"exact: killed {times}, the run equals the uninterrupted one bit for bit ({compared})")
+        _print(f"exact: killed {times}, the run equals the uninterrupted one bit for bit ({compared})")
         return True
     _report(runs, found, done)
     return False
@@ -110,14 +110,14 @@ def _killed(runs: Starts, kills: list[Kill], world_size: int) -> int:
         if not mark.exists():
             if ended.code:
                 raise starts.failed(KILLED, ended, runs.log)
-            _say(f"kill {number} of {len(kills)}: the run had ended before ({kill.where} of step {kill.step})")
+            _print(f"kill {number} of {len(kills)}: the run had ended before ({kill.where} of step {kill.step})")
             return happened
         happened += 1
         content = json.loads(mark.read_text(encoding="utf-8"))
         newest = _newest(runs.folder_of(KILLED))
-        _say(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}; {newest}")
+        _print(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}; {newest}")
     last = runs.finish(KILLED)
-    _say(f"finished after {happened} kills, in {last.wall_s:.1f} s")
+    _print(f"finished after {happened} kills, in {last.wall_s:.1f} s")
     return happened
 
 
@@ -131,31 +131,31 @@ def _newest(folder: Path) -> str:
 
 def _report(runs: Starts, found: list[Difference], done: Progress) -> None:
     """Print where the runs first differ, and look for the cause."""
-    parting = Parting(found, done.checkpoints)
-    _say("not exact: the killed run differs from the uninterrupted one")
-    for line in parting.lines():
-        _say(f"  {line}")
-    _say("training a second uninterrupted run, to find out whether runs also differ without a kill")
+    first = FirstDifference(found, done.checkpoints)
+    _print("not exact: the killed run differs from the uninterrupted one")
+    for line in first.lines():
+        _print(f"  {line}")
+    _print("training a second uninterrupted run, to find out whether runs also differ without a kill")
     runs.finish(AGAIN)
     again = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(AGAIN))
     if again:
-        _say("two uninterrupted runs differ, so the training itself is not deterministic; the resume is not the cause")
-        parting = Parting(again, done.checkpoints)
-        for line in parting.lines():
-            _say(f"  {line}")
-        causes = diagnosis.of_chance(runs, parting)
+        _print("two uninterrupted runs differ, so the training is not deterministic; the resume is not the cause")
+        first = FirstDifference(again, done.checkpoints)
+        for line in first.lines():
+            _print(f"  {line}")
+        causes = diagnosis.of_chance(runs, first)
     else:
-        _say("two uninterrupted runs are equal, so a kill loses state that no checkpoint holds")
-        causes = diagnosis.of_loss(runs, parting, done)
+        _print("two uninterrupted runs are equal, so a kill loses state that no checkpoint holds")
+        causes = diagnosis.of_loss(runs, first, done)
     if not causes:
-        _say("no cause was found in the user's code")
+        _print("no cause was found in the user's code")
     for cause in causes:
-        _say(f"  {cause}")
+        _print(f"  {cause}")
 
 
 def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     launch = {"engine": arguments.engine, "nproc": arguments.nproc}
     overrides = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in launch.items() if value is not None)]
-    asked = verification.Asked(
+    request = verification.VerifyRequest(
         arguments.config, overrides, arguments.kills, arguments.steps, arguments.full, arguments.seed, arguments.folder
     )
-    return EXIT_DONE if verification.verify(asked) else EXIT_DIFFERENT
+    return EXIT_DONE if verification.verify(request) else EXIT_DIFFERENT

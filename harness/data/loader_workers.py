@@ -65,7 +65,7 @@ class LoadError:
 
 
 @dataclass(frozen=True)
-class Sent:
+class PickledResult:
     """A batch or an error, pickled by the worker itself.
 
     Torch pickles in a thread, which drops what it cannot pickle or find shared memory for, and the rank would wait
@@ -83,15 +83,15 @@ class Sent:
         return found.pin_memory() if isinstance(found, Batch) else found
 
 
-def sent(found: Batch | LoadError) -> Sent:
+def sent(found: Batch | LoadError) -> PickledResult:
     """``found``, or the error for which it cannot be sent."""
     try:
-        return Sent(bytes(ForkingPickler.dumps(found)))
+        return PickledResult(bytes(ForkingPickler.dumps(found)))
     except Exception as error:
         full = "shared memory" in str(error)
         unsendable = RuntimeError(f"a batch of the dataset cannot be sent to the rank: {error}")
         failure = LoadError.of(_without_space(found, error) if full else unsendable.with_traceback(error.__traceback__))
-        return Sent(bytes(ForkingPickler.dumps(failure)))
+        return PickledResult(bytes(ForkingPickler.dumps(failure)))
 
 
 def _without_space(found: Any, error: Exception) -> TrainingError:
@@ -120,7 +120,7 @@ class WatchedDataLoader(DataLoader):
 class _WatchedIterator(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: WatchedDataLoader) -> None:
         self._while_waiting = loader.while_waiting
-        self._packed: SimpleQueue[Sent | None] = SimpleQueue()
+        self._packed: SimpleQueue[PickledResult | None] = SimpleQueue()
         self._unpacked: SimpleQueue[Any] = SimpleQueue()
         # Workers inherit the mask: until in_loader_worker has run in one, a signal to all processes would end it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *_IGNORED})
@@ -135,7 +135,7 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
         success, found = super()._try_get_data(_POLL_S)
         if not success:
             self._while_waiting()
-        elif isinstance(found, tuple) and isinstance(found[1], Sent):
+        elif isinstance(found, tuple) and isinstance(found[1], PickledResult):
             self._packed.put(found[1])  # even if the batch is no longer needed: this frees its memory
             found = (found[0], self._next_unpacked())
         return success, found

@@ -21,12 +21,12 @@ Value = TypeVar("Value")
 LIMIT_S = 5.0
 
 
-class StoreSilent(Exception):
+class StoreTimeout(Exception):
     """The process that holds the store did not answer within the limit."""
 
 
 class LimitedStore:
-    """The requests of ``store`` that the harness makes. Each raises StoreSilent after ``limit_s``, and whatever
+    """The requests of ``store`` that the harness makes. Each raises StoreTimeout after ``limit_s``, and whatever
     ``store`` raises, such as DistNetworkError if the connection is gone."""
 
     def __init__(self, store: Any, limit_s: float = LIMIT_S) -> None:
@@ -57,7 +57,7 @@ class LimitedStore:
         if self._gone:  # another request would fail, too, and print a C++ stack
             raise self._gone
         if (self._overdue and not self._overdue.done()) or not self._busy.acquire(timeout=self._limit_s):
-            raise StoreSilent
+            raise StoreTimeout
 
         def work() -> Value:
             try:
@@ -73,4 +73,4 @@ class LimitedStore:
             return future.result(self._limit_s)
         except NotInTime:
             self._overdue = future
-            raise StoreSilent from None
+            raise StoreTimeout from None

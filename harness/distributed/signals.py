@@ -41,7 +41,7 @@ def ended_by(number: int) -> int:
 
 def end_now(number: int) -> None:
     """End this process, with the code of ``finish`` if there is one."""
-    _say(f"ended at once ({name(number)})")
+    _write(f"ended at once ({name(number)})")
     os._exit(ended_by(number) if _state.code is None else _state.code)
 
 
@@ -131,7 +131,7 @@ def ending_the_process(doing: str) -> Iterator[None]:
 
     def end(number: int) -> None:
         if number != WARNING:
-            _say(f"stopped ({name(number)}) {doing}")
+            _write(f"stopped ({name(number)}) {doing}")
             os._exit(ended_by(number))
 
     with phase(lambda number: None, notice=end):
@@ -199,7 +199,7 @@ def _forget() -> None:
     _state.before = {}
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     if not _state.quiet:
         with suppress(OSError):  # the terminal is gone
             os.write(2, f"{clear_line()}{text}\n".encode())

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from harness.distributed import stack
 from harness.distributed.launch_env import Launch
-from harness.distributed.limited_store import StoreSilent
+from harness.distributed.limited_store import StoreTimeout
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stalls import ANSWER_S, Stalls
@@ -168,7 +168,7 @@ class Watchdog:
             if not store.check([_KEY]):
                 return ""
             self._first = RankExit.from_dict(json.loads(store.get(_KEY)))
-        except StoreSilent:  # harmless by itself; see Stalls.missing
+        except StoreTimeout:  # harmless by itself; see Stalls.missing
             return ""
         except Exception:
             self.doing = self.doing or stack.main_thread_at()

@@ -89,8 +89,8 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
     seconds = np.concatenate([trained.at["seconds"], evaluated.at["seconds"]])
     skipped = trained.values["skipped"]
     return History(
-        train=trained.take(thin([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
-        validation=evaluated.take(thin(list(evaluated.values.values()), EVAL_POINTS)),
+        train=trained.take(downsample([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
+        validation=evaluated.take(downsample(list(evaluated.values.values()), EVAL_POINTS)),
         improvements=_improvements(evaluated, metric, direction),
         last={name: float(values[-1]) for name, values in evaluated.values.items() if len(values)},
         shares=_shares(train, times_s),
@@ -217,7 +217,7 @@ def _last(values: np.ndarray, largest: bool = False) -> float | None:
     return None if not len(known) else float(known.max() if largest else known[-1])
 
 
-def thin(series: Sequence[np.ndarray], limit: int) -> np.ndarray:
+def downsample(series: Sequence[np.ndarray], limit: int) -> np.ndarray:
     """Ascending indices of the points to keep of ``series``, each of shape (points,): about ``limit`` at most.
 
     Keeps the first and the last point, and the smallest and the largest value of each series in every bucket of

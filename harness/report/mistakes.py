@@ -75,7 +75,7 @@ def confusion(run: ReportedRun) -> Confusion | None:
     return Confusion(classes, counts) if square and classes else None
 
 
-def worst(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:
+def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:
     """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels."""
     table = read_predictions(run.record.path / layout.PREDICTIONS)
     if table is None:

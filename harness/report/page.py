@@ -68,7 +68,7 @@ def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries])
     return {
         "runs": runs,
         "kind": "Sweep" if swept else "Run" if len(runs.runs) == 1 else "Comparison",
-        "lead": _lead(runs),
+        "lead": _headline(runs),
         "best": best,
         "cards": _cards(runs, best, target, scaled) if best else [],
         "chips": _chips(runs, best) if best else [],
@@ -90,7 +90,7 @@ def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries])
     }  # fmt: skip
 
 
-def _lead(runs: RunSet) -> str:
+def _headline(runs: RunSet) -> str:
     text = f"{formatting.plural(len(runs.runs), 'run')}: {tables.states(runs.runs)}."
     if runs.best is None:
         return text + " None of them has an evaluation yet."

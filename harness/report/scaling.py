@@ -15,7 +15,7 @@ from harness.report.run_set import ReportedRun, RunSet
 
 
 @dataclass(frozen=True)
-class Reached:
+class TargetReached:
     """The first evaluation at which a run reached the target."""
 
     seconds: float
@@ -54,12 +54,12 @@ class ScalingSeries:
     same_batches: bool
 
 
-def reached(run: ReportedRun, target: float, direction: Direction) -> Reached | None:
+def reached(run: ReportedRun, target: float, direction: Direction) -> TargetReached | None:
     """The evaluation at which ``run`` first reached ``target``; None if it never did."""
     improvements = run.history.improvements
     for place, value in enumerate(improvements.values.get("value", [])):
         if (value >= target) if direction == "max" else (value <= target):
-            return Reached(*(float(improvements.at[axis][place]) for axis in ("seconds", "samples", "epoch")))
+            return TargetReached(*(float(improvements.at[axis][place]) for axis in ("seconds", "samples", "epoch")))
     return None
 
 

@@ -120,7 +120,7 @@ def speed_up(scaling: Sequence[ScalingSeries]) -> list[Chart]:
         tops = [value for each in shown if (value := _measure(each.points[-1], key)) is not None]
         summary = f"{title} at the largest number of ranks: "
         summary += f"{format_value(min(tops))} to {format_value(max(tops))}." if tops else "unknown."
-        data = [*_ideals(shown, key), *(_line(each, key, place) for place, each in enumerate(shown))]
+        data = [*_ideal_lines(shown, key), *(_line(each, key, place) for place, each in enumerate(shown))]
         charts.append(Chart(key, title, summary, data, layout, header, rows, height=320 + 22 * len(shown)))
     return charts
 
@@ -129,7 +129,7 @@ def _measure(point: ScalingPoint, key: str) -> float | None:
     return point.speed_up if key == "speed-up" else point.efficiency
 
 
-def _ideals(scaling: Sequence[ScalingSeries], key: str) -> list[Trace]:
+def _ideal_lines(scaling: Sequence[ScalingSeries], key: str) -> list[Trace]:
     """A dotted line for each smallest world size of a recipe."""
     traces: list[Trace] = []
     for base in sorted({each.points[0].world for each in scaling}):

@@ -192,7 +192,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
         return None
     chart = charts.confusion(found, run.label)
     allowed = runs.trust or ownership.is_own(run.record.path)
-    shown, wrong, num_rows = mistakes.worst(run, with_images=allowed)
+    shown, wrong, num_rows = mistakes.most_confident(run, with_images=allowed)
     if shown and not allowed:
         left_out.append(
             "Images of mistakes: you did not start this run on this machine, so it may name any image on this disk. To "

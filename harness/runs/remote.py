@@ -29,7 +29,7 @@ from harness.runs.checkpoint import damage, none_usable, outdated
 from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
-from harness.runs.uploader import TakenOver, Uploader
+from harness.runs.uploader import Uploader, UploadTakenOver
 from harness.runs.url_store import UrlStore
 
 log = logging.getLogger("harness")
@@ -197,11 +197,11 @@ class RemoteRunFolder(RunFolder):
         return name not in (layout.START, layout.FAILURE)
 
     def _check_owner(self) -> None:
-        """Raise TakenOver if a later start writes at the URL: their files would mix."""
+        """Raise UploadTakenOver if a later start writes at the URL: their files would mix."""
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             if not start:
-                raise TakenOver(f"the run was removed: its {layout.START} is missing")
-            raise TakenOver(f"another start of this run on {json.loads(start)['host']} has taken it over")
+                raise UploadTakenOver(f"the run was removed: its {layout.START} is missing")
+            raise UploadTakenOver(f"another start of this run on {json.loads(start)['host']} has taken it over")
 
     def detach(self, rank: int, done: bool) -> None:
         """Upload the log of ``rank``, how it ended, and its failure. Never raises, and takes DETACH_S at most."""

@@ -14,7 +14,7 @@ STALLED_S = 120.0  # without progress: then ``wait`` gives up
 MAX_FAILURES = 10  # while ``wait`` waits: each may transfer the same part of a file again, which looks like progress
 
 
-class TakenOver(Exception):
+class UploadTakenOver(Exception):
     """Another start owns the run; do not upload anything more."""
 
 
@@ -70,9 +70,9 @@ class Uploader:
             except Exception as error:
                 failures += 1
                 self._failures += 1
-                if failures == 1 and not isinstance(error, TakenOver):
+                if failures == 1 and not isinstance(error, UploadTakenOver):
                     log.warning("upload to %s failed and will be retried: %s", self._where, error)
-                self.error, self.taken_over = error, isinstance(error, TakenOver)
+                self.error, self.taken_over = error, isinstance(error, UploadTakenOver)
                 self._done(retry=True)
                 if not self.taken_over:
                     time.sleep(min(MAX_PAUSE_S, 2.0 ** min(failures - 1, 10)))

@@ -60,7 +60,7 @@ class UrlStore:
         with _explaining(self._url(name)):
             self._fs.invalidate_cache()
             try:
-                text: bytes = self._fs.cat_file(self._at(name))
+                text: bytes = self._fs.cat_file(self._path_of(name))
             except FileNotFoundError:
                 return ""
         return text.decode("utf-8", errors="replace")
@@ -71,7 +71,7 @@ class UrlStore:
     def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary, _explaining(self._url(name), absent=True):
-            self._fs.get_file(self._at(name), str(temporary), callback=_reporting(progress))
+            self._fs.get_file(self._path_of(name), str(temporary), callback=_reporting(progress))
 
     def put(self, source: Path, name: str, progress: Progress = no_progress) -> None:
         source.stat()  # a FileNotFoundError about the store's side means something else
@@ -80,19 +80,19 @@ class UrlStore:
 
     def copy(self, name: str, other: UrlStore) -> None:
         """Copy a file to ``other``, inside the storage service."""
-        other._place(name, lambda path: self._fs.cp_file(self._at(name), path))
+        other._place(name, lambda path: self._fs.cp_file(self._path_of(name), path))
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             with _explaining(self._url(name)), suppress(FileNotFoundError):
-                self._fs.rm_file(self._at(name))
+                self._fs.rm_file(self._path_of(name))
             if self.has_folders:
                 with suppress(Exception):  # not empty, in most cases
-                    self._fs.rmdir(self._at(name).rpartition("/")[0])
+                    self._fs.rmdir(self._path_of(name).rpartition("/")[0])
 
     def _place(self, name: str, write: Callable[[str], object]) -> None:
         """Call ``write`` with a path such that the file appears under its name only when it is complete."""
-        final = self._at(name)
+        final = self._path_of(name)
         with _explaining(self._url(name)):
             if not self.has_folders:
                 write(final)
@@ -101,7 +101,7 @@ class UrlStore:
             write(f"{final}.part")
             self._fs.mv(f"{final}.part", final)
 
-    def _at(self, name: str) -> str:
+    def _path_of(self, name: str) -> str:
         return f"{self._path}/{name}"
 
     def _url(self, name: str) -> str:

@@ -55,7 +55,7 @@ def make(file: SweepFile, engine: str | None, parallel: int | None, machine: Mac
     trials, problems = _load(file, engine, corners(spec) if spec.is_search else grid(spec))
     if not trials:
         raise _refused(file, problems)
-    problems += _beyond(trials, machine)
+    problems += _over_capacity(trials, machine)
     facts, wrong = _examine(file, engine, trials)
     problems += wrong
     most = parallel or spec.parallel
@@ -90,7 +90,7 @@ def _load(file: SweepFile, engine: str | None, trials: Iterable[Settings]) -> tu
     return planned, [f"{problem}\n     in {_some(which)}" for problem, which in wrong.items()]
 
 
-def _beyond(trials: Sequence[PlannedTrial], machine: Machine) -> list[str]:
+def _over_capacity(trials: Sequence[PlannedTrial], machine: Machine) -> list[str]:
     """Trials that this machine can never run."""
     wrong = dict[str, list[str]]()
     for trial in trials:

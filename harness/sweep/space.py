@@ -53,8 +53,11 @@ def typed(settings: Settings) -> list[str]:
 
 def spelled(value: Any) -> str:
     """``value`` as it is typed after ``key=``, without quotes where none are needed."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if _reads_as(text, value) else json.dumps(value)
+    quoted = json.dumps(value, ensure_ascii=False)
+    for text in (value, quoted) if isinstance(value, str) else (quoted,):
+        if _reads_as(text, value):
+            return text
+    return json.dumps(value)
 
 
 def _reads_as(text: str, value: Any) -> bool:

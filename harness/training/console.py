@@ -18,7 +18,7 @@ log = logging.getLogger("harness")
 PLAIN_PERIOD_S = 10.0  # between two progress lines if no terminal is attached
 
 
-class _AboveTheBar(logging.Handler):
+class _ProgressBarHandler(logging.Handler):
     """Writes log records above the progress bar instead of into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -44,7 +44,7 @@ def to_terminal(rank: int) -> None:
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    handler = _AboveTheBar(logging.INFO if rank == 0 else logging.ERROR)
+    handler = _ProgressBarHandler(logging.INFO if rank == 0 else logging.ERROR)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
     log.addHandler(handler)
 

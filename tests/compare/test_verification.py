@@ -14,7 +14,7 @@ import pytest
 from harness.cli import main
 from harness.compare import diagnosis, kill_plan, starts
 from harness.compare.exactness import Difference
-from harness.compare.parting import Parting
+from harness.compare.first_difference import FirstDifference
 from harness.compare.saved_state import StateDifference
 from harness.compare.starts import Length
 from harness.config import loader
@@ -91,7 +91,7 @@ def test_hashes_of_strings_are_found_by_fixing_them(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = write_planted(tmp_path, "hash")
     runs = starts.Starts(str(path), [], tmp_path, loader.load(path))
-    (cause,) = diagnosis.of_chance(runs, Parting([], []))
+    (cause,) = diagnosis.of_chance(runs, FirstDifference([], []))
     assert "two runs with PYTHONHASHSEED=0 are equal" in cause
 
 
@@ -153,9 +153,9 @@ def test_the_place_where_runs_first_differ():
         logged,
         *(saved(step, name) for step in (8, 12) for name in ("model.w", "model.b", "optimizer.x", "ema.w")),
     ]
-    parting = Parting(found, [4, 8, 12])
-    assert (parting.step, parting.equal) == (7, [4])
-    assert list(parting.lines()) == [
+    first = FirstDifference(found, [4, 8, 12])
+    assert (first.step, first.equal) == (7, [4])
+    assert list(first.lines()) == [
         "first difference in the log: metrics.jsonl:7: train entry of step 7.loss: 1.0 and 2.0",
         "first checkpoint that differs: step 8",
         "  weights: w (up to 0.5), b (up to 0.5)",

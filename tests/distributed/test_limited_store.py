@@ -9,7 +9,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from harness.distributed.limited_store import LimitedStore, StoreSilent
+from harness.distributed.limited_store import LimitedStore, StoreTimeout
 from tests.end_to_end.processes import wait_until
 from tests.ranks import free_port, start
 
@@ -29,7 +29,7 @@ def test_frozen_store():
         os.kill(process.pid, signal.SIGSTOP)
         begin = time.monotonic()
         for request in (lambda: store.check(["a"]), lambda: store.compare_set("a", "", "2"), lambda: store.get("a")):
-            with pytest.raises(StoreSilent):
+            with pytest.raises(StoreTimeout):
                 request()
         assert time.monotonic() - begin < 5
         os.kill(process.pid, signal.SIGCONT)
@@ -37,7 +37,7 @@ def test_frozen_store():
         def answers():
             try:
                 return store.get("a") == "1"
-            except StoreSilent:
+            except StoreTimeout:
                 return False
 
         wait_until(answers, 10, "the store answers again")
@@ -45,7 +45,7 @@ def test_frozen_store():
         process.join()
         with pytest.raises(Exception, match=r".") as caught:
             store.check(["a"])
-        assert not isinstance(caught.value, StoreSilent)
+        assert not isinstance(caught.value, StoreTimeout)
     finally:
         process.kill()
         process.join()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.distributed import stalls as module
 from harness.distributed.launch_env import Launch
-from harness.distributed.limited_store import LimitedStore, StoreSilent
+from harness.distributed.limited_store import LimitedStore, StoreTimeout
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause
 from harness.distributed.runtime import Runtime
@@ -123,7 +123,7 @@ def test_silent_store_accuses_rank_0_only_if_it_holds_the_store(held, expected):
             time.sleep(2)
 
     store = LimitedStore(Frozen(), limit_s=0.1)
-    with pytest.raises(StoreSilent):
+    with pytest.raises(StoreTimeout):
         store.compare_set("a", "", "b")
     elsewhere = replace(HERE, place="another machine")
     rank_1 = ranks_of(store, 2, [elsewhere, HERE], store_is_held=held)[1]

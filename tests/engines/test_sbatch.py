@@ -15,7 +15,7 @@ from harness.distributed.rank_exit import Cause
 from harness.engines import launch
 from harness.engines.slurm import engine, sbatch
 from harness.engines.slurm.job_output import JobOutput
-from harness.engines.slurm.scontrol import JobState, NoAnswer, parse
+from harness.engines.slurm.scontrol import JobState, SlurmUnavailable, parse
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_config
@@ -217,7 +217,7 @@ class Controller:
         self.asked += 1
         name = self._states.pop(0) if len(self._states) > 1 else self._states[0]
         if name == "no answer":
-            raise NoAnswer("Unable to contact slurm controller (connect failure)")
+            raise SlurmUnavailable("Unable to contact slurm controller (connect failure)")
         name, _, restarts = (name or "").partition(" ")
         return JobState(name, restarts=int(restarts or 0), output=str(self._output)) if name else None
 

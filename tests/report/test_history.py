@@ -132,7 +132,7 @@ VALUES = st.lists(st.floats(allow_nan=True, allow_infinity=False, width=32), min
 @given(VALUES, st.integers(min_value=4, max_value=60))
 def test_thinning_keeps_ends_and_the_extremes_of_every_bucket(values, limit):
     series = np.array(values)
-    kept = history.thin([series], limit)
+    kept = history.downsample([series], limit)
     assert (np.diff(kept) > 0).all()
     assert {0, len(series) - 1} <= set(kept.tolist())
     if len(series) <= limit:
@@ -151,7 +151,7 @@ def test_thinning_keeps_ends_and_the_extremes_of_every_bucket(values, limit):
 def test_thinning_of_several_series_keeps_the_extremes_of_each(columns, limit):
     num_points = min(map(len, columns))
     series = [np.nan_to_num(np.array(column[:num_points])) for column in columns]
-    kept = history.thin(series, limit)
+    kept = history.downsample(series, limit)
     assert len(kept) <= max(limit, 2 + 2 * len(series))
     for values in series:
         assert values[kept].min() == values.min()
@@ -159,5 +159,5 @@ def test_thinning_of_several_series_keeps_the_extremes_of_each(columns, limit):
 
 
 def test_thinning_of_nothing():
-    assert history.thin([], 10).tolist() == []
-    assert history.thin([np.array([])], 10).tolist() == []
+    assert history.downsample([], 10).tolist() == []
+    assert history.downsample([np.array([])], 10).tolist() == []

@@ -50,7 +50,7 @@ def test_damaged_confusion_matrix_is_ignored(folder, text):
 def test_most_confident_mistakes_first_with_their_images(folder, tmp_path):
     (folder / "predictions.csv").write_text(TABLE)
     Image.new("RGB", (200, 100), (255, 0, 0)).save(tmp_path / "data" / "c.png")
-    shown, wrong, rows = mistakes.worst(run(folder))
+    shown, wrong, rows = mistakes.most_confident(run(folder))
     assert (wrong, rows) == (2, 3)
     assert [(m.row, m.prediction, m.label, m.score) for m in shown] == [
         ("c.png", "cat", "dog", 0.99),
@@ -67,14 +67,14 @@ def test_images_are_searched_above_the_run_folder(folder, tmp_path, monkeypatch)
     Image.new("L", (8, 8)).save(tmp_path / "data" / "c.png")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert mistakes.worst(run(folder))[0][0].image
+    assert mistakes.most_confident(run(folder))[0][0].image
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
 def test_unreadable_image_is_left_out(folder, tmp_path, content):
     (folder / "predictions.csv").write_text(TABLE)
     (tmp_path / "data" / "c.png").write_bytes(content)
-    assert mistakes.worst(run(folder))[0][0].image == ""
+    assert mistakes.most_confident(run(folder))[0][0].image == ""
 
 
 def test_files_that_are_not_images_are_not_opened(folder, tmp_path):
@@ -82,7 +82,7 @@ def test_files_that_are_not_images_are_not_opened(folder, tmp_path):
     (folder / "predictions.csv").write_text(
         "id,prediction,label,score\n../secret.txt,a,b,0.9\n,a,b,0.8\n/dev/zero,a,b,0.7\n"
     )
-    assert [mistake.image for mistake in mistakes.worst(run(folder))[0]] == ["", "", ""]
+    assert [mistake.image for mistake in mistakes.most_confident(run(folder))[0]] == ["", "", ""]
 
 
 def test_images_outside_the_data_folder_are_not_shown(folder, tmp_path):
@@ -95,9 +95,9 @@ def test_images_outside_the_data_folder_are_not_shown(folder, tmp_path):
     inside = ["here.png", str(tmp_path / "data" / "here.png")]
     lines = [f"{name},a,b,{0.9 - 0.1 * place}" for place, name in enumerate([*outside, *inside])]
     (folder / "predictions.csv").write_text("\n".join(["id,prediction,label,score", *lines]) + "\n")
-    shown = {mistake.row: bool(mistake.image) for mistake in mistakes.worst(run(folder))[0]}
+    shown = {mistake.row: bool(mistake.image) for mistake in mistakes.most_confident(run(folder))[0]}
     assert shown == {**dict.fromkeys(outside, False), **dict.fromkeys(inside, True)}
-    assert not any(mistake.image for mistake in mistakes.worst(run(folder), with_images=False)[0])
+    assert not any(mistake.image for mistake in mistakes.most_confident(run(folder), with_images=False)[0])
 
 
 @pytest.mark.timeout(30)
@@ -131,7 +131,7 @@ def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
     (raw / "t10k-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, *images.shape) + images.tobytes())
     folder = write_run(tmp_path / "fake", Fake(settings={"task.name": "mnist"}))
     (folder / "predictions.csv").write_text("id,prediction,label,score_0,score_1\n2,0,1,0.7,0.3\n9,0,1,0.6,0.4\n")
-    shown, _, _ = mistakes.worst(run(folder))
+    shown, _, _ = mistakes.most_confident(run(folder))
     image = Image.open(io.BytesIO(base64.b64decode(shown[0].image.partition(",")[2])))
     assert np.array_equal(np.asarray(image), images[2])
     assert shown[1].image == "", "there is no image of that number"
@@ -142,9 +142,9 @@ def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
 )
 def test_predictions_without_mistakes(folder, text):
     (folder / "predictions.csv").write_text(text)
-    assert mistakes.worst(run(folder))[0] == []
+    assert mistakes.most_confident(run(folder))[0] == []
 
 
 def test_mistakes_without_scores_and_with_a_class_named_na(folder):
     (folder / "predictions.csv").write_text("id,prediction,label\n1,NA,dog\n")
-    assert [mistake.score for mistake in mistakes.worst(run(folder))[0]] == [0.0]
+    assert [mistake.score for mistake in mistakes.most_confident(run(folder))[0]] == [0.0]

@@ -16,7 +16,7 @@ from harness.config.schema import Config
 from harness.runs.checkpoint import damage, read
 from harness.runs.fetched import local_copy
 from harness.runs.remote import RemoteRunFolder
-from harness.runs.uploader import TakenOver
+from harness.runs.uploader import UploadTakenOver
 
 URL = "memory://kills/runs"
 OPERATIONS = ("find", "cat_file", "pipe_file", "put_file", "get_file", "cp_file", "rm_file")
@@ -72,7 +72,7 @@ def at_each_operation(monkeypatch, event: Callable[[], None], prepare: Callable[
         with monkeypatch.context() as patch:
             for name in OPERATIONS:
                 patch.setattr(MemoryFileSystem, name, counted(getattr(MemoryFileSystem, name)))
-            with suppress(Killed, TakenOver):
+            with suppress(Killed, UploadTakenOver):
                 call()
         yield number
         if not reached:
@@ -287,7 +287,7 @@ def test_an_earlier_start_uploads_while_a_later_one_takes_over(config, bucket, m
             write(folders[-1], step)
             try:
                 folders[-1]._upload()
-            except TakenOver:
+            except UploadTakenOver:
                 return
 
     for _ in at_each_operation(monkeypatch, train, prepare):

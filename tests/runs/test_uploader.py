@@ -9,7 +9,7 @@ import time
 import pytest
 
 from harness.runs import uploader
-from harness.runs.uploader import TakenOver, Uploader
+from harness.runs.uploader import Uploader, UploadTakenOver
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_wait_ends_if_each_attempt_fails_after_some_progress(monkeypatch):
 
 
 def test_nothing_is_uploaded_once_another_start_has_taken_over():
-    target = Target([TakenOver("another start")])
+    target = Target([UploadTakenOver("another start")])
     for _ in range(2):
         target.uploader.request()
         assert not target.uploader.wait(1)

@@ -69,7 +69,7 @@ def test_typed_settings_are_read_back_exactly(value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [("adam", "adam"), ("0007", '"0007"'), (0.001, "0.001"), (None, "null"), (True, "true"), ("true", '"true"'),
-     ("1e5", '"1e5"'), ([1, 2], "[1, 2]"), ("", '""')],
+     ("1e5", '"1e5"'), ([1, 2], "[1, 2]"), ("", '""'), ("{\U00010000", '"{\U00010000"')],
 )  # fmt: skip
 def test_settings_are_typed_without_needless_quotes(value, text):
     assert space.spelled(value) == text

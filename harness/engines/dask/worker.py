@@ -201,7 +201,7 @@ def _run(
             send(file=name, lines=lines)
         return bool(news)
 
-    def meanwhile() -> None:
+    def poll() -> None:
         nonlocal sent_at, stopped
         if not stopped and (local.stops or not wanted()):
             stopped = True
@@ -210,7 +210,7 @@ def _run(
             sent_at = now
             send_lines()
 
-    code = group.wait(meanwhile)[rank]
+    code = group.wait(poll)[rank]
     while send_lines():
         pass
     return code

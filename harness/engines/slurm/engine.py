@@ -16,7 +16,7 @@ from harness.distributed.rank_exit import RankExit
 from harness.engines.base import Job
 from harness.engines.slurm.job_output import JobOutput
 from harness.engines.slurm.sbatch import script
-from harness.engines.slurm.scontrol import JobState, NoAnswer, ask, down, job_state
+from harness.engines.slurm.scontrol import JobState, SlurmUnavailable, ask, down, job_state
 from harness.errors import EXIT_STOPPED, LaunchError
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
@@ -109,7 +109,7 @@ class SlurmRun:
             requested, before = now, state.name
             try:
                 state, answered = job_state(self._number), now
-            except NoAnswer as error:
+            except SlurmUnavailable as error:
                 if now > answered + _NO_ANSWER_S:
                     return self._report(f"{error}; job {self._number} may still run")
                 continue
@@ -171,20 +171,20 @@ def _sbatch(text: str, *options: str) -> str:
     }
     try:
         return ask("sbatch", "--parsable", *options, stdin=text, environ=environ).strip().partition(";")[0]
-    except NoAnswer as error:
+    except SlurmUnavailable as error:
         raise LaunchError(f"sbatch refused the job: {error}", hint="--dry-run prints the script") from None
 
 
 def _hosts(nodes: str) -> list[str]:
     """The nodes of a list such as ``n[0-1]``."""
-    with suppress(NoAnswer):
+    with suppress(SlurmUnavailable):
         return ask("scontrol", "show", "hostnames", nodes).split() if nodes else []
     return []
 
 
 def _same_run(job: Job) -> str:
     """The id of a job of this user that trains into the same run folder; empty if there is none."""
-    with suppress(NoAnswer):
+    with suppress(SlurmUnavailable):
         lines = ask("squeue", "--me", "--noheader", f"--name={job.config.name}", "--format=%i %k").splitlines()
         return next((number for number, _, comment in (line.partition(" ") for line in lines)
                      if comment == _comment(job)), "")  # fmt: skip
@@ -197,5 +197,5 @@ def _comment(job: Job) -> str:
 
 
 def _quietly(*command: str) -> None:
-    with suppress(NoAnswer, LaunchError):
+    with suppress(SlurmUnavailable, LaunchError):
         ask(*command)

@@ -18,7 +18,7 @@ _OVER = frozenset(
 )  # fmt: skip
 
 
-class NoAnswer(Exception):
+class SlurmUnavailable(Exception):
     """slurmctld could not be reached, or refused to answer."""
 
 
@@ -40,10 +40,10 @@ class JobState:
 
 
 def job_state(number: str) -> JobState | None:
-    """The state of a job; None if Slurm no longer lists it. Raises NoAnswer."""
+    """The state of a job; None if Slurm no longer lists it. Raises SlurmUnavailable."""
     try:
         text = ask("scontrol", "show", "job", "-o", number)
-    except NoAnswer as error:
+    except SlurmUnavailable as error:
         if "Invalid job id" in str(error):
             return None
         raise
@@ -67,7 +67,7 @@ def down(nodes: str) -> str:
     """The lost nodes among ``nodes``, such as "n1 (down*)"; empty if there are none or Slurm does not answer."""
     try:
         lines = ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines() if nodes else []
-    except NoAnswer:
+    except SlurmUnavailable:
         return ""
     # A star means that the node does not answer. Slurm reports it as down only some time later.
     lost = {name: state for name, _, state in (line.partition(" ") for line in lines)
@@ -76,8 +76,8 @@ def down(nodes: str) -> str:
 
 
 def ask(*command: str, stdin: str | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """Run a Slurm command and return its output. ``environ``: instead of this process's. Raises NoAnswer with the
-    command's error, and LaunchError if it is not installed."""
+    """Run a Slurm command and return its output. ``environ``: instead of this process's. Raises SlurmUnavailable
+    with the command's error, and LaunchError if it is not installed."""
     try:
         done = subprocess.run(
             command, input=stdin, env=environ, capture_output=True, text=True, timeout=_ANSWER_S, check=False
@@ -88,7 +88,7 @@ def ask(*command: str, stdin: str | None = None, environ: Mapping[str, str] | No
             hint="run it on a machine with Slurm's commands, such as a login node; --dry-run prints the script",
         ) from None
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{command[0]} did not answer within {_ANSWER_S:.0f} s") from None
+        raise SlurmUnavailable(f"{command[0]} did not answer within {_ANSWER_S:.0f} s") from None
     if done.returncode != 0:
-        raise NoAnswer(done.stderr.strip() or f"{command[0]} ended with exit code {done.returncode}")
+        raise SlurmUnavailable(done.stderr.strip() or f"{command[0]} ended with exit code {done.returncode}")
     return done.stdout

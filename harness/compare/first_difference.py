@@ -15,7 +15,7 @@ _PARTS = {
 _NAMED = 4  # entries of a part
 
 
-class Parting:
+class FirstDifference:
     """``step``: the first at which a log line or a checkpoint differs; None if only other files do."""
 
     def __init__(self, found: Sequence[Difference], checkpoints: Sequence[int]) -> None:
