@@ -71,10 +71,10 @@ class Loader:
         num_workers: int,
         device: torch.device,
         timeout_s: float = math.inf,
-        leave: Callable[[], bool] = lambda: False,
+        leave: Callable[[float], bool] = lambda waited_s: False,
     ) -> None:
-        """Workers that deliver nothing for ``timeout_s`` are an error. Meanwhile, ``leave`` is called twice per second
-        and returns whether to end the wait."""
+        """Workers that deliver nothing for ``timeout_s`` are an error. Meanwhile, ``leave`` is called twice per second,
+        with the seconds waited so far; it returns whether to end the wait, or raises."""
         self.dataset, self.device = dataset, device
         self.wait_s = 0.0  # time that training waited for data
         self._timeout_s, self._leave, self._since = timeout_s, leave, 0.0
@@ -123,9 +123,10 @@ class Loader:
 
     def _while_waiting(self) -> None:
         self._blocked = True
-        if self._leave():
+        waited_s = time.perf_counter() - self._since
+        if self._leave(waited_s):
             raise StoppedWaiting
-        if time.perf_counter() - self._since > self._timeout_s:
+        if waited_s > self._timeout_s:
             raise TrainingError(
                 f"the loader workers delivered no batch for {self._timeout_s:g} s (runtime.timeout_s)",
                 hint="likely causes: a slow or unreachable disk, a dataset that waits for a lock or a network, or "

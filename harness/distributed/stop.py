@@ -18,6 +18,12 @@ from harness.distributed.runtime import Runtime
 log = logging.getLogger("harness")
 
 PERIOD_S = 0.5  # between two reductions of the flags
+LEAVE_S = 10.0  # for data to arrive after a request, so that all ranks can stop with a checkpoint
+
+
+class StoppedAlone(Exception):
+    """A stop was requested while this rank waited for data, and other ranks for it: it cannot take part in a decision,
+    so it ends without a new checkpoint."""
 
 
 class Stop:
@@ -30,14 +36,22 @@ class Stop:
         self._calls, self._since = 0, time.monotonic()
         self.reason = ""
         self.verdict = False
+        self.heard = ""
+        """The signal that any rank has received, perhaps before its main thread could request a stop."""
+        self._heard_at = 0.0
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
 
+    def hear(self, name: str) -> None:
+        """Some rank received the signal ``name``. Callable from any thread."""
+        if not self.heard:
+            self._heard_at, self.heard = time.monotonic(), name
+
     @property
     def exit_code(self) -> int:
         """The exit code of a process that a request stopped without a checkpoint."""
-        return signals.ended_by(signal.Signals.__members__.get(self.reason, signal.SIGTERM))
+        return signals.ended_by(signal.Signals.__members__.get(self.reason or self.heard, signal.SIGTERM))
 
     def agreed(self) -> bool:
         """True from the first call at which a request has reached all ranks. All ranks must call it equally often.
@@ -58,9 +72,15 @@ class Stop:
                 self._pending = self.runtime.max_async([bool(self.reason), self._next_pause()])
         return self.verdict
 
-    def without_asking(self) -> bool:
-        """True if a stop was requested and this is the only rank: others would wait for it in the step."""
-        return bool(self.reason) and self.runtime.world_size == 1
+    def ends_wait(self, waited_s: float) -> bool:
+        """True if a stop ends a wait for data that has lasted ``waited_s``, on the only rank. Several ranks decide
+        together, but the others wait for this one: after LEAVE_S, or before they time out, it raises StoppedAlone."""
+        if self.runtime.world_size == 1:
+            return bool(self.reason)
+        late_s = max(self.runtime.timeout_s - LEAVE_S, self.runtime.timeout_s / 2)
+        if self.heard and (waited_s > late_s or min(waited_s, time.monotonic() - self._heard_at) > LEAVE_S):
+            raise StoppedAlone(f"rank {self.runtime.rank} had waited {waited_s:.0f} s for data")
+        return False
 
     def settle(self) -> bool:
         """The decision, including every request made so far. Waits for all ranks, so it is for rare points only.
@@ -88,9 +108,11 @@ def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Itera
     launch = stop.runtime.launch
 
     def request(number: int) -> None:
+        stop.hear(signals.name(number))
         stop.request(signals.name(number))
 
     def notice(number: int) -> None:
+        stop.hear(signals.name(number))
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to end at once"
             log.info("stopping (%s): %s%s", signals.name(number), then, again)

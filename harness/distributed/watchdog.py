@@ -26,9 +26,11 @@ from harness.errors import EXIT_FAILURE
 log = logging.getLogger("harness")
 
 _KEY = "failed"
+_STOP = "stop"
 PERIOD_S = 1.0
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
 JOIN_S = 1.0  # for the thread to return from a request to the store
+STOP_GRACE_S = 5.0  # likewise, once another rank has stopped without a checkpoint
 NEWS_S = 3.0  # for all ranks to be notified of a failure before the failing one closes its connections
 _POLL_S = 0.1
 
@@ -83,7 +85,9 @@ class Watchdog:
         self._parent = (parent or os.getppid()) if runtime.launch.supervised else None
         self.doing = ""  # where the main thread was when this rank learned of another's failure
         self.stalls = Stalls(runtime, step)
-        self._first: RankExit | None = None  # the launch's first failure, once this rank has learned of it
+        self.first: RankExit | None = None
+        """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
+        self._stop_is_shared = False
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="harness-watchdog", daemon=True)
         self._clock = threading.Thread(target=self._tick, name="harness-clock", daemon=True)
@@ -103,11 +107,11 @@ class Watchdog:
         """Publish ``failure`` and return the launch's first one: this, or an earlier one of a peer. None if the store
         is gone or there is none. Never raises, so that the failure itself gets reported."""
         with suppress(Exception):
-            if self._runtime.store is not None and self._first is None:
+            if self._runtime.store is not None and self.first is None:
                 first = self._runtime.store.compare_set(_KEY, "", failure.to_json())
-                self._first = RankExit.from_dict(json.loads(first))
+                self.first = RankExit.from_dict(json.loads(first))
         self.acknowledge()
-        return self._first
+        return self.first
 
     def acknowledge(self) -> None:
         """Publish that this rank has seen the failure."""
@@ -124,7 +128,7 @@ class Watchdog:
         """The rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``. None if
         the first failure is already known, or if another rank is looking for it."""
         self._peer_failure()
-        if self._first:
+        if self.first:
             return None
         found = self.stalls.missing(doing, timed_out)
         if found is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):
@@ -151,14 +155,29 @@ class Watchdog:
                 self._end(Cause.LAUNCHER_LOST, "the launcher is gone")
                 return
             if message := self._peer_failure() or self._stalled():
-                first = self._first
+                first = self.first
                 if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
                     self._end(Cause.HUNG, first.message)
+                elif first is not None and first.cause is Cause.STOPPED:
+                    self._end(Cause.STOPPED, first.message, first.exit_code)
                 else:
                     self._end(Cause.PEER_LOST, message)
                 return
             with suppress(Exception):
+                self._share_stop()
                 self.stalls.answer()
+
+    def _share_stop(self) -> None:
+        """Announce a signal that this rank has received, or take note of one that another announced. The ranks agree on
+        a stop between steps (harness.distributed.stop); this is for one that waits for data."""
+        store = self._runtime.store
+        if store is None or self._stop_is_shared:
+            return
+        if self._stop.heard:
+            store.set(_STOP, self._stop.heard)
+        elif store.check([_STOP]):
+            self._stop.hear(store.get(_STOP))
+        self._stop_is_shared = bool(self._stop.heard)
 
     def _peer_failure(self) -> str:
         store = self._runtime.store
@@ -167,7 +186,7 @@ class Watchdog:
         try:
             if not store.check([_KEY]):
                 return ""
-            self._first = RankExit.from_dict(json.loads(store.get(_KEY)))
+            self.first = RankExit.from_dict(json.loads(store.get(_KEY)))
         except StoreTimeout:  # harmless by itself; see Stalls.missing
             return ""
         except Exception:
@@ -175,7 +194,7 @@ class Watchdog:
             return "rank 0, or the launcher, is gone"
         self.doing = self.doing or stack.main_thread_at()
         self.acknowledge()
-        return f"rank {self._first.rank} failed"
+        return f"rank {self.first.rank} failed"
 
     def _stalled(self) -> str:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
@@ -186,18 +205,21 @@ class Watchdog:
         if found is None or found.cause is not Cause.HUNG:
             return ""
         self.doing = stack.main_thread_at()
-        self._first = self.report(found) or found
-        return f"rank {self._first.rank} failed: {self._first.message}"
+        self.first = self.report(found) or found
+        return f"rank {self.first.rank} failed: {self.first.message}"
 
-    def _end(self, cause: Cause, message: str) -> None:
+    def _end(self, cause: Cause, message: str, code: int = EXIT_FAILURE) -> None:
         self._stop.request(message)
-        if not self._finished.wait(GRACE_S if cause is not Cause.HUNG else min(NEWS_S, GRACE_S)):
+        graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
+        if not self._finished.wait(min(graces_s.get(cause, GRACE_S), GRACE_S)):
             if cause is Cause.HUNG:
                 log.error("the other ranks no longer wait for this one: exiting")
+            elif cause is Cause.STOPPED:
+                log.info(message)
             else:
                 log.error("%s, and this rank is blocked waiting for it: exiting", message)
-            self._on_blocked(cause, message, self.doing or stack.main_thread_at(), self._first)
+            self._on_blocked(cause, message, self.doing or stack.main_thread_at(), self.first)
             self.stalls.release()
             logging.shutdown()
             time.sleep(0.1)
-            self._exit_process(EXIT_FAILURE)
+            self._exit_process(code)

@@ -20,6 +20,7 @@ from harness.config.schema import Config
 from harness.data.loader import Loader
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
+from harness.distributed.meeting import telling_peers
 from harness.distributed.monitor import follow_until_done
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
@@ -30,13 +31,13 @@ from harness.errors import (
     EXIT_FAILURE,
     EXITS_BY_SIGNAL,
     ConfigError,
-    HarnessError,
     LaunchError,
-    first_line,
 )
 from harness.runs import trained_run
 from harness.runs.files import output_error, require_output
 from harness.training import build, console, optim, precision, prediction_writer
+from harness.training.exit_report import ExitReporter
+from harness.training.main import facts, fail_early
 from harness.training.prediction_writer import Predictor
 from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
 
@@ -64,6 +65,14 @@ def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, 
     console.to_terminal(0)
     launch = detect(environ)
     console.to_terminal(launch.rank)
+    if launch.world_size == 1 and (world_size or 1) > 1:
+        # So that errors are reported once, and the file is converted once.
+        open_task(request, _configuration(request, world_size, launch))
+        return _start_ranks(world_size or 1, environ, words)
+    return _rank(request, world_size, launch)
+
+
+def _configuration(request: PredictRequest, world_size: int | None, launch: Launch) -> Config:
     if launch.world_size > 1 and world_size not in (None, launch.world_size):
         raise LaunchError(
             f"--world {world_size}, but a launcher has started {launch.world_size} processes",
@@ -76,10 +85,7 @@ def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, 
             f"the name of the output must end in {' or '.join(FORMATS)}", where=str(request.out), hint=hint
         )
     require_output(request.out, [request.source, *trained_run.inputs(config)])
-    if launch.world_size == 1 and (world_size or 1) > 1:
-        open_task(request, config)  # so that errors are reported once, and the file is converted once
-        return _start_ranks(world_size or 1, environ, words)
-    return _rank(request, config, launch)
+    return config
 
 
 def open_task(request: PredictRequest, config: Config) -> PredictingTask:
@@ -95,24 +101,29 @@ def open_task(request: PredictRequest, config: Config) -> PredictingTask:
     return section.open_new(trained_run.learned(request.run), request.source, cache)
 
 
-def _rank(request: PredictRequest, config: Config, launch: Launch) -> int:
+def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> int:
     parent = os.getppid()
-    try:
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        try:
             # The main thread may be in C code while the ranks meet.
             with exits_without_launcher(launch, parent), signals.ending_the_process("before the ranks had met"):
-                runtime = stack.enter_context(open_runtime(launch, config.runtime.device, config.runtime.timeout_s))
-            stop = Stop(runtime)
-            then = "no predictions are written"
-            with on_signals(stop, then), Watchdog(runtime, stop, parent=parent), _one_thread(runtime.device):
+                with telling_peers(launch):
+                    config = _configuration(request, world_size, launch)
+                runtime = stack.enter_context(
+                    open_runtime(
+                        launch, config.runtime.device, config.runtime.timeout_s, lambda device: facts(config, device)
+                    )
+                )
+        except Exception as error:
+            return fail_early(launch, error)
+        stop = Stop(runtime)
+        reporter = ExitReporter(runtime, stop)
+        watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked)
+        with on_signals(stop, "no predictions are written"), watching as watchdog, _one_thread(runtime.device):
+            try:
                 return _predict(request, config, runtime, stop)
-    except HarnessError as error:
-        if error.origin_rank in (None, launch.rank):
-            log.error("error: %s", error)
-        return error.exit_code
-    except RuntimeError as error:  # from a collective, if another rank has died
-        log.error("error: %s\n  -> if another rank failed or was killed, see its message", first_line(error))
-        return EXIT_FAILURE
+            except (Exception, SystemExit) as error:
+                return reporter.failed(error, watchdog)
 
 
 def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
@@ -123,7 +134,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
     with runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
-    loader = Loader(task.eval, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.without_asking)
+    loader = Loader(task.eval, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
     try:
         written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
     except OSError as error:

@@ -26,9 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.distributed.launch_env import detect
+    from harness.distributed.meeting import telling_peers
     from harness.inference import predict
     from harness.runs import fetched
 
-    folder = fetched.local_copy(arguments.folder)
+    with telling_peers(detect(os.environ)):
+        folder = fetched.local_copy(arguments.folder)
     request = predict.PredictRequest(folder, arguments.csv, arguments.out, arguments.overrides, arguments.trust)
     return predict.main(request, arguments.world, os.environ, arguments.words)

@@ -64,7 +64,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     if config.model.compile:
         model.compile()  # after amp, whose casts are to be compiled too; keeps parameters and their names
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
-    waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.without_asking)
+    waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
     train_loader, eval_loader = Loader(task.train, *waits), Loader(task.eval, *waits)
     final_lr = config.schedule.min_lr * size.lr / config.optimizer.lr  # scaled as lr is
     run = Run(

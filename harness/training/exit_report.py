@@ -16,6 +16,7 @@ from harness.data.loader_workers import worker_death
 from harness.distributed import stack
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
+from harness.distributed.stop import Stop, StoppedAlone
 from harness.distributed.watchdog import Watchdog
 from harness.errors import (
     EXIT_DONE,
@@ -45,10 +46,11 @@ class Paused(TrainingError):
 
 
 class ExitReporter:
-    """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record."""
+    """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record. Without a
+    ``folder`` it only tells the terminal and the other ranks."""
 
-    def __init__(self, folder: RunFolder, runtime: Runtime) -> None:
-        self._folder, self._runtime = folder, runtime
+    def __init__(self, runtime: Runtime, stop: Stop, folder: RunFolder | None = None) -> None:
+        self._runtime, self._stop, self._folder = runtime, stop, folder
         self.run: Run | None = None
 
     def ended(self, done: bool, reason: str) -> int:
@@ -61,22 +63,33 @@ class ExitReporter:
         """Report that the watchdog is about to end this rank. ``first``: the launch's first failure, if it is known."""
         errors = {Cause.LAUNCHER_LOST: "LauncherLost", Cause.HUNG: "Hung"}
         trace = first.traceback if first and cause is Cause.HUNG else ()
-        error = errors.get(cause, "PeerLost")
-        self._write(self._exit(cause, EXIT_FAILURE, error=error, message=message, doing=doing, trace=trace))
-        if first and self._folder.claimed:
+        code = first.exit_code if first and cause is Cause.STOPPED else EXIT_FAILURE
+        error = "" if cause is Cause.STOPPED else errors.get(cause, "PeerLost")
+        self._write(self._exit(cause, code, error=error, message=message, doing=doing, trace=trace))
+        if self._folder is None:
+            return
+        if first and self._folder.claimed and cause is not Cause.STOPPED:
             self._folder.failure(first.failure())
         self._folder.detach(self._runtime.rank, done=False)
 
     def step(self) -> int | None:
         """The number of steps so far; None before this start has claimed the run folder."""
-        return self.run.state.step if self.run else 0 if self._folder.claimed else None
+        return self.run.state.step if self.run else 0 if self._claimed else None
+
+    @property
+    def _claimed(self) -> bool:
+        return self._folder is not None and self._folder.claimed
 
     def failed(self, error: BaseException, watchdog: Watchdog) -> int:
         """Report ``error``: in failure.json and on the terminal by the rank that failed first, and in every rank's log.
         Returns the exit code, which is that of the first failure."""
         self._runtime.failed = True
         missing, shown = self._reason(error, watchdog)
-        lost = bool(lost_peer(error)) and not isinstance(shown, Paused)
+        alone = self._stopped_alone(error) if isinstance(error, StoppedAlone) else None
+        first_known = (watchdog.report(alone) or alone) if alone else watchdog.first
+        if first_known and first_known.cause is Cause.STOPPED and (alone or lost_peer(error)):
+            return self._stopped(first_known, watchdog)
+        lost = bool(alone or lost_peer(error)) and not isinstance(shown, Paused)
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
         exit = self._exit(
             Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
@@ -96,11 +109,28 @@ class ExitReporter:
             exit = replace(exit, **{key: first[key] for key in ("error", "message", "traceback")}, cause=Cause.HUNG)
         self._write(exit)
         if first != reported.failure():
-            log.info("exiting: rank %s failed first; see %s", first["rank"], f"{self._folder.where}/{layout.FAILURE}")
+            see = f"; see {self._folder.where}/{layout.FAILURE}" if self._folder else ""
+            log.info("exiting: rank %s failed first%s", first["rank"], see)
             return int(first["exit_code"])
         self._show(reported, shown)
         watchdog.linger()
         return exit.exit_code
+
+    def _stopped(self, first: RankExit, watchdog: Watchdog) -> int:
+        """Report that a rank that waited for data has obeyed a stop, which ends all; return the exit code."""
+        log.info("%s", first.message)
+        self._write(self._exit(Cause.STOPPED, first.exit_code, message=first.message))
+        watchdog.linger()
+        return first.exit_code
+
+    def _stopped_alone(self, error: StoppedAlone) -> RankExit:
+        saved = self.run.saved_step if self.run else -1
+        code = EXIT_STOPPED if saved >= 0 else self._stop.exit_code
+        again = "there is no checkpoint yet, so the same command starts from the beginning"
+        if saved >= 0:
+            again = f"the same command resumes from the checkpoint of step {saved}"
+        message = f"stopped ({self._stop.heard}): {error}; {again if self.run else 'nothing was written'}"
+        return self._exit(Cause.STOPPED, code, message=message)
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
         """The rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
@@ -132,8 +162,10 @@ class ExitReporter:
     def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> dict[str, Any]:
         """The launch's first failure, from the store, or from failure.json if the store is closed."""
         known = watchdog.report(exit)
+        if known and known.cause is Cause.STOPPED:  # while this rank failed by itself
+            known = exit
         first = (known or exit).failure()
-        written = self._folder.failure(first) if self._folder.claimed else first
+        written = self._folder.failure(first) if self._folder and self._folder.claimed else first
         return first if known else written
 
     def _exit(
@@ -145,7 +177,7 @@ class ExitReporter:
         )  # fmt: skip
 
     def _write(self, exit: RankExit) -> None:
-        if self._folder.claimed:
+        if self._folder and self._folder.claimed:
             exit_files.write(self._folder.logs, exit)
         exit_files.write_for_torch(self._runtime.launch, exit)
 

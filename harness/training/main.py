@@ -101,7 +101,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     """Train as one rank of a run; return the exit code. Every rank calls it."""
     folder = remote.run_folder(config)
     stop = Stop(runtime)
-    reporter = ExitReporter(folder, runtime)
+    reporter = ExitReporter(runtime, stop, folder)
     run: Run | None = None
     code = EXIT_FAILURE
     watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked, step=reporter.step)

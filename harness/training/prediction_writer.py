@@ -23,7 +23,7 @@ from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
+from harness.distributed.stop import Stop, StoppedAlone
 from harness.errors import CheckpointError, DataError, HarnessError, first_line
 from harness.runs import layout
 from harness.trackers.base import Sample
@@ -79,6 +79,8 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
                     _forward(predictor, loader.dataset.batch(np.zeros(1, np.int64), None).to(loader.device), size)
             except StoppedWaiting:
                 continue
+            except StoppedAlone:
+                raise
             except Exception as error:
                 failure = error
                 stop.request("a prediction failed")

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from harness import cli
 from harness.errors import HarnessError
 from harness.inference import export
+from harness.inference import predict as predict_module
+from harness.training import prediction_writer
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
@@ -39,23 +41,34 @@ def trained(tmp_path_factory):
     return folder / "runs" / "run", data
 
 
-def predict(folder, out, *words, world=1):
-    """(exit codes, output) of ``harness predict`` on ``world`` ranks that a launcher started."""
+def predict(folder, out, *words, world=1, last=(), prepare=None):
+    """(exit codes, output) of ``harness predict`` on ``world`` ranks that a launcher started. ``last``: words for the
+    last rank only, where ``prepare`` is called first."""
     terminal = out.with_suffix(".txt")
     argv = ["predict", str(folder), "--out", str(out), *map(str, words)]
-    port = free_port()
-    ranks = [
-        start(_rank, (argv, str(terminal)), launch_environment(rank, world, port) if world > 1 else {})
-        for rank in range(world)
-    ]
+    port, ranks = free_port(), []
+    for rank in range(world):
+        own, before = (last, prepare) if rank == world - 1 else ((), None)
+        environ = launch_environment(rank, world, port) if world > 1 else {}
+        ranks.append(start(_rank, ([*argv, *own], str(terminal), before), environ))
     return wait_for(ranks, 90), terminal.read_text()
 
 
-def _rank(argv, terminal):
+def _rank(argv, terminal, prepare):
     file = os.open(terminal, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    if prepare:
+        prepare()
     raise SystemExit(cli.main(argv))
+
+
+def _die_in_a_block():
+    prediction_writer._block = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _break_the_disk():
+    predict_module.open_task = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error", "eval.csv"))
 
 
 def test_training_writes_predictions_of_the_best_weights(trained):
@@ -254,6 +267,34 @@ def test_world_must_match_the_launcher(trained, tmp_path):
     codes, output = predict(folder, tmp_path / "x.csv", "--csv", data / "eval.csv", "--world", 3, world=2)
     assert codes == [2, 2]
     assert "--world 3, but a launcher has started 2 processes" in output
+
+
+# What the last rank has of its own; the exit codes; parts of the output.
+DIFFERENT_RANKS = {
+    "another setting": (
+        {"last": ["batch.eval_per_rank=3"]}, [2, 2],
+        ["the ranks were started differently", "batch.eval_per_rank: null on rank 0"],
+    ),
+    "a wrong setting": ({"last": ["modle.name=x"]}, [2, 2], ["rank 1 on", "cannot start: ", "did you mean model"]),
+    "an error": ({"prepare": _break_the_disk}, [70, 70], ["Input/output error"]),
+    "a killed rank": (
+        {"prepare": _die_in_a_block}, [70, -9], ["lost contact with the other ranks: rank 1: its process"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERENT_RANKS)
+def test_ranks_that_differ_are_named(trained, tmp_path, case):
+    folder, data = trained
+    own, codes, words = DIFFERENT_RANKS[case]
+    out = tmp_path / "x.csv"
+    found, output = predict(folder, out, "--csv", data / "eval.csv", "runtime.timeout_s=20", world=2, **own)
+    assert found == codes, output
+    for word in words:
+        assert output.count(word) == 1, output
+    assert "gloo" not in output.lower()
+    assert "Traceback" not in output
+    assert not out.exists()
 
 
 def test_task_that_cannot_predict_files(trained, tmp_path, capsys):

@@ -9,9 +9,11 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -442,6 +444,23 @@ def test_a_scheduler_that_does_not_answer(tmp_path, stripes, capsys, monkeypatch
     assert time.monotonic() - start < 10
     waiting = "waiting for the Dask scheduler at tcp://127.0.0.1:1, up to 1 s: Connection refused"
     assert capsys.readouterr().err.splitlines() == [waiting]
+
+
+@pytest.mark.parametrize(
+    ("sends", "reason"), [(b"", "sends nothing within 0.3 s"), (b"SSH-2.0-x", "sends b'SSH-2.0-'")]
+)
+def test_another_program_at_the_port_of_the_scheduler(tmp_path, stripes, monkeypatch, sends, reason):
+    from harness.engines.dask import engine
+
+    monkeypatch.setattr(engine, "_GREETING_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        words = [f"launch.dask.scheduler=tcp://127.0.0.1:{server.getsockname()[1]}", "launch.dask.timeout_s=20"]
+        answered = pool.submit(lambda: (connection := server.accept()[0], connection.sendall(sends)))
+        start = time.monotonic()
+        with pytest.raises(LaunchError, match=f"the scheduler does not answer: .*{reason}.* another program"):
+            engine.start(launch.plan(str(write_config(tmp_path, stripes)), words))
+        assert time.monotonic() - start < 10
+        answered.result()[0].close()
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def failed(tmp_path, error, *, store=None, rank=0):
     folder.logs.mkdir(exist_ok=True)
     folder.claimed = True
     runtime = Runtime(Launch(rank=rank), store=store and LimitedStore(store))
-    code = ExitReporter(folder, runtime).failed(error, Watchdog(runtime, Stop(runtime)))
+    code = ExitReporter(runtime, Stop(runtime), folder).failed(error, Watchdog(runtime, Stop(runtime)))
     failure = tmp_path / "failure.json"
     return code, exit_files.read(folder.logs)[rank], json.loads(failure.read_text()) if failure.exists() else None
 
@@ -134,7 +134,7 @@ def test_blocked_rank_is_recorded(tmp_path, cause, error):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     folder.claimed = True
-    ExitReporter(folder, Runtime()).blocked(cause, "it is gone", "step (x.py:3)", None)
+    ExitReporter(Runtime(), Stop(Runtime()), folder).blocked(cause, "it is gone", "step (x.py:3)", None)
     exit = exit_files.read(folder.logs)[0]
     assert (exit.cause, exit.error, exit.message, exit.doing) == (cause, error, "it is gone", "step (x.py:3)")
 

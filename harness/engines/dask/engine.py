@@ -33,6 +33,9 @@ from harness.runs.outcome import ExitCollector, RunOutcome
 _CLOSE_S = 5.0
 _SILENT_S = 3.0  # before logging what it waits for
 _PAUSE_S = 0.2  # between two attempts to connect
+_GREETING_S = 5.0  # for a scheduler to send its first message, as it does at once on each connection
+_MAX_GREETING_BYTES = 1 << 16  # it has some hundred
+_OTHER = "so it is another program (8787 is usually the port of Dask's dashboard) or hangs"
 _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
 
@@ -128,18 +131,22 @@ def _connect(job: Job, opened: ExitStack) -> Any:
 
 
 def _wait_for_port(address: Any, timeout_s: float) -> None:
-    """Wait until something listens at ``address``, and log it if that takes a while. Raises LaunchError.
+    """Wait until a scheduler listens at ``address``, and log it if that takes a while. Raises LaunchError.
 
     A Client that cannot connect logs nothing and fails half a minute after its timeout.
     """
-    host, _, port = str(address).rpartition("://")[2].rpartition(":")
+    protocol, _, place = str(address).rpartition("://")
+    host, _, port = place.rpartition(":")
     if not (host and port.isdigit()):
         return  # another protocol, or a wrong address: the Client reports it
     start, said = time.monotonic(), False
     while True:
         left = start + timeout_s - time.monotonic()
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.01, min(left, _SILENT_S))).close()
+            limit_s = max(0.01, min(left, _SILENT_S))
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
+                if protocol in ("", "tcp"):  # with TLS, the server waits for the client
+                    _require_greeting(connection, address)
             return
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
@@ -149,6 +156,20 @@ def _wait_for_port(address: Any, timeout_s: float) -> None:
             print(f"waiting for the Dask scheduler at {address}, up to {timeout_s:g} s: {reason}", file=sys.stderr)
             said = True
         time.sleep(_PAUSE_S)
+
+
+def _require_greeting(connection: socket.socket, address: str) -> None:
+    """Raise LaunchError unless a Dask scheduler is at the other end. OSError if it closes the connection."""
+    connection.settimeout(_GREETING_S)
+    try:
+        head = connection.recv(8, socket.MSG_WAITALL)
+    except TimeoutError:
+        raise _no_answer(
+            address, f"it accepts connections, but sends nothing within {_GREETING_S:g} s, {_OTHER}"
+        ) from None
+    # The protocol of distributed: the number of bytes that follow.
+    if not (head and 8 <= int.from_bytes(head, "little") <= _MAX_GREETING_BYTES):
+        raise _no_answer(address, f"what listens there sends {head!r}, {_OTHER}")
 
 
 def _no_answer(address: str, reason: str) -> LaunchError:
