@@ -1,39 +1,66 @@
-"""Multi-tensor operations with the names and signatures of Apex's extension ``amp_C``, on torch's foreach kernels.
+"""Apex's extension ``amp_C`` on torch's fused and foreach kernels: operations on lists of tensors.
 
 All take ``(chunk_size, noop_flag, tensor_lists, ...)`` and are usually called through ``multi_tensor_applier``. The
 chunk size has no effect. ``noop_flag``, a tensor of one element, is set to 1 if an inf or NaN is found and never reset;
 there is no host sync. Arithmetic is in float32 or wider; the lists may mix devices and dtypes.
 
-The optimizers' kernels do not exist as functions; the optimizers are in ``optimizers``.
+The updates of the optimizers are in ``optimizers.multi_tensor`` and ``optimizers.multi_tensor_lamb``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_unscale_l2norm"]
+from harness.apex.optimizers.multi_tensor import (
+    multi_tensor_adagrad,
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_novograd,
+    multi_tensor_sgd,
+)
+from harness.apex.optimizers.multi_tensor_lamb import (
+    multi_tensor_l2norm,
+    multi_tensor_lamb,
+    multi_tensor_lamb_mp,
+    multi_tensor_lamb_stage1_cuda,
+    multi_tensor_lamb_stage2_cuda,
+)
+from harness.apex.tensor_groups import TensorLists, checked_lists, indices_by_kind
 
-TensorLists = Sequence[Sequence[Tensor]]
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+    "multi_tensor_novograd",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("multi_tensor_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise AttributeError(
-        f"amp_C.{name} is not provided, only {', '.join(__all__)}. Use an optimizer class instead: "
-        "from apex.optimizers import FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad."
-    )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It has {', '.join(__all__)}.")
 
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """``out = x * scale`` for ``tensor_lists = [xs, outs]``, which may be the same list. Every x is checked."""
-    xs, outs = _lists(tensor_lists, "multi_tensor_scale", 2)
-    for indices in _indices_by_kind(xs, outs):
+    xs, outs = checked_lists(tensor_lists, "multi_tensor_scale", 2)
+    for indices in indices_by_kind(xs, outs):
         scaled = _scaled([xs[i] for i in indices], scale, noop_flag)
         torch._foreach_copy_([outs[i] for i in indices], scaled)
 
@@ -48,28 +75,12 @@ def multi_tensor_axpby(
     """
     if arg_to_check not in (-1, 0, 1):
         raise ValueError(f"arg_to_check is {arg_to_check!r}; allowed are 0 (check x), 1 (check y) and -1 (check both).")
-    xs, ys, outs = _lists(tensor_lists, "multi_tensor_axpby", 3)
-    for indices in _indices_by_kind(xs, ys, outs):
+    xs, ys, outs = checked_lists(tensor_lists, "multi_tensor_axpby", 3)
+    for indices in indices_by_kind(xs, ys, outs):
         sums = _scaled([xs[i] for i in indices], a, None if arg_to_check == 1 else noop_flag)
         added = _scaled([ys[i] for i in indices], b, None if arg_to_check == 0 else noop_flag)
         torch._foreach_add_(sums, added)
         torch._foreach_copy_([outs[i] for i in indices], sums)
-
-
-@torch.no_grad()
-def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """The Euclidean norm over all of ``tensor_lists = [xs]``, shape ``(1,)``, and the norm of each x.
-
-    The second has shape ``(len(xs),)``, or ``(0,)`` without ``per_tensor``. Both are float32 (float64 if an x is), on
-    the flag's device.
-    """
-    (xs,) = _lists(tensor_lists, "multi_tensor_l2norm", 1)
-    each = l2_norms(xs, noop_flag.device)
-    total = torch.linalg.vector_norm(each).reshape(1)
-    noop_flag.masked_fill_(~total.isfinite().to(noop_flag.device).reshape(()), 1)
-    return total, each if per_tensor else each.new_empty(0)
 
 
 @torch.no_grad()
@@ -86,33 +97,52 @@ def multi_tensor_unscale_l2norm(
     return total * factor, each * factor
 
 
-def l2_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The Euclidean norm of each of ``tensors``, accumulated in float32 or wider, as one vector on ``device``."""
-    found: list[Tensor] = [torch.empty(0)] * len(tensors)
-    for indices in _indices_by_kind(tensors):
-        dtype = _wide(tensors[indices[0]])
-        norms = torch._foreach_norm([tensors[i] for i in indices], 2, dtype=dtype)
-        for i, norm in zip(indices, torch.stack(norms).to(device, non_blocking=True).unbind(), strict=True):
-            found[i] = norm
-    return torch.stack(found) if found else torch.zeros(0, device=device)
+@torch.no_grad()
+def multi_tensor_l2norm_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """Like ``multi_tensor_l2norm``, but zeros if ``noop_flag`` is set already."""
+    skip = noop_flag != 0
+    return tuple(  # type: ignore[return-value]
+        found.masked_fill(skip.to(found.device), 0)
+        for found in multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    )
 
 
-def _lists(tensor_lists: TensorLists, name: str, number: int) -> list[list[Tensor]]:
-    lengths = [len(tensors) for tensors in tensor_lists]
-    if len(lengths) != number or len(set(lengths)) > 1:
-        raise RuntimeError(
-            f"{name} takes {number} list(s) of equal length; got {len(lengths)} of length {lengths}. "
-            f"Call multi_tensor_applier(amp_C.{name}, noop_flag, [list, ...], ...)."
-        )
-    return [list(tensors) for tensors in tensor_lists]
+@torch.no_grad()
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """``out = x * scale`` for ``tensor_lists = [xs, outs]``. Returns the norms of the xs, before scaling."""
+    xs, outs = checked_lists(tensor_lists, "multi_tensor_l2norm_scale", 2)
+    found = multi_tensor_l2norm(chunk_size, noop_flag, [xs], per_tensor)
+    multi_tensor_scale(chunk_size, torch.zeros_like(noop_flag), [xs, outs], scale)
+    return found
 
 
-def _indices_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of the lists, grouped by the tensors' device and dtype, because kernels take one kind per call."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, tensors in enumerate(zip(*lists, strict=True)):
-        groups.setdefault(tuple((t.device, t.dtype) for t in tensors), []).append(i)
-    return list(groups.values())
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Update a loss scale like ``torch._amp_update_scale_``, but shrink it only at the ``hysteresis``-th overflow.
+
+    All tensors have one element; the first three are changed in place. Overflows count until a step without one.
+    Returns ``current_scale``.
+    """
+    overflow = found_inf > 0
+    hysteresis_tracker.copy_(torch.where(overflow, hysteresis_tracker - 1, hysteresis))
+    tolerated = overflow & (hysteresis_tracker > 0)
+    before = current_scale.clone()
+    torch._amp_update_scale_(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    current_scale.copy_(torch.where(tolerated, before, current_scale))
+    return current_scale
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

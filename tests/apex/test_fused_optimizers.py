@@ -434,6 +434,26 @@ def test_network_under_autocast_and_grad_scaler_follows_torchs_adam(options, rec
     assert not [warning for warning in recwarn if "grad_scaler" in str(warning.message)]
 
 
+@pytest.mark.contract("6.2.AdamTest")
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.bfloat16])
+def test_grad_scaler_leaves_unscaled_gradients(dtype):
+    params = [torch.ones(3, dtype=dtype, requires_grad=True)]
+    optimizer = FusedAdam(params, capturable=True, master_weights=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(params[0].float().sum()).backward()
+    scaler.step(optimizer)
+    assert params[0].grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.contract("5.5.FusedMixedPrecisionLamb")
+def test_reduced_precision_dtype_may_be_set_after_construction():
+    optimizer = FusedMixedPrecisionLamb([param := torch.ones(3, dtype=HALF, requires_grad=True)])
+    optimizer.reduced_precision_dtype = HALF
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[param]["master_param"].dtype is torch.float32
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every_case

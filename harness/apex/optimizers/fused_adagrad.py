@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
@@ -32,15 +33,21 @@ class FusedAdagrad(FusedOptimizer):
 
     def _update(self) -> None:
         for group in self.param_groups:
-            lr, weight_decay = float(group["lr"]), group["weight_decay"]
             for batch in self._batches(group):
-                weights, grads, sums = batch.weights, batch.grads, self._moments(batch, "sum")
-                if weight_decay != 0 and not self.adagrad_w_mode:
-                    grads = list(torch._foreach_add(grads, weights, alpha=weight_decay))
-                torch._foreach_addcmul_(sums, grads, grads)
-                roots = torch._foreach_sqrt(sums)
-                torch._foreach_add_(roots, group["eps"])
-                if weight_decay != 0 and self.adagrad_w_mode:
-                    torch._foreach_mul_(weights, 1 - lr * weight_decay)
-                torch._foreach_addcdiv_(weights, grads, roots, value=-lr)
+                adagrad_update(group, batch.weights, batch.grads, self._moments(batch, "sum"), self.adagrad_w_mode)
                 self._write_back(batch)
+
+
+def adagrad_update(
+    group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], sums: list[Tensor], adagrad_w_mode: bool
+) -> None:
+    """Update weights and sums in place, for tensors as in a ``ParameterBatch``."""
+    lr, weight_decay = float(group["lr"]), group["weight_decay"]
+    if weight_decay != 0 and not adagrad_w_mode:
+        grads = list(torch._foreach_add(grads, weights, alpha=weight_decay))
+    torch._foreach_addcmul_(sums, grads, grads)
+    roots = torch._foreach_sqrt(sums)
+    torch._foreach_add_(roots, group["eps"])
+    if weight_decay != 0 and adagrad_w_mode:
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+    torch._foreach_addcdiv_(weights, grads, roots, value=-lr)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.batch import ParameterBatch
+from harness.apex.optimizers.batch import ParameterBatch, copied_where_new
 from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer, step_for_kernel
 
 
@@ -79,29 +79,13 @@ class FusedAdam(FusedOptimizer):
                 self._write_back(batch)
 
     def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+        moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        device = batch.device
-        lr = group["lr"]
-        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        kernel(
-            batch.weights,
-            batch.grads,
-            self._moments(batch, "exp_avg"),
-            self._moments(batch, "exp_avg_sq"),
-            [],
-            [step_for_kernel(group, device)] * len(batch.weights),
-            lr=lr.to(device) if isinstance(lr, Tensor) else lr,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None if grad_scale is None else grad_scale.to(device),
-            # the kernel checks for exactly 1, but GradScaler sums the flags of all devices
-            found_inf=None if found_inf is None else (found_inf != 0).to(device, torch.float32),
-        )
+        adam_update(group, batch.weights, batch.grads, *moments, self.adam_w_mode, grad_scale, found_inf)
+        if grad_scale is not None:  # the kernel has unscaled batch.grads; scripts may clip or log p.grad
+            grads = [param.grad for param in batch.params if param.grad is not None]
+            copied_where_new(batch.grads, grads)
 
     def _adopt_loaded(self, group: dict[str, Any]) -> None:
         if "step" not in group:  # saved by torch.optim.Adam or AdamW, which count per parameter
@@ -110,3 +94,39 @@ class FusedAdam(FusedOptimizer):
             if counts:
                 group["step"] = max(int(count) for count in counts)
         super()._adopt_loaded(group)
+
+
+def adam_update(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    adam_w_mode: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update weights and moments in place, for tensors as in a ``ParameterBatch``.
+
+    ``grads`` are divided by ``grad_scale`` in place. With a nonzero ``found_inf`` nothing changes.
+    """
+    device, lr = weights[0].device, group["lr"]
+    kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+    kernel(
+        weights,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step_for_kernel(group, device)] * len(weights),
+        lr=lr.to(device) if isinstance(lr, Tensor) else lr,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if grad_scale is None else grad_scale.to(device),
+        # the kernel checks for exactly 1, but GradScaler sums the flags of all devices
+        found_inf=None if found_inf is None else (found_inf != 0).to(device, torch.float32),
+    )

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.amp_C import l2_norms
+from harness.apex.optimizers.batch import wide
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
+from harness.apex.tensor_groups import by_device_and_dtype, norms
 
 
 class LambOptimizer(FusedOptimizer):
@@ -31,30 +32,19 @@ class LambOptimizer(FusedOptimizer):
         if not max_norm or not grads or any(grad.layout is not torch.strided for grad in grads):
             return inv_scale  # sparse gradients are refused later
         device = grads[0].device
-        norm = torch.linalg.vector_norm(l2_norms(grads, device)) * _on(inv_scale, device)
+        kinds = by_device_and_dtype(grad for grad in grads if grad.numel())
+        each = [norms(kind, dtype=wide(kind[0])).to(device, non_blocking=True) for kind in kinds]
+        norm = torch.linalg.vector_norm(torch.cat(each)) * _on(inv_scale, device)
         return (max_norm / norm).clamp(max=1.0) * _on(inv_scale, device)
 
     def _update_group(self, group: dict[str, Any], factor: Tensor | float, found_inf: Tensor | None) -> None:
         """Update ``group`` from its gradients times ``factor``. With a nonzero ``found_inf`` nothing changes."""
-        weight_decay = group["weight_decay"]
         for batch in self._batches(group):
-            grads: Any = torch._foreach_mul(batch.grads, _on(factor, batch.device, batch.dtype))
-            if weight_decay != 0 and not self.adam_w_mode:
-                torch._foreach_add_(grads, batch.weights, alpha=weight_decay)
             moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
             skip = None if found_inf is None else (found_inf != 0).to(batch.device)
-            updates = _adam_updates(group, grads, *moments, skip)
-            del grads
-            lr = _on(group["lr"], batch.device, batch.dtype)
-            if skip is not None:
-                lr = torch.where(skip, 0.0, lr)
-            if weight_decay != 0 and self.adam_w_mode:
-                torch._foreach_add_(updates, batch.weights, alpha=weight_decay)
-            if weight_decay != 0 or self.use_nvlamb:
-                torch._foreach_mul_(updates, list((_trust_ratios(batch.weights, updates) * lr).unbind()))
-            else:
-                torch._foreach_mul_(updates, lr)
-            torch._foreach_sub_(batch.weights, updates)
+            updates = lamb_stage1(group, batch.weights, batch.grads, *moments, factor, self.adam_w_mode, skip)
+            norms_of = (norms(batch.weights), norms(updates)) if group["weight_decay"] != 0 or self.use_nvlamb else None
+            lamb_stage2(batch.weights, updates, group["lr"], norms_of, skip)
             self._write_back(batch)
 
 
@@ -103,6 +93,60 @@ class FusedLAMB(LambOptimizer):
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
 
+def lamb_stage1(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    factor: Tensor | float,
+    adam_w_mode: bool,
+    skip: Tensor | None = None,
+) -> list[Tensor]:
+    """Advance the moments by ``grads * factor``. Returns the updates, without ``lr`` and trust ratio, as new tensors.
+
+    The tensors are as in a ``ParameterBatch``. ``group["weight_decay"]`` may be a tensor with a value for each weight.
+    Where the scalar ``skip`` is true, the moments stay.
+    """
+    grads = list(torch._foreach_mul(grads, _on(factor, grads[0].device, grads[0].dtype)))
+    decay = group["weight_decay"]
+    if not adam_w_mode:
+        _add_decay(grads, weights, decay)
+    updates = _adam_updates(group, grads, exp_avgs, exp_avg_sqs, skip)
+    if adam_w_mode:
+        _add_decay(updates, weights, decay)
+    return updates
+
+
+def lamb_stage2(
+    weights: list[Tensor],
+    updates: list[Tensor],
+    lr: Tensor | float,
+    weight_and_update_norms: tuple[Tensor, Tensor] | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """Subtract ``updates`` times ``lr`` times, given the norms, the trust ratios. Overwrites ``updates``.
+
+    The trust ratio is ``|weight| / |update|``, or 1 if one of them is 0. Norms have the shape ``(len(weights),)``.
+    """
+    rate: Any = _on(lr, weights[0].device, weights[0].dtype)
+    if skip is not None:
+        rate = torch.where(skip, 0.0, rate)
+    if weight_and_update_norms is not None:
+        of_weights, of_updates = weight_and_update_norms
+        ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
+        rate = list((ratios * rate).to(weights[0].dtype).unbind())
+    torch._foreach_mul_(updates, rate)
+    torch._foreach_sub_(weights, updates)
+
+
+def _add_decay(targets: list[Tensor], weights: list[Tensor], decay: Tensor | float) -> None:
+    if isinstance(decay, Tensor):
+        torch._foreach_add_(targets, torch._foreach_mul(weights, list(decay.unbind())))
+    elif decay != 0:
+        torch._foreach_add_(targets, weights, alpha=decay)
+
+
 def _adam_updates(
     group: dict[str, Any], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], skip: Tensor | None
 ) -> list[Tensor]:
@@ -135,12 +179,6 @@ def _adam_updates(
         torch._foreach_div_(exp_avgs, spread)
         torch._foreach_div_(updates, unit)
     return updates
-
-
-def _trust_ratios(weights: list[Tensor], updates: list[Tensor]) -> Tensor:
-    """``|weight| / |update|`` for each pair, shape ``(len(weights),)``; 1 where one of the norms is 0."""
-    weight_norms, update_norms = (torch.stack(torch._foreach_norm(tensors, 2)) for tensors in (weights, updates))
-    return torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
 
 
 def _on(value: Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> Any:

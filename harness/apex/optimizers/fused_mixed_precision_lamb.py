@@ -21,7 +21,7 @@ class FusedMixedPrecisionLamb(LambOptimizer):
     sync, and the gradients themselves stay scaled. Without a GradScaler, gradients are used as they are.
     """
 
-    settings = ("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype", "mastered")
+    settings = ("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
     capturable = True
 
     def __init__(
@@ -48,7 +48,6 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
         self.reduced_precision_dtype = reduced_precision_dtype
-        self.mastered = () if reduced_precision_dtype is None else (reduced_precision_dtype,)
         defaults = dict(
             lr=lr,
             step=step,
@@ -60,3 +59,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             max_grad_norm=max_grad_norm,
         )
         super().__init__(params, defaults, amsgrad=amsgrad)
+
+    @property
+    def mastered(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        """The dtype whose parameters have masters. Scripts set ``reduced_precision_dtype`` after construction, too."""
+        return () if self.reduced_precision_dtype is None else (self.reduced_precision_dtype,)

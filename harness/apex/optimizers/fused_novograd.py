@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.apex.optimizers.batch import ParameterBatch
 from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer
+from harness.apex.tensor_groups import norms
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -66,45 +67,25 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _update(self) -> None:
         for group in self._counted_groups():
-            norms = self._running_norms(group)
+            running = self._running_norms(group)
             for batch in self._batches(group):
-                denominators = self._denominators(group, batch, norms)
-                self._update_batch(group, batch, denominators)
+                blend = self._blended(group, batch, running)
+                exp_avgs = self._moments(batch, "exp_avg")
+                novograd_update(group, batch.weights, batch.grads, exp_avgs, blend, self.reg_inside_moment)
                 self._write_back(batch)
-            self._keep(group, norms)
+            self._keep(group, running)
 
-    def _denominators(self, group: dict[str, Any], batch: ParameterBatch, norms: dict[Tensor, Tensor]) -> Tensor:
-        """Advance the running norms of ``batch``. Returns them bias-corrected plus eps, one per parameter."""
-        beta2 = group["betas"][1]
-        euclidean = group["norm_type"] == 2
-        new = torch.stack(torch._foreach_norm(batch.grads, 2 if euclidean else math.inf))
+    def _blended(self, group: dict[str, Any], batch: ParameterBatch, running: dict[Tensor, Tensor]) -> Tensor:
+        """Advance the running norms of ``batch`` and return them, one per parameter."""
+        new = norms(batch.grads, 2 if group["norm_type"] == 2 else math.inf)
         first = new.new_zeros(()) if group["init_zero"] else None
-        old = torch.stack(
-            [norms.get(p, one if first is None else first) for p, one in zip(batch.params, new.unbind(), strict=True)]
-        )
-        blend = (beta2 * old**2 + (1 - beta2) * new**2).sqrt() if euclidean else beta2 * old + (1 - beta2) * new
-        norms.update(zip(batch.params, blend.unbind(), strict=True))
-        correction = math.sqrt(1 - beta2 ** group["step"]) if group["bias_correction"] else 1.0
-        return blend / correction + group["eps"]
-
-    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch, denominators: Tensor) -> None:
-        beta1 = group["betas"][0]
-        grad_weight = 1 - beta1 if group["grad_averaging"] else 1.0
-        weight_decay, lr = group["weight_decay"], float(group["lr"])
-        step_size = lr / (1 - beta1 ** group["step"]) if group["bias_correction"] else lr
-        exp_avgs = self._moments(batch, "exp_avg")
-        torch._foreach_mul_(exp_avgs, beta1)
-        if self.reg_inside_moment:
-            grads = torch._foreach_div(batch.grads, list(denominators.unbind()))
-            if weight_decay != 0:
-                torch._foreach_add_(grads, batch.weights, alpha=weight_decay)
-            torch._foreach_add_(exp_avgs, grads, alpha=grad_weight)
-            torch._foreach_add_(batch.weights, exp_avgs, alpha=-step_size)
-            return
-        torch._foreach_add_(exp_avgs, batch.grads, alpha=grad_weight)
-        if weight_decay != 0:
-            torch._foreach_mul_(batch.weights, 1 - lr * weight_decay)
-        torch._foreach_addcmul_(batch.weights, exp_avgs, list((step_size / denominators).unbind()), value=-1)
+        old = [
+            running.get(param, one if first is None else first)
+            for param, one in zip(batch.params, new.unbind(), strict=True)
+        ]
+        blend = blended_norms(group, torch.stack(old), new)
+        running.update(zip(batch.params, blend.unbind(), strict=True))
+        return blend
 
     def _members(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Parameters that have had a gradient: those in reduced precision, and the others."""
@@ -129,10 +110,10 @@ class FusedNovoGrad(FusedOptimizer):
         values = [value for vector in stored for value in vector.unbind()]
         return {param: value.to(param.device) for param, value in zip(members, values, strict=True)}
 
-    def _keep(self, group: dict[str, Any], norms: dict[Tensor, Tensor]) -> None:
+    def _keep(self, group: dict[str, Any], running: dict[Tensor, Tensor]) -> None:
         device = group["params"][0].device
         group["exp_avg_sq"] = [
-            torch.stack([norms[param].to(device) for param in members]) if members else torch.zeros(0, device=device)
+            torch.stack([running[param].to(device) for param in members]) if members else torch.zeros(0, device=device)
             for members in self._members(group)
         ]
 
@@ -140,3 +121,40 @@ class FusedNovoGrad(FusedOptimizer):
         super()._adopt_loaded(group)
         if "exp_avg_sq" in group:
             self._keep(group, self._running_norms(group))
+
+
+def blended_norms(group: dict[str, Any], old: Tensor, new: Tensor) -> Tensor:
+    """The running norms after a step, from the ``old`` ones and those of the gradients: one value for each tensor."""
+    beta2 = group["betas"][1]
+    if group["norm_type"] == 2:
+        return (beta2 * old**2 + (1 - beta2) * new**2).sqrt()
+    return beta2 * old + (1 - beta2) * new
+
+
+def novograd_update(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    running_norms: Tensor,
+    reg_inside_moment: bool,
+) -> None:
+    """Update weights and moments in place, for tensors as in a ``ParameterBatch`` and the norms after this step."""
+    beta1, beta2 = group["betas"]
+    grad_weight = 1 - beta1 if group["grad_averaging"] else 1.0
+    weight_decay, lr, step_size, correction = group["weight_decay"], float(group["lr"]), float(group["lr"]), 1.0
+    if group["bias_correction"]:
+        step_size, correction = lr / (1 - beta1 ** group["step"]), math.sqrt(1 - beta2 ** group["step"])
+    denominators = running_norms / correction + group["eps"]
+    torch._foreach_mul_(exp_avgs, beta1)
+    if reg_inside_moment:
+        normalized = torch._foreach_div(grads, list(denominators.unbind()))
+        if weight_decay != 0:
+            torch._foreach_add_(normalized, weights, alpha=weight_decay)
+        torch._foreach_add_(exp_avgs, normalized, alpha=grad_weight)
+        torch._foreach_add_(weights, exp_avgs, alpha=-step_size)
+        return
+    torch._foreach_add_(exp_avgs, grads, alpha=grad_weight)
+    if weight_decay != 0:
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+    torch._foreach_addcmul_(weights, exp_avgs, list((step_size / denominators).unbind()), value=-1)

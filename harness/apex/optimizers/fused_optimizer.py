@@ -7,6 +7,7 @@ parameters (also across ``load_state_dict``), keeps master weights in the state,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
@@ -55,6 +56,11 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._versions = {}
+
+    @functools.cached_property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """The flag that scripts pass to the functions of ``amp_C``, which Apex's optimizers kept as attributes."""
+        return torch.zeros(1, dtype=torch.int, device=self.param_groups[0]["params"][0].device)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import required
 
 from harness.apex.optimizers.batch import ParameterBatch
@@ -54,30 +55,49 @@ class FusedSGD(FusedOptimizer):
     def _update(self) -> None:
         for group in self.param_groups:
             for batch in self._batches(group):
-                weight_decay = group["weight_decay"]
-                if self.wd_after_momentum and weight_decay != 0:
-                    # w - lr * (d + wd * w) == w * (1 - lr * wd) - lr * d, where d no longer depends on w
-                    torch._foreach_mul_(batch.weights, 1 - group["lr"] * weight_decay)
-                    weight_decay = 0.0
-                self._descend(group, batch, weight_decay)
+                self._update_batch(group, batch)
                 self._write_back(batch)
 
-    def _descend(self, group: dict[str, Any], batch: ParameterBatch, weight_decay: float) -> None:
-        momentum = group["momentum"]
-        is_new = [momentum != 0 and self.state[param].get("momentum_buffer") is None for param in batch.params]
-        buffers = self._moments(batch, "momentum_buffer") if momentum != 0 else []
+    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+        has_momentum = group["momentum"] != 0
+        is_new = [has_momentum and self.state[param].get("momentum_buffer") is None for param in batch.params]
+        buffers = self._moments(batch, "momentum_buffer") if has_momentum else []
         for first in (True, False):
             chosen = [i for i, new in enumerate(is_new) if new is first]
             if chosen:
-                torch._fused_sgd_(
-                    [batch.weights[i] for i in chosen],
-                    [batch.grads[i] for i in chosen],
-                    [buffers[i] for i in chosen] if buffers else [],
-                    weight_decay=weight_decay,
-                    momentum=momentum,
-                    lr=group["lr"],
-                    dampening=group["dampening"],
-                    nesterov=group["nesterov"],
-                    maximize=False,
-                    is_first_step=first,
-                )
+                weights, grads, moments = ([x[i] for i in chosen if x] for x in (batch.weights, batch.grads, buffers))
+                sgd_update(group, weights, grads, moments, first, self.wd_after_momentum)
+
+
+def sgd_update(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    is_first_step: bool,
+    wd_after_momentum: bool,
+    skip: Tensor | None = None,
+) -> None:
+    """Update weights and buffers (empty without momentum) in place, for tensors as in a ``ParameterBatch``.
+
+    Where the scalar ``skip`` is true, nothing changes.
+    """
+    weight_decay = group["weight_decay"]
+    if wd_after_momentum and weight_decay != 0:
+        # w - lr * (d + wd * w) == w * (1 - lr * wd) - lr * d, where d no longer depends on w
+        kept = 1 - group["lr"] * weight_decay
+        torch._foreach_mul_(weights, kept if skip is None else torch.where(skip, 1.0, kept))
+        weight_decay = 0.0
+    torch._fused_sgd_(
+        weights,
+        grads,
+        momentum_buffers,
+        weight_decay=weight_decay,
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=False,
+        is_first_step=is_first_step,
+        found_inf=None if skip is None else skip.float(),
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.optimizer_proxy import OptimizerProxy
-from harness.apex.tensor_groups import by_device_and_dtype
+from harness.apex.tensor_groups import by_device_and_dtype, norms
 
 
 class LARC(OptimizerProxy):
@@ -124,8 +124,8 @@ class LARC(OptimizerProxy):
                 "parameters to a separate optimizer."
             )
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        weight_norms = torch.stack(torch._foreach_norm(parameters, 2, dtype))
-        gradient_norms = torch.stack(torch._foreach_norm(gradients, 2, dtype))
+        weight_norms = norms(parameters, 2, dtype)
+        gradient_norms = norms(gradients, 2, dtype)
         rates = self.trust_coefficient * weight_norms / (gradient_norms + decay * weight_norms + self.eps)
         if self.clip:
             rates = (rates / lr).clamp(max=1.0)
