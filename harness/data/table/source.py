@@ -79,7 +79,8 @@ def locate(source: str | os.PathLike[str]) -> Source:
     path = os.path.realpath(name)
     if any("\ud800" <= letter <= "\udfff" for letter in path):
         raise DataError(f"the path is not UTF-8 text: {path!r}", where=name, hint="rename the folder")
-    return Source(name, path, (stat.st_size, stat.st_mtime_ns))
+    # Archives unpack each file with a recorded mtime, which may be the same for two versions of it.
+    return Source(name, path, (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
 
 
 def kind_of(path: Path, name: str) -> str:

@@ -157,6 +157,18 @@ def test_changed_source_is_converted_again_and_old_files_are_deleted(csv, folder
     assert conversions() == 3
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_changed_source_of_the_same_size_and_time(csv, folder, replaced):
+    """Archives and ``cp -p`` give two versions of a file the same mtime."""
+    before = open_table(csv, label="label", cache_dir=folder).digest
+    stat, text = csv.stat(), csv.read_bytes().replace(b"p0,0\n", b"p0,1\n")
+    target = csv.with_suffix(".new") if replaced else csv
+    target.write_bytes(text)
+    os.utime(target, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    target.rename(csv)
+    assert open_table(csv, label="label", cache_dir=folder).digest != before
+
+
 def test_old_version_in_use_is_kept(csv, folder):
     old = open_table(csv, label="label", cache_dir=folder)
     make(csv, 600)
