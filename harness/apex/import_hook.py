@@ -21,13 +21,15 @@ from harness.apex.patches import patches
 EXTENSIONS = ("amp_C", "apex_C")  # compiled modules that Apex installed next to the package
 
 
-def install() -> None:
+def install(trust_checkpoints: bool = False) -> None:
     """Make ``import apex`` mean harness.apex, even if another package of that name is installed or already imported.
 
     An imported ``apex`` is set aside until ``uninstall``; objects that a script took from it do not change. ``amp_C``
     and ``apex_C`` resolve to this package too, unless real ones are installed. ``torch.load`` accepts the plain data
-    of old checkpoints, see ``safe_globals``. Calling it again does nothing.
+    of old checkpoints, and with ``trust_checkpoints`` any other object, which can run code; see ``safe_globals``.
+    Calling it again only adds ``trust_checkpoints``.
     """
+    safe_globals.trusts_files = safe_globals.trusts_files or trust_checkpoints
     if _finder in sys.meta_path:
         return
     for name in [name for name in sys.modules if _is_apex(name)]:
@@ -43,6 +45,7 @@ def uninstall() -> None:
     Modules imported meanwhile stay usable. Calling it again does nothing.
     """
     patches.undo()
+    safe_globals.trusts_files = False
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)

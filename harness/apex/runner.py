@@ -18,14 +18,15 @@ from harness.apex import local_rank
 from harness.apex.spawn import ScriptContext
 
 USAGE = """\
-usage: python -m harness.apex [--device cpu] SCRIPT [ARGS...]
-       python -m harness.apex [--device cpu] -m MODULE [ARGS...]
+usage: python -m harness.apex [OPTIONS] SCRIPT [ARGS...]
+       python -m harness.apex [OPTIONS] -m MODULE [ARGS...]
 
 Run a training script written for NVIDIA Apex without changes: its imports of apex resolve to harness.apex.
 
-  --device cpu      run the script's CUDA and NCCL calls on the CPU and gloo, and list them on stderr at exit
-  --local-rank N    set by torch.distributed.launch; the script gets it in the spelling that it declares
-  -h, --help        show this help
+  --device cpu         run the script's CUDA and NCCL calls on the CPU and gloo, and list them on stderr at exit
+  --trust-checkpoints  let torch.load read files that are not plain data, such as whole models; they can run code
+  --local-rank N       set by torch.distributed.launch; the script gets it in the spelling that it declares
+  -h, --help           show this help
 
 With a launcher:
   torchrun --nproc_per_node=2 -m harness.apex SCRIPT [ARGS...]
@@ -42,6 +43,7 @@ class Command:
     args: list[str]
     on_cpu: bool = False
     local_rank: str | None = None
+    trust_checkpoints: bool = False
 
 
 class UsageError(Exception):
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> None:
         print(f"harness.apex: {error}\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(2)
     name = command.name if command.is_module else script.path
-    ScriptContext(name, command.is_module, command.on_cpu, command.local_rank).set_up()
+    ScriptContext(name, command.is_module, command.on_cpu, command.local_rank, command.trust_checkpoints).set_up()
     if command.on_cpu:
         from harness.apex.on_cpu.call_counter import print_at_exit
 
@@ -77,20 +79,23 @@ def main(argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> Command | None:
     """The command in ``argv``; None if it asks for help. All arguments after the script belong to the script."""
-    words, on_cpu, rank = list(argv), False, None
+    words, on_cpu, rank, trusts = list(argv), False, None, False
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
         if word in ("-h", "--help"):
             return None
+        if word == "--trust-checkpoints":
+            trusts = True
+            continue
         if word == "-m":
             if not words:
                 raise UsageError("-m needs the name of a module")
-            return Command(words[0], True, words[1:], on_cpu, rank)
+            return Command(words[0], True, words[1:], on_cpu, rank, trusts)
         if option not in ("--device", "--local-rank", "--local_rank"):
             if word.startswith("-"):
                 raise UsageError(f"unknown option {word!r}; options of the script go after the script")
-            return Command(word, False, words, on_cpu, rank)
+            return Command(word, False, words, on_cpu, rank, trusts)
         if not equals:
             if not words:
                 raise UsageError(f"{option} needs a value")

@@ -1,20 +1,27 @@
-"""Lets ``torch.load`` read the plain data in old checkpoints, in its safe default mode (``weights_only=True``).
+"""Lets ``torch.load`` read old checkpoints: plain data in its safe mode, anything else if the user trusts the files.
 
-Since torch 2.6 that mode refuses every class that is not on its list of safe globals. Old scripts saved numpy numbers
-(a learning rate from a numpy schedule, an accuracy) and ``argparse.Namespace``. Both hold data and run no code, so they
-are added; nothing else is.
+Since torch 2.6 the default mode (``weights_only=True``) refuses every class that is not on its list of safe globals.
+Old scripts saved numpy arrays, ``argparse.Namespace``, paths and the like. These hold data and run no code, so they are
+added. For other objects (whole modules, classes of the script) the error names the option ``--trust-checkpoints``.
 """
 
 from __future__ import annotations
 
 import argparse
 import codecs
+import datetime
+import functools
+import pathlib
+import pickle
+import re
 import sys
+import types
 from typing import Any
 
 from harness.apex.patches import patches
 
 _added = False
+trusts_files = False  # set by install and uninstall
 
 
 def add_when_imported() -> None:
@@ -39,6 +46,8 @@ def add_when_imported() -> None:
         unpickler._remove_safe_globals(pairs)
         add_safe_globals([each for each, _ in pairs])
 
+    for owner in (sys.modules["torch"], sys.modules["torch.serialization"]):
+        patches.set(owner, "load", _explaining(vars(owner)["load"]))
     added = [each for each in unpickler._get_safe_globals() if each not in before]
 
     def remove() -> None:
@@ -53,14 +62,50 @@ def _plain_classes() -> list[Any]:
     import numpy
 
     scalar = numpy.float64(1).__reduce__()[0]
-    dtypes = [numpy.dtype(name) for name in ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")]
+    array = numpy.zeros(1).__reduce__()[0]
+    dtypes = [numpy.dtype(code) for code in numpy.typecodes["All"]]
     return [
         argparse.Namespace,
         codecs.encode,  # bytes are written as a call of it in the pickle protocol that torch.save uses
         numpy.dtype,
+        numpy.ndarray,
         *{type(dtype) for dtype in dtypes},
+        *{dtype.type for dtype in dtypes},
         *[(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")],  # in numpy 1 and in numpy 2
+        *[(array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")],
+        *(frozenset, range, slice),
+        types.SimpleNamespace,
+        *(datetime.date, datetime.datetime, datetime.timedelta),
+        *[vars(pathlib)[name] for name in ("PosixPath", "PurePosixPath", "PureWindowsPath")],
     ]
+
+
+def _explaining(original: Any) -> Any:
+    """``torch.load``, which names the option for trusted files if safe mode refuses one, or obeys it."""
+
+    @functools.wraps(original)
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        start = f.tell() if hasattr(f, "seek") else 0
+        try:
+            return original(f, *args, **kwargs)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            if kwargs.get("weights_only") is not None or not re.search(r"weights[ _]only", str(error), re.I):
+                raise  # the script chose the mode, or the file is damaged
+            name, reason = getattr(f, "name", f), str(error)
+        if not trusts_files:
+            found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", reason)
+            raise pickle.UnpicklingError(
+                f"torch.load does not read {name} in its safe mode: the file holds "
+                f"{found[1] if found else 'objects that are not plain data'}, and loading such objects can run code. "
+                "If you trust the origin of your checkpoints, run python -m harness.apex --trust-checkpoints SCRIPT, "
+                "or call harness.apex.install(trust_checkpoints=True). Plain data needs neither."
+            )
+        print(f"harness.apex --trust-checkpoints: {name} is not plain data; loading it may run code", file=sys.stderr)
+        if hasattr(f, "seek"):
+            f.seek(start)
+        return original(f, *args, weights_only=False, **{k: v for k, v in kwargs.items() if k != "weights_only"})
+
+    return load
 
 
 def _is_imported(name: str) -> bool:

@@ -30,11 +30,12 @@ class ScriptContext:
     is_module: bool
     on_cpu: bool
     local_rank: str | None
+    trust_checkpoints: bool = False
     counts_directory: str | None = None  # only in spawned processes
 
     def set_up(self) -> None:
         """Prepare this process for the script. Undone by ``harness.apex.uninstall``."""
-        install()
+        install(self.trust_checkpoints)
         patch_argparse(self.local_rank)
         if self.on_cpu:
             from harness.apex.on_cpu import redirect_cuda

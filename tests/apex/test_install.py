@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import pickle
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,18 +319,48 @@ def test_plain_data_in_old_checkpoints_loads(tmp_path):
     np = pytest.importorskip("numpy")
     before = set(torch.serialization.get_safe_globals())
     checkpoint = {"lr": np.float64(0.5), "best": np.float32(1), "args": argparse.Namespace(lr=1), "steps": np.int64(3)}
+    checkpoint |= {"day": datetime.datetime(2020, 1, 1), "path": Path("a")}
+    checkpoint |= {"options": SimpleNamespace(lr=1), "step": np.uint16(1)}
+    arrays = {"rng": np.random.get_state()[1], "names": np.array(["a", "b"])}
     torch.save(checkpoint, tmp_path / "checkpoint.pth")
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "checkpoint.pth")
     harness.apex.install()
     try:
         assert torch.load(tmp_path / "checkpoint.pth") == checkpoint
-        torch.save({"anything": subprocess.Popen}, tmp_path / "other.pth")
-        with pytest.raises(pickle.UnpicklingError):
+        torch.save(arrays, tmp_path / "arrays.pth")
+        assert all(np.array_equal(each, arrays[name]) for name, each in torch.load(tmp_path / "arrays.pth").items())
+        torch.save({"anything": argparse.ArgumentParser}, tmp_path / "other.pth")
+        with pytest.raises(pickle.UnpicklingError, match=r"other.pth.*argparse.ArgumentParser.*--trust-checkpoints"):
             torch.load(tmp_path / "other.pth")
     finally:
         harness.apex.uninstall()
     assert set(torch.serialization.get_safe_globals()) == before
+
+
+@pytest.mark.contract("9")
+def test_trusted_checkpoints_load_with_a_notice(installed, tmp_path, capsys):
+    file = io.BytesIO(b"header")
+    file.seek(6)
+    torch.save({"model": torch.nn.Linear(1, 1)}, file)
+    file.seek(6)
+    with pytest.raises(pickle.UnpicklingError, match=r"torch.nn.modules.linear.Linear.*trust_checkpoints=True"):
+        torch.load(file)
+    harness.apex.install(trust_checkpoints=True)
+    file.seek(6)
+    assert isinstance(torch.load(file)["model"], torch.nn.Linear)
+    assert "loading it may run code" in capsys.readouterr().err
+    file.seek(6)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(file, weights_only=True)  # the script insists
+    torch.save({"lr": 1.0}, tmp_path / "plain.pth")
+    assert torch.load(tmp_path / "plain.pth", map_location="cpu") == {"lr": 1.0}
+    (tmp_path / "damaged.pth").write_bytes(b"nothing")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed|invalid load key"):
+        torch.load(tmp_path / "damaged.pth")
+    assert "plain" not in capsys.readouterr().err
+    harness.apex.uninstall()
+    assert "harness" not in torch.load.__code__.co_filename
 
 
 def test_uninstall_keeps_safe_globals_of_the_script(installed):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import harness.apex
+from harness.apex import amp
 from harness.apex.on_cpu import (
     autocast,
     call_counter,
@@ -329,6 +330,41 @@ def test_data_in_memory_survives_a_prefetcher():
     assert pinned.is_pinned()
     assert pinned.pin_memory() is pinned
     assert not images.is_pinned()
+
+
+def test_language_model_with_rolled_data_evaluates_after_training_in_chunks():
+    """Each rank's columns of the data have gaps in memory; only the copy to CUDA makes ``target.view(-1)`` possible."""
+    torch.manual_seed(0)
+    data = torch.arange(96).remainder(7).view(4, -1).t().contiguous()
+    data = torch.cat((data.roll((3, 1), (0, 1))[:3], data)).chunk(2, dim=1)[1]
+    data[:, 0] = data[:, 0].roll(5)
+    model = nn.Sequential(nn.Embedding(7, 16), nn.LayerNorm(16), nn.Linear(16, 7)).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+    def batches():
+        for i in range(0, len(data) - 1, 8):
+            length = min(8, len(data) - 1 - i)
+            yield data[i : i + length].to("cuda"), data[i + 1 : i + 1 + length].to("cuda")
+
+    def loss_of(inputs, target):
+        return nn.functional.cross_entropy(model(inputs).view(-1, 7).float(), target.view(-1))
+
+    def evaluate():
+        with torch.no_grad():
+            return sum(loss_of(*batch).item() for batch in batches())
+
+    before = evaluate()
+    for _ in range(5):
+        for inputs, target in batches():
+            optimizer.zero_grad()
+            chunks = list(zip(inputs.chunk(2, dim=1), target.chunk(2, dim=1), strict=True))
+            for last, (x, y) in enumerate(chunks):
+                loss = loss_of(x.contiguous(), y.contiguous()) / 2
+                with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+    assert evaluate() < before / 2
 
 
 def test_snapshot_of_the_best_weights_does_not_follow_training():
