@@ -21,6 +21,7 @@ from typing import Any
 from harness.apex.patches import patches
 
 _added = False
+_REFUSED = re.compile("Unsupported (global|class|operand)|Can only |unrecognized function|Cannot use ``weights_only")
 trusts_files = False  # set by install and uninstall
 
 
@@ -89,14 +90,14 @@ def _explaining(original: Any) -> Any:
         try:
             return original(f, *args, **kwargs)
         except (pickle.UnpicklingError, RuntimeError) as error:
-            if kwargs.get("weights_only") is not None or not re.search(r"weights[ _]only", str(error), re.I):
+            if kwargs.get("weights_only") is not None or not _REFUSED.search(str(error)):
                 raise  # the script chose the mode, or the file is damaged
             name, reason = getattr(f, "name", f), str(error)
         if not trusts_files:
-            found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", reason)
+            found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)|WeightsUnpickler error: *(.*)", reason)
             raise pickle.UnpicklingError(
-                f"torch.load does not read {name} in its safe mode: the file holds "
-                f"{found[1] if found else 'objects that are not plain data'}, and loading such objects can run code. "
+                f"torch.load does not read {name} in its safe mode: the file holds more than plain data "
+                f"({(found[1] or found[2]) if found else reason}), and loading such objects can run code. "
                 "If you trust the origin of your checkpoints, run python -m harness.apex --trust-checkpoints SCRIPT, "
                 "or call harness.apex.install(trust_checkpoints=True). Plain data needs neither."
             )

@@ -355,10 +355,10 @@ def test_trusted_checkpoints_load_with_a_notice(installed, tmp_path, capsys):
         torch.load(file, weights_only=True)  # the script insists
     torch.save({"lr": 1.0}, tmp_path / "plain.pth")
     assert torch.load(tmp_path / "plain.pth", map_location="cpu") == {"lr": 1.0}
-    (tmp_path / "damaged.pth").write_bytes(b"nothing")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed|invalid load key"):
+    (tmp_path / "damaged.pth").write_bytes(b"\x01nothing")
+    with pytest.raises(pickle.UnpicklingError, match="invalid load key"):
         torch.load(tmp_path / "damaged.pth")
-    assert "plain" not in capsys.readouterr().err
+    assert "plain.pth" not in capsys.readouterr().err
     harness.apex.uninstall()
     assert "harness" not in torch.load.__code__.co_filename
 
