@@ -73,6 +73,7 @@ class RunFolder:
         lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"), thread_local=False)
         with contextlib.suppress(OSError, NotImplementedError):  # ``claim`` reports the first; some disks have no locks
             make_folder(self.path.parent)
+            Path(lock.lock_file).touch()  # where no file can be created, filelock waits
             try:
                 lock.acquire(timeout=_LOCK_S)
             except filelock.Timeout:

@@ -45,9 +45,7 @@ def config(tmp_path):
 
 
 def run_folder(config: Config) -> RemoteRunFolder:
-    folder = remote.run_folder(config)
-    assert isinstance(folder, RemoteRunFolder)
-    return folder
+    return RemoteRunFolder(config)
 
 
 def started(config: Config) -> RemoteRunFolder:
@@ -78,6 +76,11 @@ def steps(bucket: MemoryFileSystem) -> set[str]:
 
 
 # Uploading and resuming
+
+
+def test_memory_is_no_place_for_a_run(config):
+    with pytest.raises(ConfigError, match="memory://bucket/runs ends with the process"):
+        remote.run_folder(config())
 
 
 def test_a_run_is_resumed_from_the_url_alone(config, bucket, tmp_path):

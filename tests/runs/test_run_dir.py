@@ -13,6 +13,7 @@ import yaml
 
 from harness.config import loader
 from harness.errors import ConfigError
+from harness.runs import run_dir
 from harness.runs.run_dir import RunFolder
 from tests.fixtures import make_config
 
@@ -33,6 +34,15 @@ def test_a_new_run(tmp_path):
     run = tmp_path / "runs" / "small"
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "logs"]
     assert loader.load(run / "config.yaml") == make_config(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc, in which even root creates no file")
+def test_a_place_without_files_is_reported_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir.filelock.FileLock, "acquire", lambda *_, **__: pytest.fail("waits for a lock"))
+    folder = RunFolder(Path("/proc/run"))
+    folder.lock()
+    with pytest.raises(ConfigError, match="the run folder cannot be written"):
+        folder.claim(make_config(tmp_path))
 
 
 def test_the_same_recipe_resumes(tmp_path):
