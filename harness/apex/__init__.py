@@ -24,6 +24,7 @@ from harness.apex.import_hook import install, uninstall
 __all__ = [
     "DeprecatedFeatureWarning",
     "amp",
+    "contrib",
     "fp16_utils",
     "fused_dense",
     "install",

@@ -18,7 +18,7 @@ from typing import Any
 from harness.apex import legacy_paths, safe_globals
 from harness.apex.patches import patches
 
-EXTENSIONS = ("amp_C", "apex_C")  # compiled modules that Apex installed next to the package
+EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # compiled modules that Apex installed next to the package
 
 
 def install(trust_checkpoints: bool = False) -> None:
@@ -128,7 +128,9 @@ def _add_submodules(package: str, module: ModuleType) -> None:
     """
     prefix = f"{module.__name__}."
     for name in [name for name in sys.modules if name.startswith(prefix)]:
-        sys.modules.setdefault(f"{package}.{name.removeprefix(prefix)}", sys.modules[name])
+        alias = f"{package}.{name.removeprefix(prefix)}"
+        if sys.modules.setdefault(alias, sys.modules[name]) is sys.modules[name] and hasattr(sys.modules[name], "__path__"):
+            _add_submodules(alias, sys.modules[name])
     for name in legacy_paths.modules_in(package):
         submodule = sys.modules.get(name) or legacy_paths.find_module(name)
         sys.modules[name] = submodule

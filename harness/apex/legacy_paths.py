@@ -21,11 +21,14 @@ _MODULES = {
     "amp.frontend": "Properties initialize state_dict load_state_dict",
     "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
     "amp.opt": "OptimWrapper",
+    "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "contrib.optimizers.fused_adam": "FusedAdam",
+    "contrib.optimizers.fused_lamb": "FusedLAMB",
+    "contrib.optimizers.fused_sgd": "FusedSGD",
     "fp16_utils.fp16_optimizer": "FP16_Optimizer",
     "fp16_utils.fp16util": "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
     "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
     "fp16_utils.loss_scaler": "DynamicLossScaler LossScaler",
-    "optimizers.fp16_optimizer": "FP16_Optimizer",
     "parallel.distributed": "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors "
     "flat_dist_call flatten split_by_type split_half_float_double unflatten",
     "parallel.optimized_sync_batchnorm": "SyncBatchNorm",
@@ -36,7 +39,6 @@ _ELSEWHERE = {
     "amp._initialize": ("amp.scaler",),
     "amp.frontend": ("amp.levels",),
     "amp.opt": ("amp.handle",),
-    "optimizers.fp16_optimizer": ("fp16_utils",),
     "parallel.distributed": ("parallel.flat_collectives",),
 }
 
@@ -82,6 +84,8 @@ def modules_in(package: str) -> list[str]:
 def why_absent(name: str) -> str | None:
     """The error message for importing Apex's module ``name``, if it is known not to exist here."""
     path = name.partition(".")[2]
+    if path in _MODULES or path in ("contrib", "contrib.optimizers"):
+        return None
     for absent, instead in _ABSENT.items():
         if path == absent or path.startswith(f"{absent}."):
             return (

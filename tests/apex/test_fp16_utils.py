@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.apex import amp, fp16_utils
+from harness.apex import amp, fp16_utils, fused_adam_cuda
 from harness.apex.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
@@ -27,6 +27,8 @@ from harness.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from harness.apex.optimizers import FP16_Optimizer as FlatFP16_Optimizer
+from harness.apex.optimizers import FusedAdam
 from tests.apex.shared import copies, same, through_a_file
 
 pytestmark = pytest.mark.contract("1.1")
@@ -743,3 +745,121 @@ def test_deep_copy_trains_independently():
     expected = train(twin, twin_optimizer, range(3, 12))
     assert same(model.parameters(), before)
     assert train(model, optimizer, range(3, 12)) == expected
+
+
+# FP16_Optimizer of apex.optimizers, with flat masters
+
+
+class CarriedFusedAdam(torch.optim.Optimizer):
+    """The FusedAdam of 2018, as scripts carry it with them: it takes the gradients as an argument."""
+
+    def __init__(self, params, lr, bias_correction, max_grad_norm, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        self.bias_correction, self.max_grad_norm = bias_correction, max_grad_norm
+
+    def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
+        for group, given, norm in zip(self.param_groups, grads, grad_norms, strict=True):
+            factor = scale * max(1.0, (norm / scale + 1e-6) / self.max_grad_norm)
+            for param, grad in zip(group["params"], given, strict=True):
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
+                state["step"] += 1
+                out = torch.empty_like(param, dtype=HALF)
+                fused_adam_cuda.adam(
+                    param.data, out, state["m"], state["v"], grad, group["lr"], 0.9, 0.999, 1e-8, factor,
+                    state["step"], 1, int(self.bias_correction), group["weight_decay"],
+                )  # fmt: skip
+                assert same([out], [param.detach().half()])
+
+
+def flat_recipe(maker=FusedAdam, **scaling):
+    """The model and optimizer of a BERT script of 2018: float16, weight decay for one of two groups, clipping."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).half()
+    groups = [
+        {"params": [model[0].weight, model[2].weight], "weight_decay": 0.01},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0},
+    ]
+    inner = maker(groups, lr=0.02, bias_correction=False, max_grad_norm=0.1)
+    return model, FlatFP16_Optimizer(inner, **(scaling or {"dynamic_loss_scale": True}))
+
+
+def train_flat(model, optimizer, steps, overflow_at=None, check=None):
+    for i in steps:
+        x = torch.full((4, 6), 0.1 * (i + 1), dtype=HALF)
+        loss = model(x).float().pow(2).mean() * (INF if i == overflow_at else 1.0)
+        optimizer.backward(loss)
+        if check:
+            check(i)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("scaling", [{"dynamic_loss_scale": True}, {"static_loss_scale": 128.0}])
+def test_flat_masters_equal_the_recipe_by_hand(scaling):
+    model, optimizer = flat_recipe(**scaling)
+    masters = [[p.detach().float() for p in group] for group in optimizer.fp16_groups]
+    moments = [[(torch.zeros_like(p), torch.zeros_like(p)) for p in group] for group in masters]
+
+    def by_hand(i):
+        if i == 2:
+            return
+        for group, params, state, decay in zip(optimizer.fp16_groups, masters, moments, (0.01, 0.0), strict=True):
+            grads = [p.grad.float() / optimizer.cur_scale for p in group]
+            norm = sum(g.pow(2).sum() for g in grads) ** 0.5
+            factor = min(1.0, 0.1 / float(norm + 1e-6))
+            for p, g, (m, v) in zip(params, grads, state, strict=True):
+                m.mul_(0.9).add_(factor * g, alpha=0.1)
+                v.mul_(0.999).add_((factor * g) ** 2, alpha=0.001)
+                p.sub_(0.02 * (m / (v.sqrt() + 1e-8) + decay * p))
+
+    train_flat(model, optimizer, range(6), overflow_at=2, check=by_hand)
+    for flat, params in zip(optimizer.fp32_groups_flat, masters, strict=True):
+        torch.testing.assert_close(flat.detach(), torch.cat([p.reshape(-1) for p in params]), rtol=1e-5, atol=1e-6)
+    assert optimizer.cur_scale == (2.0**15 if "dynamic_loss_scale" in scaling else 128.0)
+    assert same([model[0].bias.detach()], [optimizer.fp32_groups_flat[1][:5].detach().half()])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+
+
+def test_flat_optimizer_calls_a_fused_adam_that_scripts_carry():
+    ours = train_flat(*flat_recipe(), range(5), overflow_at=1)
+    theirs = train_flat(*flat_recipe(CarriedFusedAdam), range(5), overflow_at=1)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
+
+
+def test_code_between_backward_and_step_sees_scaled_gradients_and_may_change_them():
+    model, optimizer = flat_recipe(static_loss_scale=64.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.backward(model(torch.ones(2, 6, dtype=HALF)).sum())
+    assert same([model[2].bias.grad], [torch.full((3,), 128.0, dtype=HALF)])
+    for param in model.parameters():
+        param.grad.zero_()  # as after an all-reduce of the script's own
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    optimizer.step()
+    assert same(before, model.parameters())
+
+
+def test_flat_state_has_the_keys_of_apex_and_resumes_exactly():
+    expected = train_flat(*flat_recipe(), range(6), overflow_at=1)
+    model, optimizer = flat_recipe()
+    train_flat(model, optimizer, range(3), overflow_at=1)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+    assert set(saved[1]) == set(
+        "dynamic_loss_scale cur_scale cur_iter last_overflow_iter scale_factor scale_window optimizer_state_dict "
+        "fp32_groups_flat".split()
+    )
+    model, optimizer = flat_recipe(static_loss_scale=1.0)
+    optimizer.load_state_dict(saved[1])
+    model.load_state_dict(saved[0])  # after the optimizer: the exact masters are kept
+    assert same(expected, train_flat(model, optimizer, range(3, 6)))
+    with torch.no_grad():
+        model[0].bias.fill_(7.0)  # other weights, loaded late, win
+    optimizer.step()
+    assert model[0].bias.min() > 6.9
+    with pytest.raises(ValueError, match="do not fit"):
+        FlatFP16_Optimizer(FusedAdam(nn.Linear(2, 2).parameters())).load_state_dict(saved[1])
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: None)

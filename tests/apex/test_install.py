@@ -30,6 +30,9 @@ OLD_MODULES = {
     "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
     "amp.opt": "OptimWrapper",
     "amp.scaler": "LossScaler",
+    "contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB FusedSGD",
+    "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "contrib.optimizers.fused_adam": "FusedAdam",
     "fp16_utils.fp16_optimizer": "FP16_Optimizer",
     "fp16_utils.fp16util": "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
     "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
@@ -67,7 +70,7 @@ def impostor(tmp_path, monkeypatch):
     (package / "optimizers").mkdir(parents=True)
     (package / "__init__.py").write_text("from . import optimizers\n")
     (package / "optimizers" / "__init__.py").write_text("class FusedAdam: pass\n")
-    (package / "contrib.py").write_text("")
+    (package / "transformer.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "apex" not in sys.modules
     yield package
@@ -113,7 +116,7 @@ def test_package_is_light_and_looks_like_apex():
     code = (
         "import sys, harness.apex as apex\n"
         "assert 'torch' not in sys.modules\n"
-        "assert 'amp' in dir(apex) and 'contrib' not in dir(apex) and not hasattr(apex, 'contrib')\n"
+        "assert 'amp' in dir(apex) and 'transformer' not in dir(apex) and not hasattr(apex, 'transformer')\n"
         "from harness.apex import amp\n"
         "assert apex.amp is amp and 'harness.apex.optimizers' not in sys.modules\n"
     )
@@ -156,10 +159,11 @@ def test_old_modules_have_their_names(installed, name):
 @pytest.mark.contract("1.1")
 def test_names_of_2019(installed):
     import apex_C
+    from apex.contrib.optimizers import FP16_Optimizer as InContrib
     from apex.optimizers import FP16_Optimizer
     from apex.parallel.distributed import DistributedDataParallel, flat_dist_call, unflatten
 
-    assert FP16_Optimizer is harness.apex.fp16_utils.FP16_Optimizer
+    assert FP16_Optimizer is InContrib is not harness.apex.fp16_utils.FP16_Optimizer
     assert DistributedDataParallel is harness.apex.parallel.DistributedDataParallel
     assert apex_C.unflatten is unflatten
     assert callable(flat_dist_call)
@@ -197,8 +201,7 @@ def test_model_pickled_by_apex_loads(installed):
     ("statement", "instead"),
     [
         ("import apex.contrib.xentropy", "torch.nn"),
-        ("from apex import contrib", "torch.nn"),
-        ("from apex.contrib.optimizers.fused_adam import FusedAdam", "torch.nn"),
+        ("from apex.contrib.fmha import FMHA", "torch.nn"),
         ("from apex.transformer import parallel_state", "Megatron-Core"),
         ("from apex import RNN", "torch.nn.LSTM"),
         ("import apex.pyprof", "torch.profiler"),
@@ -216,7 +219,7 @@ def test_missing_parts_name_their_replacement(installed, statement, instead):
 @pytest.mark.contract("1.1")
 def test_find_spec_of_a_missing_part_returns_none(installed):
     assert importlib.util.find_spec("apex.amp") is not None
-    for name in ("apex.contrib", "apex.transformer", "apex.no_such_part"):
+    for name in ("apex.contrib.fmha", "apex.transformer", "apex.no_such_part"):
         assert importlib.util.find_spec(name) is None
         with pytest.raises(ModuleNotFoundError, match="apex is harness.apex here, which has no"):
             importlib.import_module(name)
@@ -235,13 +238,13 @@ def test_imported_impostor_is_set_aside_and_restored(impostor):
 
         assert amp is harness.apex.amp
         assert FusedAdam is harness.apex.optimizers.FusedAdam
-        with pytest.raises(ModuleNotFoundError, match="which has no contrib"):  # theirs does
-            importlib.import_module("apex.contrib")
+        with pytest.raises(ModuleNotFoundError, match="which has no transformer"):  # theirs does
+            importlib.import_module("apex.transformer")
     finally:
         harness.apex.uninstall()
     assert (sys.modules["apex"], apex.optimizers, sys.modules["apex.optimizers"]) == theirs
     assert "apex.amp" not in sys.modules
-    importlib.import_module("apex.contrib")
+    importlib.import_module("apex.transformer")
 
 
 @pytest.mark.contract("9")

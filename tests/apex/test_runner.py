@@ -106,7 +106,7 @@ def test_module_runs_as_under_python(tmp_path):
         assert [line for line in theirs.stderr.splitlines() if "runpy" not in line] == ours.stderr.splitlines()
 
 
-@pytest.mark.parametrize("text", ["x = (1\n", "  x = 1\n", "import apex.contrib\n"])
+@pytest.mark.parametrize("text", ["x = (1\n", "  x = 1\n", "import apex.transformer\n"])
 def test_errors_of_a_script_look_as_under_python(tmp_path, text):
     (tmp_path / "train.py").write_text(text)
     done = run("-m", "harness.apex", "train.py", cwd=tmp_path)

@@ -28,8 +28,8 @@ __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", 
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FP16_Optimizer":  # Apex had it here until 2019
-        from harness.apex.fp16_utils import FP16_Optimizer
+    if name == "FP16_Optimizer":  # Apex had it here until 2019; loaded on demand, because it needs fp16_utils
+        from harness.apex.optimizers.fp16_optimizer import FP16_Optimizer
 
         return FP16_Optimizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

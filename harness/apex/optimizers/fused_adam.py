@@ -26,6 +26,8 @@ class FusedAdam(FusedOptimizer):
     CUDA graph, and takes unscaling and skipping over from ``torch.amp.GradScaler``, without a host sync.
     ``master_weights=True`` (only with ``capturable``) keeps float32 masters of float16 and bfloat16 parameters in the
     state. If other code writes to such a parameter, its master takes the new value.
+
+    ``max_grad_norm``, an argument of 2018, clips the gradients of each group to that norm; 0 does not.
     """
 
     settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "mastered")
@@ -43,6 +45,8 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
     ) -> None:
         if master_weights and not capturable:
             raise RuntimeError(
@@ -54,6 +58,8 @@ class FusedAdam(FusedOptimizer):
         self.master_weights = master_weights
         self.mastered = REDUCED if master_weights else ()
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        if max_grad_norm:
+            defaults["max_grad_norm"] = max_grad_norm
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def step(  # type: ignore[override]
@@ -74,6 +80,8 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self) -> None:
         for group in self._counted_groups():
+            if "max_grad_norm" in group:
+                torch.nn.utils.clip_grad_norm_(group["params"], group["max_grad_norm"])
             for batch in self._batches(group):
                 self._update_batch(group, batch)
                 self._write_back(batch)

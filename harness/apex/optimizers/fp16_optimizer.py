@@ -1,0 +1,210 @@
+"""``FP16_Optimizer`` as Apex had it for its fused optimizers: one flat float32 master per parameter group.
+
+``from apex.optimizers import FP16_Optimizer, FusedAdam`` was the float16 recipe of the BERT scripts of 2018 and 2019; later
+Apex had it in ``apex.contrib.optimizers``. It differs from ``fp16_utils.FP16_Optimizer`` in three ways that scripts rely
+on: gradients are read in ``step()``, so that code between ``backward()`` and ``step()`` can reduce or clip them; ``step()``
+calls an optimizer that takes ``grads``, ``scale`` and ``grad_norms`` with them; and attributes and state dict are flat.
+
+Differences from Apex: it is a ``torch.optim.Optimizer``, so schedulers accept it; it works with any optimizer, on any
+device, and for groups of mixed dtypes; frozen parameters stay as they are; model weights written after its creation
+survive the next step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.apex.amp.messages import is_rank_zero, logger
+from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
+from harness.apex.optimizer_proxy import OptimizerProxy
+
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+
+def _of_scaler(name: str) -> Any:
+    return property(lambda self: getattr(self._scaler, name), lambda self, value: setattr(self._scaler, name, value))
+
+
+class FP16_Optimizer(OptimizerProxy):
+    """``init_optimizer`` on flat float32 copies of its parameters, with loss scaling.
+
+        optimizer = FusedAdam(model.half().parameters(), lr=5e-5, bias_correction=False, max_grad_norm=1.0)
+        optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
+        optimizer.backward(loss)  # instead of loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    The scale is ``static_loss_scale``, or with ``dynamic_loss_scale`` starts at 2**16, halves on overflow and doubles
+    after 1000 steps without. ``dynamic_loss_args`` (``init_scale``, ``scale_factor``, ``scale_window``) replace these
+    values; Apex refused them. A missing gradient counts as zero. ``step()`` skips gradients that hold an inf or NaN, and
+    waits for the device to see it. ``verbose``: log skipped steps, on rank 0.
+
+    Attributes: ``fp16_groups``, the model's trainable parameters by group; ``fp32_groups_flat``, their masters, one vector
+    per group; ``cur_scale``, ``cur_iter``, ``last_overflow_iter``, ``scale_factor``, ``scale_window``; ``overflow``, True
+    if the latest step was skipped.
+    """
+
+    inner_name = "optimizer"
+    cur_scale, cur_iter, last_overflow_iter, scale_factor, scale_window = map(_of_scaler, _SCALER_STATE)
+    loss_scale = cur_scale
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if not isinstance(init_optimizer, Optimizer):
+            raise TypeError(f"init_optimizer must be a torch.optim.Optimizer; got {type(init_optimizer).__name__}")
+        if hasattr(init_optimizer, "_amp_stash") or isinstance(init_optimizer, OptimizerProxy):
+            raise RuntimeError("The optimizer already has masters, from amp or another wrapper; use only one of them.")
+        self.optimizer, self.verbose, self.overflow = init_optimizer, verbose, False
+        self.dynamic_loss_scale = dynamic_loss_scale
+        scaler = {"init_scale": 2.0**16, **dict(dynamic_loss_args or {})} if dynamic_loss_scale else {}
+        self._scaler = DynamicLossScaler(**scaler)
+        if not dynamic_loss_scale:
+            self._scaler.cur_scale = static_loss_scale
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_groups_flat: list[Tensor] = []
+        self._versions: list[list[int]] = []
+        for group in init_optimizer.param_groups:
+            self._adopt(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which gets a master of its own."""
+        self.optimizer.add_param_group(param_group)
+        self._adopt(self.optimizer.param_groups[-1])
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        model = [param for param in group["params"] if param.requires_grad]
+        flat = torch.cat([param.detach().float().reshape(-1) for param in model]) if model else torch.zeros(0)
+        group["params"] = [flat.requires_grad_()]
+        self.fp16_groups.append(model)
+        self.fp32_groups_flat.append(flat)
+        self._versions.append([param._version for param in model])
+
+    def zero_grad(  # type: ignore[override]
+        self, set_grads_to_None: bool = True, set_to_none: bool | None = None
+    ) -> None:
+        """Set the model's gradients to None, or to zero. ``set_to_none`` is torch's name of the argument."""
+        to_none = set_grads_to_None if set_to_none is None else set_to_none
+        for param in (param for group in self.fp16_groups for param in group):
+            if to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad = param.grad.detach().zero_()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of ``loss`` times the scale; gradients add up, scaled, until ``zero_grad``."""
+        (loss.float() * self.cur_scale).backward()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step the masters and copy them to the model, or skip the step on overflow. Returns None.
+
+        Raises RuntimeError if a closure is given.
+        """
+        if closure is not None:
+            raise RuntimeError(
+                "This FP16_Optimizer does not take a closure. Use fp16_utils.FP16_Optimizer, or call step() without it."
+            )
+        self._refresh()
+        grads = [self._flat_gradient(group) for group in self.fp16_groups]
+        norms = torch.stack([grad.norm() for grad in grads]).tolist()
+        self.overflow = not all(map(math.isfinite, norms))
+        if not self.overflow:
+            self._step_masters(grads, norms)
+            self._copy_to_model()
+        self._update_scale()
+
+    def _step_masters(self, grads: list[Tensor], norms: list[float]) -> None:
+        if "grads" in inspect.signature(self.optimizer.step).parameters and not hasattr(self.optimizer, "adam_w_mode"):
+            self.optimizer.step(  # type: ignore[call-arg]
+                grads=[[grad] for grad in grads], scale=self.cur_scale, grad_norms=norms
+            )
+            return
+        for master, grad in zip(self.fp32_groups_flat, grads, strict=True):
+            master.grad = grad.div_(self.cur_scale)
+        self.optimizer.step()
+        for master in self.fp32_groups_flat:
+            master.grad = None
+
+    def _update_scale(self) -> None:
+        scale = self.cur_scale
+        self._scaler.update_scale(self.overflow)
+        if not self.dynamic_loss_scale:
+            self.cur_scale = scale
+        if self.overflow and self.verbose and is_rank_zero():
+            logger.warning(
+                "FP16_Optimizer: gradient overflow: the step is skipped; loss scale %g, now %g", scale, self.cur_scale
+            )
+
+    @staticmethod
+    def _flat_gradient(group: list[Tensor]) -> Tensor:
+        parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in group]
+        return torch.cat([part.detach().float().reshape(-1) for part in parts]) if parts else torch.zeros(0)
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Let weights of the model that were written since the last step decide (see ``amp.master_weights``)."""
+        for model, flat, seen in zip(self.fp16_groups, self.fp32_groups_flat, self._versions, strict=True):
+            for param, master, version in zip(model, _pieces(flat, model), seen, strict=True):
+                if param._version != version:
+                    master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+
+    @torch.no_grad()
+    def _copy_to_model(self) -> None:
+        for place, (model, flat) in enumerate(zip(self.fp16_groups, self.fp32_groups_flat, strict=True)):
+            if model:
+                torch._foreach_copy_(model, _pieces(flat, model))
+            self._versions[place] = [param._version for param in model]
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return plain data under Apex's keys: scaler, inner optimizer, flat masters (aliases, not copies)."""
+        self._refresh()
+        return {
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            **{name: getattr(self, name) for name in _SCALER_STATE},
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_groups_flat": [flat.detach() for flat in self.fp32_groups_flat],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore what ``state_dict`` saved, here or in Apex, and copy the masters to the model.
+
+        Raises ValueError, before anything is changed, if the masters do not fit.
+        """
+        saved = state_dict["fp32_groups_flat"]
+        if (found := [len(flat) for flat in saved]) != (sizes := [len(flat) for flat in self.fp32_groups_flat]):
+            raise ValueError(
+                f"The saved masters do not fit: {found} elements in the groups of the file, {sizes} here. Build the "
+                "optimizer from the same model with the same groups."
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.dynamic_loss_scale = bool(state_dict["dynamic_loss_scale"])
+        for name in set(_SCALER_STATE) & set(state_dict):  # Apex saved only the first two of a static scale
+            setattr(self, name, state_dict[name])
+        for flat, value in zip(self.fp32_groups_flat, saved, strict=True):
+            flat.copy_(value)
+        self._copy_to_model()
+
+
+def _pieces(flat: Tensor, model: list[Tensor]) -> list[Tensor]:
+    """Views of ``flat`` in the shapes of ``model``."""
+    parts = flat.detach().split([param.numel() for param in model])
+    return [part.view(param.shape) for part, param in zip(parts, model, strict=True)]
