@@ -1,4 +1,4 @@
-"""``adam``, the function of Apex's extension ``fused_adam_cuda``, for scripts that carry a FusedAdam of 2018 with them."""
+"""``adam``, the function of Apex's extension ``fused_adam_cuda``, which copies of the FusedAdam of 2018 call."""
 
 from __future__ import annotations
 

@@ -129,7 +129,9 @@ def _add_submodules(package: str, module: ModuleType) -> None:
     prefix = f"{module.__name__}."
     for name in [name for name in sys.modules if name.startswith(prefix)]:
         alias = f"{package}.{name.removeprefix(prefix)}"
-        if sys.modules.setdefault(alias, sys.modules[name]) is sys.modules[name] and hasattr(sys.modules[name], "__path__"):
+        if sys.modules.setdefault(alias, sys.modules[name]) is sys.modules[name] and hasattr(
+            sys.modules[name], "__path__"
+        ):
             _add_submodules(alias, sys.modules[name])
     for name in legacy_paths.modules_in(package):
         submodule = sys.modules.get(name) or legacy_paths.find_module(name)

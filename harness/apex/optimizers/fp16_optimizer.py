@@ -1,9 +1,10 @@
 """``FP16_Optimizer`` as Apex had it for its fused optimizers: one flat float32 master per parameter group.
 
-``from apex.optimizers import FP16_Optimizer, FusedAdam`` was the float16 recipe of the BERT scripts of 2018 and 2019; later
-Apex had it in ``apex.contrib.optimizers``. It differs from ``fp16_utils.FP16_Optimizer`` in three ways that scripts rely
-on: gradients are read in ``step()``, so that code between ``backward()`` and ``step()`` can reduce or clip them; ``step()``
-calls an optimizer that takes ``grads``, ``scale`` and ``grad_norms`` with them; and attributes and state dict are flat.
+``from apex.optimizers import FP16_Optimizer, FusedAdam`` was the float16 recipe of the BERT scripts of 2018 and 2019;
+later Apex had it in ``apex.contrib.optimizers``. It differs from ``fp16_utils.FP16_Optimizer`` in three ways that
+scripts rely on: gradients are read in ``step()``, so that code between ``backward()`` and ``step()`` can reduce or
+clip them; ``step()`` passes ``grads``, ``scale`` and ``grad_norms`` to an optimizer that takes them; and attributes and
+state dict are flat.
 
 Differences from Apex: it is a ``torch.optim.Optimizer``, so schedulers accept it; it works with any optimizer, on any
 device, and for groups of mixed dtypes; frozen parameters stay as they are; model weights written after its creation
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from harness.apex.amp.messages import is_rank_zero, logger
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
 from harness.apex.optimizer_proxy import OptimizerProxy
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
@@ -43,12 +45,12 @@ class FP16_Optimizer(OptimizerProxy):
 
     The scale is ``static_loss_scale``, or with ``dynamic_loss_scale`` starts at 2**16, halves on overflow and doubles
     after 1000 steps without. ``dynamic_loss_args`` (``init_scale``, ``scale_factor``, ``scale_window``) replace these
-    values; Apex refused them. A missing gradient counts as zero. ``step()`` skips gradients that hold an inf or NaN, and
-    waits for the device to see it. ``verbose``: log skipped steps, on rank 0.
+    values; Apex refused them. A missing gradient counts as zero. ``step()`` skips gradients that hold an inf or NaN,
+    and waits for the device to see it. ``verbose``: log skipped steps, on rank 0.
 
-    Attributes: ``fp16_groups``, the model's trainable parameters by group; ``fp32_groups_flat``, their masters, one vector
-    per group; ``cur_scale``, ``cur_iter``, ``last_overflow_iter``, ``scale_factor``, ``scale_window``; ``overflow``, True
-    if the latest step was skipped.
+    Attributes: ``fp16_groups``, the model's trainable parameters by group; ``fp32_groups_flat``, their masters, one
+    vector per group; ``cur_scale``, ``cur_iter``, ``last_overflow_iter``, ``scale_factor``, ``scale_window``;
+    ``overflow``, True if the latest step was skipped.
     """
 
     inner_name = "optimizer"
@@ -132,14 +134,14 @@ class FP16_Optimizer(OptimizerProxy):
         self._update_scale()
 
     def _step_masters(self, grads: list[Tensor], norms: list[float]) -> None:
-        if "grads" in inspect.signature(self.optimizer.step).parameters and not hasattr(self.optimizer, "adam_w_mode"):
-            self.optimizer.step(  # type: ignore[call-arg]
-                grads=[[grad] for grad in grads], scale=self.cur_scale, grad_norms=norms
-            )
+        step: Any = self.optimizer.step
+        takes_grads = "grads" in inspect.signature(step).parameters and not isinstance(self.optimizer, FusedOptimizer)
+        if takes_grads:
+            step(grads=[[grad] for grad in grads], scale=self.cur_scale, grad_norms=norms)
             return
         for master, grad in zip(self.fp32_groups_flat, grads, strict=True):
             master.grad = grad.div_(self.cur_scale)
-        self.optimizer.step()
+        step()
         for master in self.fp32_groups_flat:
             master.grad = None
 
