@@ -83,6 +83,19 @@ def test_train_passes_its_arguments_on(monkeypatch):
     assert seen == [("x.yaml", ["a=1", "b=2"], os.environ, 2, parent), ("y.yaml", ["a=1"], os.environ, 1, parent)]
 
 
+@pytest.mark.parametrize(("code", "limit"), [(0, "LEAVE_DONE_S"), (75, "LEAVE_DONE_S"), (70, "LEAVE_S")])
+def test_leave_names_and_ends_the_threads_of_the_user(code, limit):
+    program = (
+        "import threading, time; from harness import cli\n"
+        f"cli.{limit} = 0.5\n"
+        "threading.Thread(target=lambda: time.sleep(600), name='mine').start()\n"
+        f"cli.leave({code})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stderr == "warning: thread mine is still running at <string>:3; this process ends it\n"
+
+
 def test_leave_keeps_the_exit_code_and_loses_no_output(tmp_path):
     """Output is flushed, threads are joined, exit handlers run, and the interpreter's teardown cannot abort."""
     script = tmp_path / "script.py"
