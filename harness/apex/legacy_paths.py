@@ -18,7 +18,7 @@ _MODULES = {
     "amp._initialize": "_amp_state LossScaler",
     "amp.amp": "init half_function float_function promote_function register_half_function register_float_function "
     "register_promote_function",
-    "amp.frontend": "Properties initialize state_dict load_state_dict",
+    "amp.frontend": "O0 O1 O2 O3 O4 O5 Properties initialize load_state_dict opt_levels state_dict",
     "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
     "amp.opt": "OptimWrapper",
     "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
@@ -44,13 +44,33 @@ _ELSEWHERE = {
 
 # Parts of Apex that do not exist here, and what to use today.
 _ABSENT = {
-    "RNN": "torch.nn.LSTM and torch.nn.GRU, which amp casts",
-    "contrib": "the layers of torch.nn, and torch.nn.functional.scaled_dot_product_attention",
+    "RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN, which amp casts",
+    "contrib.bottleneck": "torchvision's resnet blocks in torch.channels_last",
+    "contrib.conv_bias_relu": "torch.nn.functional.conv2d followed by relu, under torch.compile",
+    "contrib.cudnn_gbn": "apex.parallel.SyncBatchNorm with a process group",
+    "contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+    "contrib.group_norm": "torch.nn.GroupNorm, followed by torch.nn.SiLU for act='silu'",
+    "contrib.groupbn": "apex.parallel.SyncBatchNorm with a process group, on torch.channels_last tensors",
+    "contrib.index_mul_2d": "in1[idx] * in2",
+    "contrib.layer_norm": "apex.normalization.FusedLayerNorm",
+    "contrib.multihead_attn": "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention",
+    "contrib.openfold_triton": "torch.nn.functional.scaled_dot_product_attention and torch.nn.LayerNorm",
+    "contrib.optimizers.distributed_fused_adam": "torch.distributed.fsdp, or ZeroRedundancyOptimizer",
+    "contrib.optimizers.distributed_fused_lamb": "torch.distributed.optim.ZeroRedundancyOptimizer over FusedLAMB",
+    "contrib.peer_memory": "torch.distributed.send and recv",
+    "contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
+    "contrib.transducer": "torchaudio.functional.rnnt_loss",
+    "contrib": "torch itself; apex.contrib.clip_grad, optimizers and xentropy exist",
     "parallel.multiproc": "torchrun or python -m torch.distributed.launch, both with -m harness.apex",
-    "pyprof": "torch.profiler",
+    "parallel.optimized_sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
+    "parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
     "reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "transformer": "its successor, Megatron-Core (megatron.core)",
 }
+
+
+_PRESENT_IN_CONTRIB = ("contrib", "contrib.clip_grad", "contrib.optimizers", "contrib.xentropy")
 
 
 def find_module(name: str) -> Any:
@@ -84,7 +104,7 @@ def modules_in(package: str) -> list[str]:
 def why_absent(name: str) -> str | None:
     """The error message for importing Apex's module ``name``, if it is known not to exist here."""
     path = name.partition(".")[2]
-    if path in _MODULES or path in ("contrib", "contrib.optimizers"):
+    if path in _MODULES or path in _PRESENT_IN_CONTRIB:
         return None
     for absent, instead in _ABSENT.items():
         if path == absent or path.startswith(f"{absent}."):

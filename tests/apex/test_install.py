@@ -26,7 +26,7 @@ OLD_MODULES = {
     "amp._initialize": "_amp_state LossScaler",
     "amp.amp": "init half_function float_function promote_function register_half_function register_float_function "
     "register_promote_function",
-    "amp.frontend": "Properties initialize state_dict load_state_dict",
+    "amp.frontend": "O0 O1 O2 O3 Properties initialize load_state_dict opt_levels state_dict",
     "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
     "amp.opt": "OptimWrapper",
     "amp.scaler": "LossScaler",
@@ -40,7 +40,11 @@ OLD_MODULES = {
     "fused_dense.fused_dense": "FusedDense FusedDenseGeluDense",
     "mlp.mlp": "MLP",
     "multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
-    "normalization.fused_layer_norm": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "contrib.clip_grad": "clip_grad_norm_",
+    "contrib.xentropy": "SoftmaxCrossEntropyLoss",
+    "normalization.fused_layer_norm": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm "
+    "FusedLayerNormFunction FusedLayerNormAffineFunction FusedRMSNormFunction FusedRMSNormAffineFunction "
+    "FusedLayerNormAffineMixedDtypesFunction FusedRMSNormAffineMixedDtypesFunction",
     "optimizers.fused_adagrad": "FusedAdagrad",
     "optimizers.fused_adam": "FusedAdam",
     "optimizers.fused_lamb": "FusedLAMB",
@@ -116,7 +120,7 @@ def test_package_is_light_and_looks_like_apex():
     code = (
         "import sys, harness.apex as apex\n"
         "assert 'torch' not in sys.modules\n"
-        "assert 'amp' in dir(apex) and 'transformer' not in dir(apex) and not hasattr(apex, 'transformer')\n"
+        "assert 'amp' in dir(apex) and 'RNN' not in dir(apex) and not hasattr(apex, 'RNN')\n"
         "from harness.apex import amp\n"
         "assert apex.amp is amp and 'harness.apex.optimizers' not in sys.modules\n"
     )
@@ -200,11 +204,14 @@ def test_model_pickled_by_apex_loads(installed):
 @pytest.mark.parametrize(
     ("statement", "instead"),
     [
-        ("import apex.contrib.xentropy", "torch.nn"),
-        ("from apex.contrib.fmha import FMHA", "torch.nn"),
+        ("import apex.contrib.sparsity", "to_sparse_semi_structured"),
+        ("import apex.contrib.something", "apex.contrib.clip_grad"),
+        ("from apex.contrib.multihead_attn import SelfMultiheadAttn", "torch.nn.MultiheadAttention"),
+        ("from apex.contrib.groupbn.batch_norm import BatchNorm2d_NHWC", "channels_last"),
+        ("from apex.contrib.optimizers import distributed_fused_adam", "ZeroRedundancyOptimizer"),
+        ("from apex.parallel.sync_batchnorm_kernel import SyncBatchnormFunction", "apex.parallel.SyncBatchNorm"),
         ("from apex.transformer import parallel_state", "Megatron-Core"),
         ("from apex import RNN", "torch.nn.LSTM"),
-        ("import apex.pyprof", "torch.profiler"),
         ("from apex.reparameterization import apply_weight_norm", "weight_norm"),
         ("import apex.parallel.multiproc", "torchrun"),
     ],
@@ -216,10 +223,44 @@ def test_missing_parts_name_their_replacement(installed, statement, instead):
     assert caught.value.name.startswith("apex.")
 
 
+def test_levels_of_the_frontend_set_their_properties(installed):
+    from apex.amp.frontend import O2, Properties, opt_levels
+
+    assert list(opt_levels) == ["O3", "O2", "O1", "O0", "O4", "O5"]
+    for name, level in opt_levels.items():
+        assert level(Properties()) == importlib.import_module("harness.apex.amp.levels").level_properties(name)
+        assert level.brief.startswith(f"{name}:  ")
+    assert O2()(Properties()).master_weights is True
+
+
+def test_pyprof_does_nothing_and_says_so(installed):
+    from apex import pyprof
+
+    with pytest.warns(UserWarning, match=r"no effect.*torch\.profiler") as caught:
+        pyprof.nvtx.init()
+    assert caught[0].filename == __file__
+    pyprof.wrap(torch, "add")
+
+
+def test_xentropy_equals_its_definition(installed):
+    from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+
+    logits = torch.randn(4, 5, dtype=torch.float16, requires_grad=True)
+    labels = torch.tensor([1, 0, 4, 3])
+    log_p = torch.log_softmax(logits.double(), 1)
+    expected = -(0.9 * log_p[range(4), labels] + 0.1 * log_p.mean(1)) * (labels != 0)
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, 0, True)
+    assert losses.dtype is torch.float32
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert not gradient[1].any()
+    assert SoftmaxCrossEntropyLoss.apply(logits, labels).dtype is torch.float16
+
+
 @pytest.mark.contract("1.1")
 def test_find_spec_of_a_missing_part_returns_none(installed):
     assert importlib.util.find_spec("apex.amp") is not None
-    for name in ("apex.contrib.fmha", "apex.transformer", "apex.no_such_part"):
+    for name in ("apex.contrib.sparsity", "apex.transformer", "apex.no_such_part"):
         assert importlib.util.find_spec(name) is None
         with pytest.raises(ModuleNotFoundError, match="apex is harness.apex here, which has no"):
             importlib.import_module(name)

@@ -195,3 +195,17 @@ def test_mixed_forms_need_parameters(kind):
     with pytest.raises(TypeError, match="unknown argument 'affine'"):
         kind(8, affine=False)
     assert kind(8, elementwise_affine=True).weight is not None
+
+
+def test_autograd_functions_of_apex_can_be_applied():
+    x, weight, bias = torch.randn(2, 4).half(), torch.rand(4), torch.rand(4)
+    module = functions
+    for kind, affine in (("LayerNorm", (weight, bias)), ("RMSNorm", (weight,))):
+        plain, mixed = f"Fused{kind}Function", f"Fused{kind}AffineMixedDtypesFunction"
+        expected = getattr(F, "layer_norm" if kind == "LayerNorm" else "rms_norm")
+        found = vars(module)[plain].apply(x, (4,), 1e-5)
+        torch.testing.assert_close(found, expected(x.float(), (4,), eps=1e-5).half())
+        found = vars(module)[mixed].apply(x, *affine, (4,), 1e-5, True)
+        torch.testing.assert_close(found, expected(x.float(), (4,), *affine, eps=1e-5))
+        found = vars(module)[f"Fused{kind}AffineFunction"].apply(x, *affine, (4,), 1e-5)
+        assert found.dtype is torch.float16

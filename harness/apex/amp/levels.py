@@ -67,6 +67,22 @@ def level_properties(opt_level: str) -> Properties:
     return Properties(True, opt_level, *rows[opt_level])
 
 
+class _Level:
+    """An opt level as Apex kept it in ``amp.frontend``: a class that sets the level's properties when called."""
+
+    name = brief = more = ""
+
+    def __call__(self, properties: Properties) -> Properties:
+        vars(properties).update(vars(level_properties(self.name)))
+        return properties
+
+
+O0, O1, O2, O3, O4, O5 = (
+    type(name, (_Level,), {"name": name, "brief": f"{name}:  {brief}"}) for name, brief in BRIEFS.items()
+)
+opt_levels = {level.__name__: level() for level in (O3, O2, O1, O0, O4, O5)}
+
+
 def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: Refuse) -> list[str]:
     """Write every override that is not None into ``properties``, in the contract's order; return the names written.
 

@@ -1,1 +1,1 @@
-"""The parts of ``apex.contrib`` that exist here."""
+"""The parts of Apex's ``contrib`` that are short in plain torch. Importing another one names its replacement."""

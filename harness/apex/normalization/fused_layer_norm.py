@@ -75,6 +75,21 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     return _rms_norm(input, weight, normalized_shape, eps, input.dtype if weight is None else weight.dtype)
 
 
+class _Function:
+    """The functions above under the names of Apex's autograd Functions, which libraries call with ``apply``."""
+
+    def __init__(self, function: Any) -> None:
+        self.apply = function
+
+
+FusedLayerNormFunction = _Function(fused_layer_norm)
+FusedLayerNormAffineFunction = _Function(fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = _Function(mixed_dtype_fused_layer_norm_affine)
+FusedRMSNormFunction = _Function(fused_rms_norm)
+FusedRMSNormAffineFunction = _Function(fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = _Function(mixed_dtype_fused_rms_norm_affine)
+
+
 class _InputDtype:
     """Constructor of the plain norms, whose result has the input's dtype."""
 
