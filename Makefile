@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
 
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 KILLS ?= 1000
 SEED ?= 0

@@ -20,14 +20,33 @@ def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests/apex create their tensors: cpu or cuda")
 
 
-def pytest_collection_modifyitems(items):
-    """Put the longest files first: pytest-xdist hands out files in this order, and short ones fill the gaps at the end.
+CHEAP = {"data", "stripes"}  # module fixtures that several workers may as well build
 
-    The estimate counts slow tests, then end-to-end tests, which train on several ranks.
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Put the longest tests first: pytest-xdist hands them out in this order, and short ones fill the gaps at the end.
+
+    With ``--dist loadgroup``, a file is handed out as a whole, for its fixtures' sake, except slow tests that need no
+    expensive one. The estimate of a file counts slow tests, then end-to-end tests, which train on several ranks.
     """
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    apart = {item for item in items if item.get_closest_marker("slow") and not _expensive(item)}
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow") and item not in apart)
     end_to_end = Counter(item.path for item in items if item.path.parent.name == "end_to_end")
-    items.sort(key=lambda item: (-slow[item.path], -end_to_end[item.path]))
+
+    def order(item):
+        if item in apart:
+            return 0 if item.get_closest_marker("timeout") else 2, 0, 0  # only the longest have a limit of their own
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
+        return 1 if slow[item.path] else 3, -slow[item.path], -end_to_end[item.path]
+
+    items.sort(key=order)
+
+
+def _expensive(item) -> bool:
+    """Whether ``item`` needs a fixture that its file shares, such as a cluster or a finished training."""
+    found = item._fixtureinfo.name2fixturedefs
+    return any(defs[-1].scope == "module" and name not in CHEAP for name, defs in found.items())
 
 
 @pytest.fixture(autouse=True)

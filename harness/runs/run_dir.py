@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import itertools
 import json
 import os
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import pandas as pd
 import yaml
 
 from harness.config import loader
@@ -217,8 +218,10 @@ class RunFolder:
     def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
         """``confusion.csv``: a row for each true class, a column for each prediction, counts in the cells."""
         if matrix is not None:
-            table = pd.DataFrame(matrix, index=pd.Index(classes, name="label"), columns=classes)
-            write_atomically(self.path / layout.CONFUSION, table.to_csv())
+            text = io.StringIO()
+            rows = ([name, *counts] for name, counts in zip(classes, matrix, strict=True))
+            csv.writer(text, lineterminator="\n").writerows([["label", *classes], *rows])
+            write_atomically(self.path / layout.CONFUSION, text.getvalue())
 
     def failure(self, report: dict[str, Any]) -> dict[str, Any]:
         """Write ``report`` as failure.json, unless another rank was first; return the report in the file."""

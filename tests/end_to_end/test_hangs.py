@@ -64,7 +64,6 @@ FROZEN = [
     ("stopped", 1, "local", "is stopped, by SIGSTOP or a debugger"),
     ("c call", 1, "torchrun", "it runs C code that does not release Python's global lock"),
     ("lock", 0, "torch.distributed.launch", "calling _wait_for_another_thread (models.py:"),
-    ("stopped", 1, "torch.distributed.launch", "is stopped, by SIGSTOP or a debugger"),
     ("vanish", 1, "local", "ended without a report"),
     ("extra collective", 1, "local", "ranks called different collectives"),
 ]

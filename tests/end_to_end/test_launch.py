@@ -27,7 +27,7 @@ from tests.end_to_end.experiment import (
     run_folder,
     write_config,
 )
-from tests.end_to_end.processes import END_S, START_S, Started, drivers, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import END_S, START_S, Started, driver, drivers, started, wait_for_steps, wait_until
 from tests.ranks import free_port, launch_environment, wait_for
 
 HOST = socket.gethostname()
@@ -149,48 +149,41 @@ def test_usage_errors_of_the_scripts(tmp_path, script, arguments, environ, messa
 # Without a launcher
 
 
-@pytest.mark.slow
 def test_both_spellings_of_local_rank_are_accepted(tmp_path, data):
     """--local_rank=0 and --local-rank=1 in one run, and neither in a single process."""
     config = write_config(tmp_path, data, train={"epochs": 1})
     port = free_port()
-    command = [sys.executable, DRIVER]
-    with (
-        started(
-            [*command, "--local_rank=0", "-c", config], tmp_path / "0.txt", **launch_environment(0, 2, port)
-        ) as one,
-        started(
-            [*command, "--local-rank=1", "-c", config], tmp_path / "1.txt", **launch_environment(1, 2, port)
-        ) as two,
-    ):
-        assert [one.wait(START_S), two.wait(START_S)] == [0, 0], one.text() + two.text()
-    with started([*command, "-c", config, "name=alone"], tmp_path / "alone.txt") as alone:
-        assert alone.wait(START_S) == 0, alone.text()
+    terminal = tmp_path / "terminal.txt"
+    ranks = [
+        driver([f"{option}={rank}", "-c", str(config)], launch_environment(rank, 2, port), terminal)
+        for rank, option in enumerate(("--local_rank", "--local-rank"))
+    ]
+    alone = driver(["-c", str(config), "name=alone"], {}, terminal)
+    assert wait_for([*ranks, alone], START_S) == [0, 0, 0], terminal.read_text()
 
 
 def test_signal_to_any_rank_stops_all_with_a_checkpoint(tmp_path, data):
     """Each start resumes the run, whichever rank is signalled. The finished run equals an unbroken one."""
     model = {"name": SLOW["model"]["name"], "args": {"step_s": 0.05}}
-    settings = {**SLOW, "model": model, "train": {"epochs": 8, "log_every": 1}}
+    settings = {**SLOW, "model": model, "train": {"epochs": 4, "log_every": 1}}
     config = write_config(tmp_path / "stopped", data, **settings)
     folder = run_folder(config)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        for signalled in ([0], [1], [0, 1]):
-            before = len(steps(folder)) if folder.exists() else 0
-            terminal = tmp_path / f"{number.name}-{signalled}.txt"
-            ranks = drivers(2, ["-c", str(config)], terminal)
-            try:
-                wait_for_steps(folder, before + 3)
-                for rank in signalled:
-                    os.kill(ranks[rank][0].pid, number)
-            finally:
-                codes = wait_for(ranks, END_S)
-            assert codes == [EXIT_STOPPED, EXIT_STOPPED], terminal.read_text()
-            assert checkpoint_of(folder) == max(steps(folder)) < 64
-            assert not (folder / "failure.json").exists()
-            assert terminal.read_text().count("stopped early") == 1
+    for number, signalled in ((signal.SIGTERM, [0]), (signal.SIGINT, [1]), (signal.SIGTERM, [0, 1])):
+        before = len(steps(folder)) if folder.exists() else 0
+        terminal = tmp_path / f"{number.name}-{signalled}.txt"
+        ranks = drivers(2, ["-c", str(config)], terminal)
+        try:
+            wait_for_steps(folder, before + 3)
+            for rank in signalled:
+                os.kill(ranks[rank][0].pid, number)
+        finally:
+            codes = wait_for(ranks, END_S)
+        assert codes == [EXIT_STOPPED, EXIT_STOPPED], terminal.read_text()
+        assert checkpoint_of(folder) == max(steps(folder)) < 32
+        assert not (folder / "failure.json").exists()
+        assert terminal.read_text().count("stopped early") == 1
     assert wait_for(drivers(2, ["-c", str(config)], tmp_path / "last.txt"), END_S) == [0, 0]
-    assert steps(folder) == list(range(1, 65))
+    assert steps(folder) == list(range(1, 33))
     unbroken = write_config(tmp_path / "unbroken", data, **settings)
     assert wait_for(drivers(2, ["-c", str(unbroken)], tmp_path / "unbroken.txt"), END_S) == [0, 0]
     assert_same_run(run_folder(unbroken), folder)
@@ -246,20 +239,20 @@ def test_remaining_rank_exits_at_the_limit_after_a_peer_froze(tmp_path, data):
     assert (failure["rank"], failure["cause"]) == (1, "hung")
 
 
-@pytest.mark.slow
 def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
     """The first start is not disturbed."""
     config = write_config(tmp_path, data, **{**SLOW, "train": {"epochs": 100, "log_every": 1}})
-    folder, command = run_folder(config), [sys.executable, DRIVER, "-c", config]
-    with started(command, tmp_path / "first.txt") as first:
+    folder = run_folder(config)
+    first = driver(["-c", str(config)], {}, tmp_path / "first.txt")
+    try:
         wait_for_steps(folder, 1)
-        with started(command, tmp_path / "second.txt") as second:
-            assert second.wait(START_S) == EXIT_USAGE
-        assert "another start is training in this run folder" in second.text()
+        assert wait_for(drivers(1, ["-c", str(config)], tmp_path / "second.txt"), START_S) == [EXIT_USAGE]
+        assert "another start is training in this run folder" in (tmp_path / "second.txt").read_text()
         assert not (folder / "failure.json").exists()
-        assert first.process.poll() is None
-        first.signal(signal.SIGTERM)
-        assert first.wait(END_S) == EXIT_STOPPED
+        assert first[0].is_alive()
+        os.kill(first[0].pid, signal.SIGTERM)
+    finally:
+        assert wait_for([first], END_S) == [EXIT_STOPPED]
     assert len(json.loads((folder / "provenance.json").read_text())) == 1
 
 
