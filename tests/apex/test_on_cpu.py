@@ -300,6 +300,12 @@ def test_moving_to_the_host_is_a_snapshot(source, move):
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_moving_to_the_host_under_o1_gives_float32_there():
+    model = amp.initialize(nn.Linear(2, 2).cuda(), opt_level="O1", verbosity=0)
+    x = model(torch.ones(2, device="cuda"))
+    assert (x.type(), x.cpu().type()) == ("torch.cuda.HalfTensor", "torch.FloatTensor")
+
+
 def test_computed_tensors_are_on_cuda_once_the_script_uses_it(monkeypatch):
     monkeypatch.setattr(placement, "_is_used", False)
     assert (torch.zeros(1) + 1).type() == HOST_TYPE

@@ -150,7 +150,7 @@ def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Te
     """Make ``Tensor.cpu`` of O1: reduced precision is returned as float32, as numpy requires (contract 4.1)."""
 
     def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return plain(self, *args, **kwargs).float() if _is_cast(self) else plain(self, *args, **kwargs)
+        return plain(self.float() if _is_cast(self) else self, *args, **kwargs)
 
     return cpu
 

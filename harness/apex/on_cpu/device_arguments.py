@@ -191,8 +191,10 @@ def _at(before: Tensor, after: Tensor, place: int | None) -> Tensor:
 
 
 def _is_internal() -> bool:
-    """True if code of torch called the calling function, except Module.cpu() and Module.to()."""
-    return is_called_by_torch(depth=2) and sys._getframe(2).f_globals["__name__"] != nn.Module.__module__
+    """True if code of torch called the calling function, except where it acts for a script: Module.cpu() and
+    Module.to(), and the Tensor.cpu() of O1."""
+    passed_on = sys._getframe(2).f_globals.get("__name__") in (nn.Module.__module__, "harness.apex.amp.cast_engine")
+    return is_called_by_torch(depth=2) and not passed_on
 
 
 def _module_to(original: Any) -> Any:
