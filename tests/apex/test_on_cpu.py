@@ -304,6 +304,8 @@ def test_moving_to_the_host_under_o1_gives_float32_there():
     model = amp.initialize(nn.Linear(2, 2).cuda(), opt_level="O1", verbosity=0)
     x = model(torch.ones(2, device="cuda"))
     assert (x.type(), x.cpu().type()) == ("torch.cuda.HalfTensor", "torch.FloatTensor")
+    amp.reset()
+    assert x.cpu().type() == "torch.HalfTensor"
 
 
 def test_computed_tensors_are_on_cuda_once_the_script_uses_it(monkeypatch):

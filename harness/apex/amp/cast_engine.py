@@ -41,7 +41,7 @@ class CastEngine:
         self._libraries: dict[str, torch.library.Library] = {}
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
-        self._methods: list[str] = []
+        self._methods: dict[str, tuple[Any, Any]] = {}  # name: what Tensor itself had before, ours
         self._allow_banned = False
         self._report: ExitStack | None = None
 
@@ -75,8 +75,9 @@ class CastEngine:
             self._replace(name, _banned_method)
 
     def _replace(self, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        setattr(torch.Tensor, name, make(name, getattr(torch.Tensor, name)))
-        self._methods.append(name)
+        before, ours = vars(torch.Tensor).get(name), make(name, getattr(torch.Tensor, name))
+        setattr(torch.Tensor, name, ours)
+        self._methods[name] = before, ours
 
     def add(self, device_type: str) -> None:
         """Cast operations on ``device_type`` too."""
@@ -100,9 +101,14 @@ class CastEngine:
         torch.set_autocast_cache_enabled(self._cache_before)
         if self._report is not None:
             self._report.close()
-        for name in self._methods:
-            delattr(torch.Tensor, name)  # uncovers the inherited method
-        self._libraries, self._before, self.dtype, self._report, self._methods = {}, {}, None, None, []
+        for name, (before, ours) in self._methods.items():
+            if vars(torch.Tensor).get(name) is not ours:
+                continue  # replaced since, as by harness.apex.uninstall
+            if before is not None:
+                setattr(torch.Tensor, name, before)  # a redirection of --device cpu
+            else:
+                delattr(torch.Tensor, name)  # uncovers the inherited method
+        self._libraries, self._before, self.dtype, self._report, self._methods = {}, {}, None, None, {}
 
 
 engine = CastEngine()
