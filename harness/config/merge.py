@@ -13,10 +13,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.config.schema import MAX_VALUES, flatten, num_values
+from harness.config.schema import flatten
 from harness.errors import ConfigError, first_line, require_regular_file, similar
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DEEP = 10_000  # brackets; libyaml might overflow the stack
+MAX_VALUES = 1_000_000  # in a YAML file, each use of an alias counted
 COMMAND_LINE = "command line"
 _EXAMPLE = "write key=value, for example train.epochs=3"
 _NAME = "name a YAML file, for example configs/digits.yaml"
@@ -32,22 +34,27 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) 
     """
     tree, origins = _read(path, ())
     for override in overrides:
-        key, separator, _ = override.partition("=")
-        if not separator or not key or key.startswith("-"):
-            raise ConfigError(f"{override!r} is not an override", where=COMMAND_LINE, hint=_EXAMPLE)
+        key = override.partition("=")[0]
         origin = written_at.get(key, COMMAND_LINE)
-        try:
-            written = OmegaConf.from_dotlist([override])
-            tree = OmegaConf.merge(tree, written)
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-            raise ConfigError(f"{override!r}: {_reason(error)}", where=origin, hint=_EXAMPLE) from None
-        leaves = flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
+        tree, leaves = overridden(tree, override, origin)
         origins |= dict.fromkeys((key, *leaves), origin)
     try:
         return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True), origins
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
         raise ConfigError(f"{key}: {first_line(error)}", where=origin_of(key, origins, str(path))) from None
+
+
+def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[Any, dict[str, Any]]:
+    """``tree`` with ``override`` ("key=value"), and what that sets, by dotted key. Raises ConfigError."""
+    key, separator, _ = override.partition("=")
+    if not separator or not key or key.startswith("-"):
+        raise ConfigError(f"{override!r} is not an override", where=COMMAND_LINE, hint=_EXAMPLE)
+    try:
+        written = OmegaConf.from_dotlist([override])
+        return OmegaConf.merge(tree, written), flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(f"{override!r}: {_reason(error)}", where=origin, hint=_EXAMPLE) from None
 
 
 def parsed(path: Path) -> dict[str, Any]:
@@ -123,7 +130,7 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode | None):
             raise _no_sections(path)
-        if num_values(yaml.load(text, Loader=_Loader)) > MAX_VALUES:  # noqa: S506 - a safe loader
+        if _num_values(node, {}) > MAX_VALUES:
             message = f"invalid YAML: with each use of an alias counted, it has more than {MAX_VALUES} values"
             raise ConfigError(message, where=str(path), hint="use fewer aliases (*name)")
         return OmegaConf.create(text), _lines(node, path)
@@ -132,6 +139,31 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
         raise ConfigError("invalid YAML: nested too deeply", where=str(path), hint=hint) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _invalid(error, text, path) from None
+
+
+def load(text: str) -> Any:
+    """The content of a YAML file that may be a stranger's. Raises YAMLError, RecursionError, or ValueError if its
+    aliases expand to more than MAX_VALUES."""
+    loader = (yaml.SafeLoader if text.count("[") + text.count("{") > _DEEP else _Fast)(text)
+    try:
+        node = loader.get_single_node()
+        if _num_values(node, {}) > MAX_VALUES:
+            raise ValueError("its aliases expand to too many values")
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _num_values(node: yaml.Node | None, counts: dict[int, int]) -> int:
+    """The number of values that ``node`` stands for. An aliased or merged part (``<<: *name``) counts each time, and at
+    least MAX_VALUES if it contains itself: a few lines can describe more values than fit into memory."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in counts:
+        counts[id(node)] = MAX_VALUES + 1  # until it is counted
+        values = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+        counts[id(node)] = 1 + sum(_num_values(value, counts) for value in values)
+    return counts[id(node)]
 
 
 def _no_sections(path: Path) -> ConfigError:

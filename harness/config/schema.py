@@ -289,25 +289,6 @@ def may_differ_between_ranks(key: str) -> bool:
     return key in MAY_DIFFER_BETWEEN_RANKS or key.split(".")[0] in MAY_DIFFER_BETWEEN_RANKS
 
 
-MAX_VALUES = 1_000_000  # in a YAML file, each use of an alias counted
-
-
-def num_values(tree: Any) -> int:
-    """The number of values in nested data. A part that occurs several times counts each time, and at least MAX_VALUES
-    if it contains itself: a few lines of YAML with aliases can describe more values than fit into memory."""
-    counts: dict[int, int] = {}
-
-    def count(part: Any) -> int:
-        if not isinstance(part, dict | list):
-            return 1
-        if id(part) not in counts:
-            counts[id(part)] = MAX_VALUES + 1  # until it is counted
-            counts[id(part)] = 1 + sum(map(count, part.values() if isinstance(part, dict) else part))
-        return counts[id(part)]
-
-    return count(tree)
-
-
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested dictionary as {dotted key: leaf}; an empty dictionary is a leaf."""
     leaves: dict[str, Any] = {}

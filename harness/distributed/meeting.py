@@ -24,6 +24,7 @@ from harness.distributed import agreement, launch_store
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
 from harness.distributed.launch_store import HINT, Patience, PeersMissing, hosts_store
+from harness.distributed.limited_store import LimitedStore
 from harness.errors import EXIT_DATA, EXIT_USAGE, DataError, HarnessError, LaunchError, TrainingError, first_line
 
 _GRACE_S = 3.0  # for more ranks to arrive where their number is in doubt, and for all to read the verdict
@@ -51,6 +52,19 @@ def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: Excep
     number = Facts("start every machine with the same number of machines and processes", {_NUMBER: launch.world_size})
     meeting = _Meeting(launch, agreement.to_text([number, *facts]), patience, failed)
     return patience.bound(meeting.run, lambda: launch_store.unanswered(launch))
+
+
+def latecomer(launch: Launch, store: LimitedStore) -> HarnessError | None:
+    """The error on rank 0 if another rank came after ``meet`` and was started differently, for example with another
+    number of ranks: it has given up, and training goes on without it."""
+    if not hosts_store(launch) or not store.check([_PROBLEMS]):
+        return None
+    rank = int(store.get(_PROBLEMS).split()[0])
+    report = json.loads(store.get(f"meeting/report/{rank}"))
+    if report["error"]:
+        return _from_text(report["error"])
+    hosts = {other: str(json.loads(store.get(f"meeting/member/{other}"))[0]) for other in (0, rank)}
+    return agreement.disagreement(hosts, {rank: report["differs"]})
 
 
 @contextmanager

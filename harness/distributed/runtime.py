@@ -12,8 +12,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from harness.errors import HarnessError, LaunchError, portable
 Value = TypeVar("Value")
 
 _NCCL_S = 15.0  # after timeout_s nccl aborts the process; the watchdog reports a hung rank before
+_LISTEN_S = 10.0  # to open a port
 _CLOSE_S = 5.0  # for the threads of gloo to end
 _PATIENCE_S = 5.0  # between two heartbeats while a rank works in patiently()
 
@@ -180,10 +181,10 @@ def open_runtime(
         target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
         if target.type == "cuda":
             torch.cuda.set_device(target)
-        if launch.world_size > 1:
+        if launch.world_size > 1 or launch.by_hand:
             agreed = [Facts(devices.ALL_ALIKE, {"device": target.type}), *facts(target)]
     if launch.world_size == 1:
-        yield Runtime(launch, target)
+        yield Runtime(launch, target, _listen(launch, agreed) if launch.by_hand else None, timeout_s)
         return
     store = meet(launch, agreed, timeout_s)
     runtime = _connect(launch, target, store, timeout_s)
@@ -202,6 +203,14 @@ def open_runtime(
             wait([background(dist.destroy_process_group, "harness-close")], _CLOSE_S)
         elif no_failure:
             dist.destroy_process_group()
+
+
+def _listen(launch: Launch, agreed: Sequence[Facts]) -> LimitedStore | None:
+    """The store through which other ranks would connect to this single one, which WORLD_SIZE=1 may have made single by
+    mistake: the watchdog notices them there. None if the port is in use."""
+    with suppress(HarnessError):
+        return LimitedStore(meet(replace(launch, master_addr="127.0.0.1"), agreed, _LISTEN_S))
+    return None
 
 
 def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:

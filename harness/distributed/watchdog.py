@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from harness.distributed import stack
+from harness.distributed import meeting, stack
 from harness.distributed.launch_env import Launch
 from harness.distributed.limited_store import StoreTimeout
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stalls import ANSWER_S, Stalls
 from harness.distributed.stop import Stop
-from harness.errors import EXIT_FAILURE
+from harness.errors import EXIT_FAILURE, HarnessError
 
 log = logging.getLogger("harness")
 
@@ -88,6 +88,7 @@ class Watchdog:
         self.first: RankExit | None = None
         """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
         self._stop_is_shared = False
+        self._listens_until = time.monotonic() + runtime.timeout_s
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="harness-watchdog", daemon=True)
         self._clock = threading.Thread(target=self._tick, name="harness-clock", daemon=True)
@@ -154,6 +155,9 @@ class Watchdog:
             if self._parent is not None and os.getppid() != self._parent:
                 self._end(Cause.LAUNCHER_LOST, "the launcher is gone")
                 return
+            if refused := self._latecomer():
+                self._end(Cause.ERROR, str(refused), refused.exit_code)
+                return
             if message := self._peer_failure() or self._stalled():
                 first = self.first
                 if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
@@ -166,6 +170,21 @@ class Watchdog:
             with suppress(Exception):
                 self._share_stop()
                 self.stalls.answer()
+
+    def _latecomer(self) -> HarnessError | None:
+        """Publish that this rank, 0, fails because another one came after the meeting and was started differently.
+        Ranks wait ``timeout_s`` for each other, so one that comes after that belongs to another run."""
+        launch, store, error = self._runtime.launch, self._runtime.store, None
+        if store is None or time.monotonic() > self._listens_until:
+            return None
+        with suppress(Exception):
+            error = meeting.latecomer(launch, store)
+        if error:
+            host, kind = self._runtime.host, type(error).__name__
+            self.report(
+                RankExit(launch.rank, Cause.ERROR, error.exit_code, host, None, kind, str(error), time=time.time())
+            )
+        return error
 
     def _share_stop(self) -> None:
         """Announce a signal that this rank has received, or take note of one that another announced. The ranks agree on
@@ -210,12 +229,15 @@ class Watchdog:
 
     def _end(self, cause: Cause, message: str, code: int = EXIT_FAILURE) -> None:
         self._stop.request(message)
-        graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
+        graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S, Cause.ERROR: 0.0}
         if not self._finished.wait(min(graces_s.get(cause, GRACE_S), GRACE_S)):
             if cause is Cause.HUNG:
                 log.error("the other ranks no longer wait for this one: exiting")
             elif cause is Cause.STOPPED:
                 log.info(message)
+            elif cause is Cause.ERROR:
+                log.error("error: %s", message)
+                self.linger()
             else:
                 log.error("%s, and this rank is blocked waiting for it: exiting", message)
             self._on_blocked(cause, message, self.doing or stack.main_thread_at(), self.first)

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, first_line
 from harness.runs import trained_run
-from harness.runs.files import output_error, replacing, require_output, write_atomically
+from harness.runs.checkpoint import save_weights
+from harness.runs.files import output_error, replacing, require_output, temporary_for, write_atomically
 from harness.training import build
 from harness.training.task import OpenedTask, SupportsLearned, SupportsSignature
 
@@ -100,7 +101,8 @@ def _signature(task: OpenedTask) -> dict[str, Any]:
 def _safetensors(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
     """The weights alone; loading them needs the model's code."""
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
-    save_file(tensors, path, {"model": config.model.name, "args": json.dumps(config.model.args)})
+    metadata = {"model": config.model.name, "args": json.dumps(config.model.args)}
+    save_weights(tensors, path, metadata, work=temporary_for(path))
     loaded = build.build_model(config, task).eval()
     loaded.load_state_dict(load_file(path))
     return loaded

@@ -39,6 +39,7 @@ FORMAT = 1
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals
+_OTHER_FORMAT = "its format is"
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
@@ -81,18 +82,12 @@ class Checkpoints:
         """Make ``step`` the best checkpoint, and write its ``weights`` to ``path``."""
         # Copies, since safetensors refuses weights that share memory (tied layers).
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
-        # save_file first writes a file of a random name beside its target: in a folder that uploads skip.
-        work = temporary_for(self.folder / layout.WEIGHTS)
         try:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
             with replacing(path) as temporary:
-                save_file(tensors, work / layout.WEIGHTS, {"step": str(step)})
-                os.replace(work / layout.WEIGHTS, temporary)
-            shutil.rmtree(work)
+                # In a folder that uploads skip.
+                save_weights(tensors, temporary, {"step": str(step)}, temporary_for(self.folder / layout.WEIGHTS))
             write_atomically(self.folder / layout.BEST, layout.step_name(step) + "\n")
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            shutil.rmtree(work, ignore_errors=True)
             raise CheckpointError(
                 f"the best weights could not be written: {reason(error)}",
                 where=str(path),
@@ -103,13 +98,16 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """The newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.
 
-        Raises CheckpointError if all are damaged: starting from scratch would replace the results of this run.
+        Raises CheckpointError if all are damaged, since starting from scratch would replace the results of this run, or
+        if a newer one is of another version of the harness.
         """
-        found, named, refused = steps(self.folder), self.named(layout.LATEST), {}
+        found, named = steps(self.folder), self.named(layout.LATEST)
+        refused: dict[str, str] = {}
         # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
         for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
             problem = damage(path)
             if not problem:
+                require_same_format(str(self.folder), path.name, refused)
                 return path
             log.warning("checkpoint refused: %s: %s", path, problem)
             refused[path.name] = problem
@@ -153,6 +151,19 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], work: Path) -> None:
+    """Write a safetensors file in the folder ``work``, and move it to ``path``. The folder is removed at the end, and
+    before, if a killed process left it."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        # It first writes a file of a random name beside this one.
+        save_file(tensors, work / layout.WEIGHTS, metadata)
+        os.replace(work / layout.WEIGHTS, path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def none_usable(where: str, refused: Mapping[str, str]) -> CheckpointError:
     """The error for a run whose checkpoints all have a problem, ``refused``: {name: problem}."""
     lines = [f"  {name}: {problem}" for name, problem in list(refused.items())[:_MAX_LISTED]]
@@ -162,6 +173,19 @@ def none_usable(where: str, refused: Mapping[str, str]) -> CheckpointError:
         where=where,
         hint=f"restore one of them; or {FROM_SCRATCH}",
     )
+
+
+def require_same_format(where: str, usable: str, refused: Mapping[str, str]) -> None:
+    """Raise CheckpointError if one in ``refused``, {name: problem}, was written by another version of the harness: the
+    ``usable`` checkpoint has fewer steps, which the user may not want to lose."""
+    for name, problem in refused.items():
+        if problem.startswith(_OTHER_FORMAT):
+            raise CheckpointError(
+                problem,
+                where=f"{where}/{name}",
+                hint=f"or continue from the older {usable} without the later steps: remove {name}, or start a new run "
+                f"with name=NAME checkpoint.resume={where}/{usable}",
+            )
 
 
 def steps(folder: Path) -> dict[int, Path]:
@@ -196,7 +220,7 @@ def damage(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return "its manifest.json cannot be read"
     if form != FORMAT:
-        return f"its format is {form}, but this version of the harness reads {FORMAT}: use the version that wrote it"
+        return f"{_OTHER_FORMAT} {form}, but this version of the harness reads {FORMAT}: use the version that wrote it"
     file = path / layout.STATE
     try:
         require_regular_file(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -55,12 +56,13 @@ def judge(
     folder: str = "",
     summary: Mapping[str, Any] | None = None,
     number: int = 0,
+    shares_terminal: bool = False,
 ) -> RunOutcome:
     """The outcome of the run in ``folder``, from ``exits``, the exits of its ranks in the order in which they ended.
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
     library that aborts after training does no harm. ``stopped``: a user requested the stop, with the signal ``number``
-    if it is known. ``summary``: the content of summary.json.
+    if it is known. ``summary``: the content of summary.json. ``shares_terminal``: as in EngineReport.
 
     The cause of a failure is the first of these that there is:
 
@@ -89,7 +91,8 @@ def judge(
         for rank in sorted(rank for rank in last if rank is not None)
     }
     failure = first.failure() | {"ranks": ranks}
-    return RunOutcome(first.exit_code, _failure_text(failure, folder), failure)
+    is_shown = shares_terminal and first.cause is Cause.ERROR and first.host == socket.gethostname()
+    return RunOutcome(first.exit_code, _failure_text(failure, folder, is_shown), failure)
 
 
 def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
@@ -145,12 +148,14 @@ def _code_without_failure(codes: set[int], stopped: int) -> int:
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
 
 
-def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
+def _failure_text(failure: Mapping[str, Any], folder: str, is_shown: bool) -> str:
+    """``is_shown``: the rank's own message is in the same terminal."""
     # Without the traceback and the hint: the rank printed them, and failure.json has them.
     host = f" on {failure['host']}" if failure["host"] else ""
     message = next(iter(str(failure["message"]).strip().splitlines()), "")
+    what = f"{failure['error']}, printed above" if is_shown else f"{failure['error']}: {message}"
     lines = [
-        f"failed: rank {failure['rank']}{host} at step {failure['step']}: {failure['error']}: {message}",
+        f"failed: rank {failure['rank']}{host} at step {failure['step']}: {what}",
         *(f"  rank {rank}: {text}" for rank, text in failure["ranks"].items() if int(rank) != failure["rank"]),
         f"logs: {folder}/{layout.LOGS}; report: {folder}/{layout.FAILURE}",
     ]
@@ -197,7 +202,7 @@ class ExitCollector:
         exits = [*self._first_reported(), *own, *report.exits]
         world_size = report.world_size or self._world_size
         summary = _read(self._folder / layout.SUMMARY)
-        outcome = judge(exits, report.stopped, world_size, self._shown, summary, report.signal)
+        outcome = judge(exits, report.stopped, world_size, self._shown, summary, report.signal, report.shares_terminal)
         if outcome.failure:
             self._write(json.dumps(outcome.failure, indent=1) + "\n", to_url=fetched)
         elif fetched and outcome.exit_code == EXIT_DONE:

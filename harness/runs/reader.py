@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import yaml
 
-from harness.config.schema import MAX_VALUES, num_values
+from harness.config import merge
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line
 from harness.runs import exit_files, layout
@@ -24,9 +24,6 @@ from harness.runs.metrics_table import incomplete, read_metrics
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
 """finished: trained to its end · stopped: on request, with a checkpoint · pruned: by its sweep · failed: has a
 failure.json · unfinished: still running, or killed · waiting: a trial that has not started · unreadable: no run."""
-
-_Yaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # thousands of files are read
-_DEEP = 10_000
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def read(path: Path) -> Record:
     if not path.is_dir():
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
-    config = _content(path / layout.CONFIG, dict, problems, _yaml)
+    config = _content(path / layout.CONFIG, dict, problems, merge.load)
     summary = _content(path / layout.SUMMARY, dict, problems)
     failure = _content(path / layout.FAILURE, dict, problems)
     provenance = [start for start in _content(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
@@ -230,14 +227,6 @@ def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str],
         return content
     problems.append(f"{path.name} holds {type(content).__name__} where {kind.__name__} was expected")
     return kind()
-
-
-def _yaml(text: str) -> Any:
-    deep = text.count("[") + text.count("{") > _DEEP  # possibly; libyaml would overflow the stack
-    content = yaml.load(text, Loader=yaml.SafeLoader if deep else _Yaml)  # noqa: S506 - safe loaders
-    if num_values(content) > MAX_VALUES:
-        raise ValueError("its aliases expand to too many values")
-    return content
 
 
 def _missing(path: Path) -> list[str]:

@@ -25,7 +25,7 @@ import filelock
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
-from harness.runs.checkpoint import damage, none_usable, outdated
+from harness.runs.checkpoint import damage, none_usable, outdated, require_same_format
 from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
@@ -86,23 +86,27 @@ class RemoteRunFolder(RunFolder):
 
     def _download(self, files: Mapping[str, str]) -> str:
         """Fill the scratch folder with what a resume needs; return the name of the newest complete checkpoint."""
-        apart = (f"{layout.CHECKPOINTS}/*", f"{layout.LOGS}/*", layout.CONFIG, layout.FAILURE, layout.START)
+        apart = (f"{layout.CHECKPOINTS}/*", f"{layout.LOGS}/*", layout.CONFIG, layout.FAILURE, layout.START,
+                 layout.UPLOADED)  # fmt: skip
         small = {name: mark for name, mark in files.items() if not any(fnmatch(name, pattern) for pattern in apart)}
         copy_run(self.store, self._scratch, small)
         pointers = [f"{layout.CHECKPOINTS}/{pointer}" for pointer in (layout.LATEST, layout.BEST)]
         latest, best = (self.store.read(name).strip() for name in pointers)
-        names, refused = [layout.step_name(step) for step in sorted(_steps(files), reverse=True)], {}
+        refused: dict[str, str] = {}
+        names = [layout.step_name(step) for step in sorted(_steps(files), reverse=True)]
         for name in sorted(names, key=lambda name: name != latest):
             if not (problem := self._download_checkpoint(name)):
+                require_same_format(f"{self.where}/{layout.CHECKPOINTS}", name, refused)
                 break
             log.warning("checkpoint refused: %s/%s/%s: %s", self.where, layout.CHECKPOINTS, name, problem)
             self._refused.add(layout.step_number(name) or 0)
             refused[name] = problem
         else:
-            if names or latest:  # otherwise the first upload was interrupted
+            if names or latest or layout.UPLOADED in files:  # otherwise the first upload was interrupted
                 incomplete = {layout.step_name(step) for step in _steps(files, complete=False)} | {latest}
                 refused |= dict.fromkeys(sorted(filter(None, incomplete - refused.keys())), "it is incomplete")
-                raise none_usable(f"{self.where}/{layout.CHECKPOINTS}", refused)
+                removed = {layout.CHECKPOINTS: "all were removed"}
+                raise none_usable(f"{self.where}/{layout.CHECKPOINTS}", refused or removed)
             return ""
         if best:
             self._scratch.write(pointers[1], best + "\n")
@@ -172,6 +176,9 @@ class RemoteRunFolder(RunFolder):
             progress = self._uploader.progress
             # Each file is preceded by a check: uploading a checkpoint takes long.
             copy_run(self._scratch, self.store, files, pointers, self._uploaded, progress, check=self._check_owner)
+            if layout.LATEST in pointers and layout.UPLOADED not in self._uploaded:
+                self.store.write(layout.UPLOADED, "a checkpoint of this run has been uploaded\n")
+                self._uploaded[layout.UPLOADED] = ""
         self._prune(pointers)
 
     def _prune(self, pointers: Mapping[str, str]) -> None:
@@ -275,7 +282,9 @@ class RemoteRunFolder(RunFolder):
         for name in sorted(files.keys() - {layout.START}, key=lambda name: name in pointers):
             self.store.copy(name, aside)
         last = (layout.CONFIG, layout.START)
-        self.store.remove(sorted(files, key=lambda name: (name in last, not name.startswith(layout.CHECKPOINTS), name)))
+        first = (layout.UPLOADED, f"{layout.CHECKPOINTS}/")  # without the former, no start misses what follows
+        order = sorted(files, key=lambda name: (name in last, name != first[0], not name.startswith(first), name))
+        self.store.remove(order)
         shutil.rmtree(self.path, ignore_errors=True)
         return aside.where
 

@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 import yaml
 
-from harness.config import loader
+from harness.config import loader, merge
 from harness.config.schema import Config, recipe_difference
 from harness.errors import ConfigError, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
@@ -242,7 +242,7 @@ def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
     A task that ``config`` does not name is not imported, so its defaults are not added.
     """
     try:
-        tree = yaml.safe_load(read_text(path))
+        tree = merge.load(read_text(path))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     if not isinstance(tree, dict):

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from harness.config import loader
+from harness.config import loader, merge
 from harness.config.constraints import Conflict
 from harness.config.schema import flatten
 from harness.errors import ConfigError
@@ -46,7 +46,10 @@ def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
     own = [word for word in overrides if word.partition("=")[0] in _OWN_KEYS or "=" not in word]
     spec, origins = loader.load_as(SweepSpec, path, own, conflicts)
     settings = [word for word in overrides if word not in own]
-    typed = flatten(OmegaConf.to_container(OmegaConf.from_dotlist(settings)))  # type: ignore[arg-type]
+    tree = OmegaConf.create({})
+    for word in settings:
+        tree, _ = merge.overridden(tree, word)
+    typed = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]
     if varied := [key for key in spec.axes if key in typed]:
         raise ConfigError(
             f"{varied[0]} is varied by the space of {path} and cannot be fixed too",

@@ -82,7 +82,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         optimizer=optimizer,
         schedule=optim.Schedule(config.schedule, size.lr, final_lr, size.steps_per_epoch, size.total_steps),
         ema=ema,
-        health=Health(config, runtime, chosen, parallel.module, ema, folder.where),
+        health=Health(config, runtime, chosen, parallel.module, ema, optimizer, folder.where),
         checkpoints=folder.checkpoints,
         tracker=tracker,
         progress=ProgressBar(runtime.rank),

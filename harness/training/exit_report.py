@@ -63,8 +63,8 @@ class ExitReporter:
         """Report that the watchdog is about to end this rank. ``first``: the launch's first failure, if it is known."""
         errors = {Cause.LAUNCHER_LOST: "LauncherLost", Cause.HUNG: "Hung"}
         trace = first.traceback if first and cause is Cause.HUNG else ()
-        code = first.exit_code if first and cause is Cause.STOPPED else EXIT_FAILURE
-        error = "" if cause is Cause.STOPPED else errors.get(cause, "PeerLost")
+        own = first if first and cause in (Cause.STOPPED, Cause.ERROR) else None
+        code, error = (own.exit_code, own.error) if own else (EXIT_FAILURE, errors.get(cause, "PeerLost"))
         self._write(self._exit(cause, code, error=error, message=message, doing=doing, trace=trace))
         if self._folder is None:
             return

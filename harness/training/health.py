@@ -43,6 +43,7 @@ class Health:
     precision: Precision
     module: nn.Module
     ema: Ema | None
+    optimizer: torch.optim.Optimizer
     where: str
     _unchecked: frozenset[str] = field(init=False, default=frozenset())
 
@@ -59,9 +60,14 @@ class Health:
             self._fail(what, state, saved_step)
 
     def weights(self, state: State, saved_step: int) -> None:
-        """Check the weights, their moving average and the buffers of every rank. Collective; the host waits."""
+        """Check the weights, their moving average, the buffers and the optimizer's state on every rank. Collective; the
+        host waits."""
         if _not_finite(self._peaks()):
             self._fail("the weights are no longer finite", state, saved_step)
+        # An infinite second moment freezes its weight, which stays finite.
+        bad = _not_finite(_peaks(self._optimizer_state()))
+        if found := [name for of_rank in self.runtime.gather(bad[:1]) for name in of_rank]:
+            self._fail(f"the optimizer's {found[0]} is no longer finite", state, saved_step)
 
     def updates(self, state: State, saved_step: int) -> None:
         """At the end of an epoch, check that it updated the weights. Collective.
@@ -113,6 +119,15 @@ class Health:
             names = [name for name, param in self.module.named_parameters() if param.requires_grad]
             for name, average in zip(names, self.ema.average, strict=True):
                 yield f"the moving average of {name}", average
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer keeps for each element of the weights, such as exp_avg_sq, with names."""
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            for key, value in self.optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
+                    yield f"{key} of {names.get(id(param), f'parameter {index}')}", value
 
     def _peaks(self) -> dict[str, float]:
         """The largest absolute value of each tensor over all ranks, NaN if it has one. Collective."""

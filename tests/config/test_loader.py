@@ -100,6 +100,8 @@ def test_overrides_win_and_are_parsed_as_yaml(tmp_path):
 
 # A few hundred bytes that describe a billion values.
 BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+# Merges of 2 to the power of 40 pairs, which overwrite each other.
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 41))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,7 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}
         (GOOD + "extends: 5\n", "x.yaml:8: extends takes a file or a list of files, not 5"),
         (GOOD + "extends: {a: b}\n", "x.yaml:8: extends takes a file or a list of files, not {'a': 'b'}"),
         (GOOD + "extends: x.yaml\n", "extends is circular: x.yaml -> x.yaml"),
+        (MERGES, "with each use of an alias counted, it has more than 1000000 values"),
         (BOMB, "with each use of an alias counted, it has more than 1000000 values"),
         ("a: &a [1, *a]\n", "with each use of an alias counted"),
         (GOOD + "extends: y.yaml\n", "y.yaml: cannot read the configuration: No such file or directory"),

@@ -256,6 +256,25 @@ def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
     assert len(json.loads((folder / "provenance.json").read_text())) == 1
 
 
+@pytest.mark.parametrize(("first", "late"), [(1, 2), (2, 3)])
+def test_rank_0_does_not_train_without_a_rank_that_comes_later(tmp_path, data, first, late):
+    """One machine was started with a wrong WORLD_SIZE. The others have met without the last rank."""
+    config, terminal, port = write_config(tmp_path, data, **SLOW), tmp_path / "terminal.txt", free_port()
+    words = ["-c", str(config), "train.epochs=100"]
+    ranks = [driver(words, launch_environment(rank, first, port), terminal) for rank in range(first)]
+    try:
+        wait_for_steps(run_folder(config), 1)
+        ranks.append(driver(words, launch_environment(late - 1, late, port), terminal))
+    finally:
+        codes = wait_for(ranks, END_S)
+    assert codes[0] == codes[-1] == EXIT_USAGE, terminal.read_text()
+    assert set(codes) <= {EXIT_USAGE, EXIT_FAILURE}
+    failure = json.loads((run_folder(config) / "failure.json").read_text())
+    assert (failure["rank"], failure["cause"], failure["exit_code"]) == (0, "error", EXIT_USAGE)
+    for text in (failure["message"], terminal.read_text()):
+        assert f"number of ranks (WORLD_SIZE): {first} on rank 0 ({HOST}); {late} on rank {late - 1} ({HOST})" in text
+
+
 # At any moment
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -354,6 +355,26 @@ def test_exported_models_compute_the_same(trained, tmp_path, kind, capsys):
             found = again(inputs[:size])
         np.testing.assert_allclose(found.numpy(), expected[:size].numpy(), atol=1e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([out.name, out.name + ".json"])
+
+
+def test_export_that_is_killed_leaves_nothing_that_the_next_one_does_not_remove(trained, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(tensors, path, metadata):
+        (Path(path).parent / ".tmpaBc123").write_bytes(b"half")  # as safetensors does
+        raise Killed
+
+    folder, out = trained[0], tmp_path / "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.runs.checkpoint.save_file", killed)
+        with pytest.raises(Killed):
+            export.export(folder, "safetensors", out)
+    assert not list(tmp_path.iterdir())
+    (left := tmp_path / "model.safetensors.tmp.tmp").mkdir()  # by SIGKILL
+    (left / ".tmpaBc123").write_bytes(b"half")
+    export.export(folder, "safetensors", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, f"{out.name}.json"]
 
 
 def test_export_with_wrong_outputs_is_not_written(trained, tmp_path, monkeypatch):

@@ -110,8 +110,9 @@ def test_files_are_uploaded_in_the_order_that_keeps_the_url_resumable(config, mo
     save(folder, 7)
     names = [path.partition("/digits/")[2] for path in dict.fromkeys(order)]
     step = "checkpoints/step-7"
-    assert names[-4:] == [f"{step}/state.pt", f"{step}/manifest.json", "checkpoints/best", "checkpoints/latest"]
-    assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-4])
+    pointers = ["checkpoints/best", "checkpoints/latest"]
+    assert names[-5:] == [f"{step}/state.pt", f"{step}/manifest.json", *pointers, "uploaded"]
+    assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-5])
 
 
 def test_a_checkpoint_on_its_way_is_not_removed(config, bucket, monkeypatch):
@@ -166,7 +167,7 @@ def test_damaged_newest_checkpoint_is_skipped(config, bucket, kind):
     assert {"step-1", "step-3"} <= steps(bucket)
 
 
-@pytest.mark.parametrize("kind", ["cut", "no manifest", "gone"])
+@pytest.mark.parametrize("kind", ["cut", "no manifest", "gone", "all gone"])
 def test_a_run_without_a_usable_checkpoint_is_not_started_from_scratch(config, bucket, kind):
     save(started(config()), 1, 2)
     for step in (1, 2):
@@ -175,8 +176,10 @@ def test_a_run_without_a_usable_checkpoint_is_not_started_from_scratch(config, b
             bucket.pipe(f"{place}/state.pt", bucket.cat(f"{place}/state.pt")[:-10])
         else:
             bucket.rm(f"{place}/manifest.json") if kind == "no manifest" else bucket.rm(place, recursive=True)
-    before = uploaded(bucket)
-    with pytest.raises(CheckpointError, match="no checkpoint of this run (.|\n)*  step-2: (.|\n)*resume=never"):
+    if kind == "all gone":
+        bucket.rm("/bucket/runs/digits/checkpoints/latest")
+    before, line = uploaded(bucket), "checkpoints: all were removed" if kind == "all gone" else "step-2: "
+    with pytest.raises(CheckpointError, match=f"no checkpoint of this run (.|\n)*  {line}(.|\n)*resume=never"):
         started(config("other"))
     after = uploaded(bucket)
     for name in ("start.json", "config.yaml"):  # of this start

@@ -100,6 +100,7 @@ def test_overrides_change_the_file_or_every_trial(tmp_path):
     assert found.base == str(tmp_path / "base.yaml")
     assert "optimizer.lr is varied by the space" in refused(tmp_path, GOOD, "optimizer.lr=1")
     assert "'nonsense' is not an override" in refused(tmp_path, GOOD, "nonsense")
+    assert "command line: 'train.epochs={': " in refused(tmp_path, GOOD, "train.epochs={")
 
 
 # The file with its base experiment

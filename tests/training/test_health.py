@@ -151,6 +151,22 @@ def test_weights_are_checked_without_a_loss(start, level):
     assert "first non-finite layer: layer.bias" in failure(run)
 
 
+def test_state_of_the_optimizer_is_checked(start):
+    """An infinite second moment stops a weight for good, without a sign in loss or weights."""
+    run = start("", 1, "optimizer.name=adam")
+    step = run.optimizer.step
+
+    def overflow(*arguments):
+        step(*arguments)
+        if run.state.step == STEPS:  # the first of the second epoch
+            run.optimizer.state[run.module.layer.bias]["exp_avg_sq"][0] = torch.inf
+
+    run.optimizer.step = overflow
+    text = failure(run)
+    assert "the optimizer's exp_avg_sq of layer.bias is no longer finite (step 6, epoch 2" in text
+    assert f"step-{STEPS}" in text
+
+
 def test_first_epochs_may_pass_until_the_loss_scale_fits(start):
     run = start("large gradients", 1, "precision.opt_level=O2")
     assert loop.train(run)
@@ -226,7 +242,7 @@ def test_only_a_loss_must_be_finite(start, metrics, bad):
     directions = {name: "max" if name == "f1" else "min" for name in metrics}
     section = SimpleNamespace(metrics=directions)
     other = Health(health.config.model_copy(update={"task": section}), health.runtime, health.precision, health.module,
-                   None, "runs/x")  # fmt: skip
+                   None, health.optimizer, "runs/x")  # fmt: skip
     if not bad:
         other.validation(metrics, State())
         state = State(applied=1, history=[{"step": 1}])

@@ -116,7 +116,7 @@ class TorchrunRun:
         world_size = world_size or self._job.world_size
         if lost := self._lost(code, exits, world_size, stopped):
             exits.append(RankExit.lost(lost))
-        return EngineReport(exits, stopped, world_size)
+        return EngineReport(exits, stopped, world_size, shares_terminal=True)
 
     def _lost(self, code: int, exits: list[RankExit], world_size: int, stopped: bool) -> str:
         """The reason why some ranks left no record, if the run has failed."""
