@@ -55,9 +55,15 @@ class _Fetch(torch.utils.data.Dataset):
 
     def __getitem__(self, request: BatchRequest) -> Any:
         if get_worker_info() is None:
-            return self.dataset.batch(request.rows, request.epoch)
+            try:
+                return self.dataset.batch(request.rows, request.epoch)
+            except StopIteration as error:  # which would end the epoch
+                raise RuntimeError("the dataset raised StopIteration") from error
         try:
             return sent(self.dataset.batch(request.rows, request.epoch))
+        except (SystemExit, KeyboardInterrupt) as error:
+            what = f"the dataset raised {type(error).__name__} ({error}) in a loader worker"
+            return sent(LoadError.of(TrainingError(what, hint="raise an error instead")))
         except Exception as error:
             return sent(LoadError.of(error))
 

@@ -182,7 +182,7 @@ def worker_death(error: Exception, workers: Sequence[Any] = ()) -> TrainingError
         for worker in workers:
             with suppress(RuntimeError):  # torch's own, by a signal
                 worker.join(_POLL_S)
-    codes = [worker.exitcode for worker in workers if worker.exitcode]
+    codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
     if lost is None and not codes:
         return None
     number = next((one for one in signal.Signals if lost and signal.strsignal(one) == lost[2]), None)

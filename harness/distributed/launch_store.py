@@ -93,6 +93,8 @@ def hosts_store(launch: Launch) -> bool:
 def open_store(launch: Launch, patience: Patience) -> TCPStore:
     """The store of ``launch``. Raises LaunchError or PeersMissing."""
     hosts = hosts_store(launch)
+    if hosts:
+        _require_name(launch, patience)
     while True:
         if not hosts:
             _await_listener(launch, patience)
@@ -114,6 +116,20 @@ def open_store(launch: Launch, patience: Patience) -> TCPStore:
             if hosts or time.monotonic() > patience.until:
                 raise _unreachable(launch, patience, error) from None
             time.sleep(_PAUSES_S[1])  # a proxy may accept connections before rank 0 does
+
+
+def _require_name(launch: Launch, patience: Patience) -> None:
+    """Raise LaunchError if MASTER_ADDR, where rank 0 itself is, cannot be found. torch would wait for it."""
+    patience.expect(patience.timeout_s + _ANSWER_S)
+    try:
+        socket.getaddrinfo(launch.master_addr, launch.master_port)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            f"rank 0 cannot find MASTER_ADDR={launch.master_addr}, its own address for the other ranks: "
+            f"{getattr(error, 'strerror', None) or first_line(error)}",
+            hint="set MASTER_ADDR to the name or address of the machine of rank 0",
+        ) from None
+    patience.expect()
 
 
 def _await_listener(launch: Launch, patience: Patience) -> None:

@@ -71,10 +71,13 @@ class Checkpoints:
             write_atomically(self.folder / layout.LATEST, final.name + "\n")
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, FileNotFoundError) and not self.folder.is_dir():
+                raise folder_gone(self.folder.parent) from None
+            again = "resumes from the previous checkpoint" if self.exist() else "starts from the beginning"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {reason(error)} ({_free(self.folder)})",
                 where=str(self.folder),
-                hint=remedy(error, "start the same command again: it resumes from the previous checkpoint"),
+                hint=remedy(error, f"start the same command again: it {again}"),
             ) from None
         self.sweep()
 
@@ -162,6 +165,14 @@ def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         os.replace(work / layout.WEIGHTS, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def folder_gone(path: Path) -> CheckpointError:
+    return CheckpointError(
+        "the run folder was removed or renamed during the run",
+        where=str(path),
+        hint="if it was renamed, rename it back; the same command then resumes from its newest checkpoint",
+    )
 
 
 def none_usable(where: str, refused: Mapping[str, str]) -> CheckpointError:

@@ -6,20 +6,24 @@ import contextlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from harness.config import plugins
 from harness.config.schema import Config, flatten
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
-from harness.runs.files import finite, read_json, write_atomically
+from harness.runs.checkpoint import folder_gone
+from harness.runs.files import finite, identity, read_json, write_atomically
 from harness.trackers.base import RunInfo, Sample, Tracker
 from harness.trackers.forwarder import Forwarder
+
+log = logging.getLogger("harness")
 
 # Fields that differ between two runs that are otherwise equal.
 TIMES = (
@@ -77,12 +81,16 @@ def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
     return RunInfo(config.name, run_id, started, folder, folder.parent, settings, config_yaml)
 
 
+def _open(path: Path) -> TextIO:
+    return open(path, "a+", encoding="utf-8")  # can be read even if it is removed
+
+
 class MetricsLog:
     """One JSON object per line, whole lines only, numbers at full precision. ``path`` None: write nothing."""
 
     def __init__(self, path: Path | None, forwarders: Sequence[Forwarder] = ()) -> None:
         self._path, self._forwarders = path, forwarders
-        self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115 - closed by close()
+        self._file = _open(path) if path else None
 
     def log(self, split: str, values: dict[str, Any]) -> None:
         """Append an entry. Numbers that are not finite are written as null: JSON has no representation for them."""
@@ -98,6 +106,8 @@ class MetricsLog:
             forwarder.log(entry)
 
     def _write_error(self, error: OSError) -> CheckpointError:
+        if self._path is not None and not self._path.parent.is_dir():
+            return folder_gone(self._path.parent)
         return CheckpointError(
             f"cannot write: {reason(error)}",
             where=str(self._path),
@@ -109,11 +119,26 @@ class MetricsLog:
         if self._file is None:
             return 0
         try:
+            self._restore()
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._write_error(error) from None
         return self._file.tell()
+
+    def _restore(self) -> None:
+        """Write the log anew if someone removed or replaced it. What replaced it is kept beside it."""
+        if self._file is None or self._path is None:
+            return
+        self._file.flush()
+        if identity(self._path) is not None and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+            return
+        if self._path.exists():
+            os.replace(self._path, self._path.with_name(f"{self._path.name}.replaced"))
+        log.warning("%s was removed or replaced during the run: it is written again", self._path)
+        write_atomically(self._path, os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0))
+        self._file.close()
+        self._file = _open(self._path)
 
     def rewind(self, offset: int) -> None:
         """Delete the entries after ``offset``, which a resumed run writes again, and start the trackers."""
@@ -135,6 +160,7 @@ class MetricsLog:
         if self._file is None or self._path is None:
             return
         with contextlib.suppress(OSError):  # an entry that did not fit on the disk; ``log`` has raised for it
+            self._restore()
             self._file.close()
         files = [path for name in ARTIFACTS if (path := self._path.parent / name).exists()]
         for forwarder in self._forwarders:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from harness.config.schema import Config
 from harness.data.loader import StoppedWaiting
-from harness.errors import DataError
+from harness.errors import DataError, TrainingError
 from harness.training.metrics import Sums
 from harness.training.run import Run
 from harness.training.task import OpenedTask
@@ -57,8 +59,29 @@ def evaluate(run: Run) -> dict[str, Any] | None:
             where="task",
             hint="check the paths of the validation data; task.on_bad_image=error shows the first unreadable file",
         )
-    metrics = {**run.task.report(total), "rows_used": counted, "rows": data.num_rows, "bad_rows": unread}
+    metrics = {
+        **_numbers(run.task.report(total), run.config.task.metrics),
+        "rows_used": counted,
+        "rows": data.num_rows,
+        "bad_rows": unread,
+    }
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
+
+
+def _numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """``report``, with a number for each of the metrics ``names``. Raises TrainingError."""
+    for name in names:
+        value = report.get(name)
+        if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            value = value.item()
+        if not isinstance(value, int | float):
+            found = f"{value!r:.80} for" if name in report else "no"
+            raise TrainingError(
+                f"report() of the task returned {found} metric {name!r}",
+                hint=f"return a dictionary with a number for each metric that the task declares: {', '.join(names)}",
+            )
+        report = {**report, name: value}
+    return report
 
 
 class HasTask(Protocol):

@@ -105,14 +105,16 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
 
 def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> tuple[pa.Table, int]:
     """(the table of ``rows``, number of unreadable rows, which have no prediction)."""
-    columns = {name: _array(values) for name, values in predictor.task.known(rows).items()}
+    columns = {
+        name: _array(values, len(rows), f"known() {name!r}") for name, values in predictor.task.known(rows).items()
+    }
     columns = {"id": pa.array(rows), **columns}
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
-            columns[name] = _array(values).take(place_of)
+            columns[name] = _array(values, len(batch), f"predictions() {name!r}").take(place_of)
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
     return pa.table({name: columns[name] for name in names}), len(batch.bad)
@@ -140,8 +142,11 @@ def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
     return outputs[: len(batch)]
 
 
-def _array(values: Any) -> pa.Array:
-    return pa.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
+def _array(values: Any, num_rows: int, what: str) -> pa.Array:
+    array = pa.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
+    if len(array) != num_rows:
+        raise HarnessError(f"the task's {what} has {len(array)} values for {num_rows} rows", hint="return one per row")
+    return array
 
 
 def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:

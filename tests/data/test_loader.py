@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 
@@ -220,6 +221,15 @@ class Odd(CountingTable):
     def exits(self, batch):
         os._exit(3)
 
+    def exits_quietly(self, batch):
+        os._exit(0)
+
+    def sys_exits(self, batch):
+        sys.exit("enough")
+
+    def stops(self, batch):
+        raise StopIteration
+
     def blocks(self, batch):
         time.sleep(60)
 
@@ -232,6 +242,8 @@ class Odd(CountingTable):
         ("local_class", RuntimeError, "Local: odd"),
         ("not_picklable", RuntimeError, "a batch of the dataset cannot be sent to the rank: Can't pickle"),
         ("killed", TrainingError, "was killed by SIGKILL: out of memory, a user or a scheduler"),
+        ("exits_quietly", TrainingError, "exited with exit code 0: the dataset, or a library that it uses, ended the"),
+        ("sys_exits", TrainingError, "the dataset raised SystemExit (enough) in a loader worker"),
         ("exits", TrainingError, "exited with exit code 3: the dataset, or a library that it uses, ended the process"),
         ("blocks", TrainingError, "the loader workers delivered no batch for 1.5 s (runtime.timeout_s)"),
     ],
@@ -254,6 +266,11 @@ def test_failure_of_a_worker_is_named(how, kind, text):
     assert multiprocessing.active_children() == []
     if kind is RuntimeError:
         assert "Traceback" in str(caught.value.__cause__), "the worker's"
+
+
+def test_dataset_that_raises_stop_iteration_does_not_end_the_epoch():
+    with pytest.raises(RuntimeError, match="the dataset raised StopIteration"):
+        list(TrainData(Loader(Odd("stops"), 0, CPU), "contiguous", 0, 1, 4, 1, 0).groups(0, []))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

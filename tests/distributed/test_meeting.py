@@ -7,11 +7,13 @@ import re
 import socket
 import time
 
+import pytest
+
 from harness.distributed import launch_store, meeting, runtime
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
 from harness.distributed.meeting import meet, telling_peers
-from harness.errors import EXIT_FAILURE, EXIT_USAGE, DataError, HarnessError
+from harness.errors import EXIT_FAILURE, EXIT_USAGE, DataError, HarnessError, LaunchError
 from tests.ranks import free_port, start
 
 HOST = socket.gethostname()
@@ -138,6 +140,15 @@ def test_a_rank_that_cannot_start_tells_the_others():
     assert theirs == f"rank 1 on {HOST} cannot start: {mine}"
     assert (code, own_code) == (65, 65)
     assert seconds < 10
+
+
+def test_rank_0_names_a_master_address_that_does_not_exist():
+    begin = time.monotonic()
+    for rank in range(2):
+        there = Launch(rank, rank, 2, 2, "no.such.host.invalid", free_port())
+        with pytest.raises(LaunchError, match="no.such.host.invalid"):
+            meet(there, (), 5.0)
+    assert time.monotonic() - begin < 20
 
 
 def test_port_of_another_program():

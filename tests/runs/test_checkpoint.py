@@ -93,6 +93,7 @@ def test_a_failed_write_leaves_earlier_checkpoints(tmp_path, monkeypatch, error)
     with pytest.raises(CheckpointError) as caught:
         checkpoints.write(3, content(3))
     assert "the checkpoint of step 3 could not be written: " in str(caught.value)
+    assert "it resumes from the previous checkpoint" in str(caught.value)
     assert "MiB free" in str(caught.value)
     assert "\nat" not in str(caught.value)
     assert names(checkpoints) == ["latest", "step-1", "step-2"]
@@ -120,7 +121,7 @@ def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch, failing):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not be written: Not a directory"):
+    with pytest.raises(CheckpointError, match="could not be written: Not a directory(.|\n)*starts from the beginning"):
         made(tmp_path / "file", 1)
 
 

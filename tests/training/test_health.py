@@ -6,6 +6,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -226,6 +227,31 @@ def test_evaluation_without_a_readable_row(start, tmp_path):
         image.write_bytes(b"not an image")
     with pytest.raises(DataError, match="none of the 6 validation rows could be read"):
         loop.train(start("", 1, task={"on_bad_image": "skip"}))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.tensor(0.5), ""),
+        (np.float32(0.5), ""),
+        ("x", "report() of the task returned 'x' for metric 'loss'"),
+        (None, "report() of the task returned no metric 'loss'"),
+    ],
+)
+def test_report_of_a_task_is_checked(start, monkeypatch, value, message):
+    run = start("", 1, "train.epochs=1")
+    report = type(run.task).report
+
+    def changed(task, sums):
+        found = {**report(task, sums), "loss": value}
+        return {key: each for key, each in found.items() if each is not None}
+
+    monkeypatch.setattr(type(run.task), "report", changed)
+    if message:
+        assert message in failure(run)
+    else:
+        assert loop.train(run)
+        assert run.state.history[0]["loss"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,12 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
+    monkeypatch.setattr(ThreeClasses, "known", lambda task, rows: {"id": rows.tolist()[:-1]})
+    with pytest.raises(HarnessError, match=r"the task's known\(\) 'id' has 11 values for 12 rows"):
+        write(folder, "x.csv", Rows(12))
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_file_is_the_same_at_any_world_size(folder, kind):
     bad = frozenset([0, 77, *range(640, 704), 9_999])  # including a whole block

@@ -84,6 +84,8 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], 
     kind = kind_of(path, source.name)
     reader = parquet_reader if kind == "parquet" else csv_reader
     columns = reader.read_header(path, source.name)
+    if kind == "parquet":
+        parquet_reader.require_text(path, source.name, [*text, *([label] if label is not None else [])])
     require_columns(columns, text, label, source.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(entry.writing())

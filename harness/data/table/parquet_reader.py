@@ -8,7 +8,7 @@ are not copied.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,6 +31,16 @@ def read_header(path: Path, name: str) -> list[str]:
     if not columns:
         raise DataError(f"no column has text or numbers; the columns are {', '.join(schema.names)}", where=name)
     return columns
+
+
+def require_text(path: Path, name: str, columns: Iterable[str]) -> None:
+    """Raise DataError if one of ``columns`` is in the file, but cannot be text."""
+    with _reading(name), pa.parquet.ParquetFile(path) as file:
+        types = {field.name: field.type for field in file.schema_arrow}
+    for column in columns:
+        if column in types and not _can_be_text(types[column]):
+            hint = "write it as text or numbers, or name another column"
+            raise DataError(f"column {column!r} holds {types[column]}, not text or numbers", where=name, hint=hint)
 
 
 def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:

@@ -1,7 +1,8 @@
 """The annotation file that a table is made of, local or behind fsspec: its version, its format, its bytes.
 
-A version is (size, modification time in ns) of a local file, (size, ETag or the nearest equivalent) of a remote one.
-An edit that changes neither cannot be detected.
+A version is (size, times of modification and of any change in ns, inode) of a local file, since archives set the first
+two, and (size, ETag or the nearest equivalent) of a remote one.
+An edit that changes none of these cannot be detected.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ file counts as changed.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +56,13 @@ class Table:
     def __init__(self, source: Source, entry: CacheEntry, manifest: dict[str, Any]) -> None:
         self._source, self._entry = source, entry
         self._manifest = manifest
+        options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and a fork would lose the threads
         try:
             entry.hold(self)
+            # Mapped now: the cache may be emptied later.
+            self._reader = pa.ipc.open_file(pa.memory_map(str(entry.arrow)), options=options)
+            # A plain array over the mapping, because indexing an np.memmap is slower.
+            self._codes = np.asarray(np.memmap(entry.codes, "<i4", "r")) if manifest["label"] is not None else None
         except FileNotFoundError:
             raise _vanished(source) from None
         self.num_rows: int = manifest["num_rows"]
@@ -87,7 +91,7 @@ class Table:
 
     def labels(self, rows: np.ndarray) -> np.ndarray:
         """The int64 codes (indices into ``vocabulary``) of these rows, in order. Raises IndexError."""
-        if self.label is None:
+        if self._codes is None:
             raise ValueError("the table was opened without a label column")
         codes: np.ndarray = self._codes[self._checked(rows)]
         return codes.astype(np.int64)
@@ -139,16 +143,6 @@ class Table:
         except (OSError, EOFError):
             return 0
 
-    @functools.cached_property
-    def _codes(self) -> np.ndarray:
-        # A plain array over the mapping, because indexing an np.memmap is slower.
-        return np.asarray(np.memmap(self._entry.codes, "<i4", "r"))
-
-    @functools.cached_property
-    def _reader(self) -> pa.ipc.RecordBatchFileReader:
-        options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and a fork would lose the threads
-        return pa.ipc.open_file(pa.memory_map(str(self._entry.arrow)), options=options)
-
     def _batch(self, index: int) -> pa.RecordBatch:
         """A record batch, in the mapped file."""
         if index not in self._batches:
@@ -169,5 +163,5 @@ class Table:
 
 
 def _vanished(source: Source) -> DataError:
-    hint = "the cache was emptied while it was in use: start again"
+    hint = "the cache was emptied while it was in use: run the same command again"
     return DataError("the converted table is no longer in the cache", where=source.name, hint=hint)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from harness.data.table import csv_reader, writers
 from harness.data.table.table import open_table
+from harness.errors import DataError
 
 CSV = b'path,label,caption\na.png,7,"a cat, ""big""\nand red"\nb.png,10,NA\nc.png,7,\n'
 
@@ -233,6 +234,11 @@ def test_parquet_columns_become_text(tmp_path):
     text = text_of(table)
     assert (text["path"], text["x"], text["kind"]) == (["a", "", "c"], ["1", "", "3"], ["u", "v", "u"])
     assert table.where(1).endswith("a.parquet, row 1")
+    message = "column 'boxes' holds list<.*int64>, not text or numbers"
+    with pytest.raises(DataError, match=message):
+        open_table(tmp_path / "a.parquet", label="boxes", cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError, match=message.replace("boxes", "image").replace("list<.*int64>", "binary")):
+        open_table(tmp_path / "a.parquet", text="image", cache_dir=tmp_path / "cache")
 
 
 def test_parquet_and_csv_with_equal_content_have_equal_digests(tmp_path, opened):

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,17 @@ def test_changed_source_of_the_same_size_and_time(csv, folder, replaced):
     os.utime(target, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     target.rename(csv)
     assert open_table(csv, label="label", cache_dir=folder).digest != before
+
+
+def test_open_table_survives_an_emptied_cache(csv, folder):
+    """As cleaners of /tmp and ~/.cache do. It is opened before training, but may be read much later."""
+    table = open_table(csv, label="label", cache_dir=folder)
+    state = pickle.dumps(table)
+    shutil.rmtree(folder)
+    assert table.strings("path", np.array([0, 499])) == ["p0", "p499"]
+    assert table.labels(np.arange(2)).shape == (2,)
+    with pytest.raises(DataError, match="no longer in the cache\\n  -> the cache was emptied while it was in use"):
+        pickle.loads(state)
 
 
 def test_old_version_in_use_is_kept(csv, folder):
