@@ -16,10 +16,9 @@ use.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from harness.apex.import_hook import install, uninstall
+from harness.apex.import_hook import import_part, install, uninstall
 
 __all__ = [
     "DeprecatedFeatureWarning",
@@ -45,7 +44,7 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # a subpackage: the other names exist
-        return importlib.import_module(f"harness.apex.{name}")
+        return import_part(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -59,6 +59,17 @@ def uninstall() -> None:
     _set_aside.clear()
 
 
+def import_part(name: str) -> ModuleType:
+    """Import ``harness.apex.<name>``; after ``install()`` with the old submodules and names that ``apex.<name>`` has.
+
+    Scripts use ``apex.parallel.distributed.flat_dist_call`` after nothing but ``import apex``.
+    """
+    module = importlib.import_module(f"harness.apex.{name}")
+    if _finder in sys.meta_path:
+        importlib.import_module(f"apex.{name}")
+    return module
+
+
 class _Metadata(Distribution):
     """The installed distribution apex, which libraries look up to see if Apex is installed.
 

@@ -161,6 +161,16 @@ def test_old_modules_have_their_names(installed, name):
 
 
 @pytest.mark.contract("1.1")
+def test_old_modules_are_attributes_after_import_apex():
+    """Apex imported its modules with the package. ``amp._amp_state`` is an object there, too."""
+    code = "import harness.apex; harness.apex.install(); import apex\n"
+    code += "".join(
+        f"apex.{module}.{names.split()[0]}\n" for module, names in OLD_MODULES.items() if module != "amp._amp_state"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.contract("1.1")
 def test_names_of_2019(installed):
     import apex_C
     from apex.contrib.optimizers import FP16_Optimizer as InContrib
