@@ -89,7 +89,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {near}?")
     parser = argparse.ArgumentParser(
         prog="harness",
-        description="Train PyTorch models from a YAML file, and compare, report, predict with and export the runs.",
+        description="Train PyTorch models from YAML files; compare, export, report on and predict with runs.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, command in sorted(commands.items()):

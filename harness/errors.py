@@ -58,7 +58,7 @@ _REMEDIES = {
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n), or lower data.num_workers",
     errno.ENFILE: "this machine has too many open files: end other programs, or raise fs.file-max",
     errno.ENOTDIR: "a part of this path is a file, not a folder",
-    errno.ELOOP: "symbolic links in this path point at each other: remove them",
+    errno.ELOOP: "symbolic links in this path form a loop: remove them",
 }
 _ERRNO = re.compile(r"(?:os error|errno) (\d+)", re.IGNORECASE)
 

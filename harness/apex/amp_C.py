@@ -74,7 +74,7 @@ def multi_tensor_axpby(
     ``arg_to_check`` selects the tensors to check for inf and NaN: 0 the xs, 1 the ys, -1 both.
     """
     if arg_to_check not in (-1, 0, 1):
-        raise ValueError(f"arg_to_check is {arg_to_check!r}; allowed are 0 (check x), 1 (check y) and -1 (check both).")
+        raise ValueError(f"arg_to_check is {arg_to_check!r}; it must be 0 (check x), 1 (check y) or -1 (both).")
     xs, ys, outs = checked_lists(tensor_lists, "multi_tensor_axpby", 3)
     for indices in indices_by_kind(xs, ys, outs):
         sums = _scaled([xs[i] for i in indices], a, None if arg_to_check == 1 else noop_flag)

@@ -14,7 +14,9 @@ EXIT_DIFFERENT = 1  # as in diff
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("one", metavar="RUN_A", help="a run folder, its URL, or a folder of runs with other seeds")
+    parser.add_argument(
+        "one", metavar="RUN_A", help="a run folder or URL, or a folder of runs that differ only in seed"
+    )
     parser.add_argument("other", metavar="RUN_B", help="the run to compare it with")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

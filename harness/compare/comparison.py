@@ -68,7 +68,7 @@ def side(path: Path) -> Side:
     problems += [f"{record.path.name}: {problem}" for record in runs for problem in record.problems]
     if not runs:
         raise ConfigError(
-            f"none of its {len(records)} runs has finished", where=str(path), hint="name a single run folder instead"
+            f"none of its {len(records)} runs has finished", where=str(path), hint="give a single run folder instead"
         )
     _require_one_recipe(path, runs)
     return Side(path, runs, problems)
@@ -86,7 +86,7 @@ def _require_one_recipe(path: Path, runs: list[Record]) -> None:
             raise ConfigError(
                 f"{first.path.name} and {run.path.name} differ in more than their seed: {', '.join(keys[:5])}{more}",
                 where=str(path),
-                hint="name two runs of it, or a folder whose runs differ only by seed",
+                hint="give two runs of it, or a folder whose runs differ only in seed",
             )
         if seed(run) in seen:
             raise ConfigError(

@@ -147,7 +147,7 @@ def failed(name: str, start: Start, log: Path) -> HarnessError:
     error = ConfigError(
         f"the run {name} failed with exit code {start.code}, without a kill; its last lines:\n"
         + "\n".join(f"  | {line}" for line in lines),
-        hint=f"make the configuration train first; the whole output: {log}",
+        hint=f"first make sure that the configuration trains without kills; {log} has the whole output",
     )
     error.exit_code = start.code if start.code > 0 else EXIT_FAILURE
     return error

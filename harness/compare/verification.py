@@ -61,7 +61,7 @@ def _folder(wanted: Path | None) -> Path:
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="verify-resume-"))
     if wanted.exists() and any(wanted.iterdir()):
-        raise ConfigError("the folder is not empty", where=str(wanted), hint="name a new one with --folder")
+        raise ConfigError("the folder is not empty", where=str(wanted), hint="choose a new one with --folder")
     wanted.mkdir(parents=True, exist_ok=True)
     return wanted.resolve()
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="optimizer steps to train (default: one and a half epochs, or 24 steps if an epoch has more than 60)",
     )
-    length.add_argument("--full", action="store_true", help="train as the configuration says, without shortening it")
+    length.add_argument("--full", action="store_true", help="train the configuration without shortening it")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kill times (default: 0)")
     parser.add_argument(
         "--folder", type=Path, metavar="FOLDER", help="where to keep the runs (default: temporary, kept if they differ)"

@@ -75,7 +75,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("schedule.name", "schedule.milestones"),
             f"schedule {schedule.name} with milestones {list(schedule.milestones)}",
-            "milestones and the step schedule need each other: schedule.name=step schedule.milestones=[30,60]",
+            "use both or neither: schedule.name=step with milestones, such as schedule.milestones=[30,60]",
         )
     if list(schedule.milestones) != sorted(set(schedule.milestones)):
         yield Conflict(("schedule.milestones",), "milestones must increase", "sort them and remove duplicates")

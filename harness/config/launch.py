@@ -14,7 +14,7 @@ from harness.config.base import Arguments, Matching, NameOf, NullIsEmpty, Positi
 Amounts = Annotated[dict[str, Annotated[float, Field(gt=0)]], NullIsEmpty]
 Variables = Annotated[dict[str, str], NullIsEmpty]
 # These are written into a batch script or a command, where a blank or a line break would change its meaning.
-Word = Annotated[str, Matching(r"\S+", "it must have no blanks")]
+Word = Annotated[str, Matching(r"\S+", "it must not contain spaces")]
 Line = Annotated[str, Matching(r"[^\n]+", "write one line")]
 # A quantity in Kubernetes notation: 2, 500m, 0.5, 16Gi.
 Quantity = Annotated[

@@ -21,7 +21,7 @@ _DEEP = 10_000  # brackets; libyaml might overflow the stack
 MAX_VALUES = 1_000_000  # in a YAML file, each use of an alias counted
 COMMAND_LINE = "command line"
 _EXAMPLE = "write key=value, for example train.epochs=3"
-_NAME = "name a YAML file, for example configs/digits.yaml"
+_NAME = "give a YAML file, for example configs/digits.yaml"
 _MAX_BYTES = 1 << 20  # a configuration has a few KB; larger files take minutes to parse
 _CLOSING = {"{": "}", "[": "]"}
 

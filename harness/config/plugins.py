@@ -110,7 +110,7 @@ def wrong_kind(name: str, base: str, where: str) -> ConfigError:
     return ConfigError(
         f"{name} is not a {base}",
         where=where,
-        hint=f"name a subclass of it, or a function that is annotated to return one: def make(...) -> {base}",
+        hint=f"use a subclass of it, or a function that is annotated to return one: def make(...) -> {base}",
     )
 
 

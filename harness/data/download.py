@@ -94,7 +94,7 @@ def fetch(
             raise DataError(
                 f"could not get {file.name}: " + "; ".join(failures),
                 where=str(folder),
-                hint=f"put these files into a folder and type {command} --from FOLDER\n{missing}",
+                hint=f"put these files into a folder and run {command} --from FOLDER\n{missing}",
             )
         fetched.append(file.name)
     return fetched
@@ -105,7 +105,7 @@ def local_path(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
         raise ConfigError(
-            f"{source} does not exist", where="--from", hint="name a folder with the files, or a URL (https://…)"
+            f"{source} does not exist", where="--from", hint="give a folder with the files, or a URL (https://…)"
         )
     return path
 

@@ -57,7 +57,7 @@ def read(path: Path, hint: str) -> tuple[list[str], int]:
         require_regular_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise DataError("no such file of names", where=str(path), hint=hint) from None
+        raise DataError("the file of names does not exist", where=str(path), hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"the names cannot be read: {reason}", where=str(path), hint=hint) from None

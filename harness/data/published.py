@@ -74,7 +74,7 @@ def pet_names(folder: Path, source: str | None) -> str:
         content = (folder / wanted.name).read_bytes()
         found = names.of_json(content) if wanted is PET_NAMES else names.of_csv(content, "Animal's Name")
         written += _update(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
-    return _summary(folder, written, f"{len(found)} names, {len(set(found))} different ones") + f"\n{_NOTICE}"
+    return _summary(folder, written, f"{len(found)} names, {len(set(found))} of them distinct") + f"\n{_NOTICE}"
 
 
 def _offered(source: str | None) -> PublishedFile:
@@ -100,7 +100,10 @@ def _idx(name: str, kind: Any, parts: Sequence[tuple[str, int, str]], folder: Pa
             try:
                 content = gzip.decompress((raw / file.name).read_bytes())
             except (OSError, EOFError) as error:
-                raise DataError(f"the file cannot be unpacked: {error}", where=str(raw / file.name)) from None
+                hint = "remove this file and run the same command again"
+                raise DataError(
+                    f"the file cannot be unpacked: {error}", where=str(raw / file.name), hint=hint
+                ) from None
             written += _update(raw / file.name.removesuffix(".gz"), content)
     return _summary(raw, written, "60000 training and 10000 evaluation images")
 

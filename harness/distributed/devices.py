@@ -9,7 +9,7 @@ import torch
 
 from harness.errors import LaunchError
 
-ALL_ALIKE = "check nvidia-smi and harness doctor where there is no CUDA device, or set runtime.device=cpu for all ranks"
+ALL_ALIKE = "run nvidia-smi and harness doctor where there is no CUDA device, or set runtime.device=cpu for all ranks"
 
 
 def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated: bool = False) -> torch.device:

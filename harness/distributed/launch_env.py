@@ -128,7 +128,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", 1)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not nodes and "MASTER_ADDR" not in environ:
-        raise LaunchError("Slurm's environment names no node list (SLURM_STEP_NODELIST)", hint="export MASTER_ADDR")
+        raise LaunchError("Slurm's environment has no node list (SLURM_STEP_NODELIST)", hint="export MASTER_ADDR")
     job, step = (_number(environ, n, 0) if n in environ else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # With the step: steps of one job may run at the same time on one node.
     port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 20000

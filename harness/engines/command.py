@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=shared.positive(int), metavar="N", help="ranks per machine")
     parser.add_argument("--max-restarts", type=int, metavar="N", help="maximum number of restarts of a failed run")
     parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where the ranks rendezvous (torchrun)"
+        "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
     )
     parser.add_argument(
         "--node-rank", type=int, metavar="R", help="number of this machine, from 0 (default: assigned on arrival)"

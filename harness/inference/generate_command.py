@@ -8,7 +8,7 @@ from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
 
 VERB = "generate"
-HELP = "print new names from a model of the task pet_names"
+HELP = "print new names from a model trained on the task pet_names"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="random seed; the same seed always gives the same names (default: 0)",
     )
-    parser.add_argument("--start", default="", metavar="TEXT", help="letters that every name begins with")
+    parser.add_argument("--start", default="", metavar="TEXT", help="letters that every name starts with")
     parser.add_argument("--keep-existing", action="store_true", help="also print names that are in the data")
     shared.add_trust(parser)
 

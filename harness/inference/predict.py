@@ -146,7 +146,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         return stop.exit_code
     seconds = time.perf_counter() - start
     if written.bad:
-        log.warning("%d images could not be read: their rows have no prediction", written.bad)
+        log.warning("images that could not be read: %d; their rows have no prediction", written.bad)
     ranks = "1 rank" if runtime.world_size == 1 else f"{runtime.world_size} ranks"
     rate = written.rows / seconds
     log.info("%s: %d rows in %.1f s (%.0f rows/s, %s)", request.out, written.rows, seconds, rate, ranks)

@@ -123,7 +123,7 @@ def _cards(
         cards.append(
             {"title": f"speed-up on {formatting.plural(most, 'rank')}",
              "figure": formatting.times(statistics.median(tops)),
-             "note": several if len(tops) > 1 else "in rows per second, over the smallest number of ranks"}
+             "note": several if len(tops) > 1 else "in rows per second, relative to the smallest number of ranks"}
         )  # fmt: skip
     ranks = formatting.plural(best.world, "rank") if best.world else "an unknown number of ranks"
     cards.append(

@@ -31,7 +31,7 @@ def commands(run: ReportedRun) -> list[str]:
     world = run.world or 1
     if len(hosts) > 1:
         where = f"NNODES={len(hosts)} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=PORT"
-        lines.append(f"{where} launch/multi_node.sh {world // len(hosts)} {config} {name}   # likewise on each node")
+        lines.append(f"{where} launch/multi_node.sh {world // len(hosts)} {config} {name}   # on each node")
     elif world > 1:
         lines.append(f"launch/single_node.sh {world} {config} {name}")
     else:
@@ -54,7 +54,7 @@ def caveats(run: ReportedRun) -> list[str]:
     if not isinstance(git, dict) or not git.get("commit"):
         found.append("The commit is unknown.")
     elif git.get("changed"):
-        found.append("The code had uncommitted changes, so the commit may give other numbers.")
+        found.append("The code had uncommitted changes, so the commit may give different numbers.")
     if len(run.record.provenance) > 1:
         found.append(
             f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})."

@@ -145,7 +145,7 @@ def _speed_up(scaling: Sequence[ScalingSeries], left_out: list[str]) -> ReportSe
     ]
     if not all(each.same_batches for each in scaling):
         notes.append(
-            "Some of these runs do not use data.shard: global, so their batches hold other rows at each number of "
+            "Some of these runs do not use data.shard: global, so their batches hold different rows at each number of "
             "ranks, and their curves also differ by chance."
         )
     uneven = [run.place for each in scaling for point in each.points for run in point.runs
@@ -200,7 +200,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
         )
     notes = [f"Run: {run.label}. The matrix is from its newest evaluation, the list from its best weights."]
     if num_rows:
-        notes.append(f"{formatting.count(wrong)} of {formatting.count(num_rows)} validation rows are predicted wrong.")
+        notes.append(f"Wrong predictions: {formatting.count(wrong)} of {formatting.count(num_rows)} validation rows.")
     rows = [[true, predicted, str(count)] for true, predicted, count in found.pairs]
     header, caption = ["label", "prediction", "rows"] if rows else [], "Most frequent errors"
     return ReportSection("mistakes", "Mistakes", [chart] if chart else [], notes, header, rows, caption, shown)

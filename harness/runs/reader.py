@@ -197,7 +197,7 @@ def _trial(entry: dict[str, Any], place: int) -> Trial:
 
 def _no_run(path: Path) -> ConfigError:
     reason = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
-    return ConfigError(reason, where=str(path), hint=f"name a run folder or a sweep folder{known_runs()}")
+    return ConfigError(reason, where=str(path), hint=f"give a run folder or a sweep folder{known_runs()}")
 
 
 def known_runs(*folders: Path) -> str:

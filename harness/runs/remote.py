@@ -343,7 +343,7 @@ def borrow(config: Config) -> Path:
             raise ConfigError(
                 f"there is no checkpoint folder {wanted}",
                 where="checkpoint.resume",
-                hint="name one such as runs/digits/checkpoints/step-100, or use auto or never",
+                hint="give one such as runs/digits/checkpoints/step-100, or use auto or never",
             )
         problem = damage(path)
     if problem:
@@ -358,7 +358,7 @@ def _borrow(store: UrlStore, target: Path) -> str:
         if not manifest:
             raise ConfigError(
                 "there is no checkpoint there", where=store.where,
-                hint="name one such as s3://BUCKET/runs/NAME/checkpoints/step-100",
+                hint="give one such as s3://BUCKET/runs/NAME/checkpoints/step-100",
             )  # fmt: skip
         if LocalStore(target).read(layout.MANIFEST) == manifest and not damage(target):
             return ""

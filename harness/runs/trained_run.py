@@ -26,7 +26,7 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
     values, such as to name a model of its own; ``trust`` allows that.
     """
     if not (run / layout.CONFIG).is_file():
-        hint = f"name a run folder{known_runs(run)}"
+        hint = f"give a run folder{known_runs(run)}"
         raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
     if not weights(run).is_file():
         raise ConfigError(

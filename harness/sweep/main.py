@@ -81,9 +81,9 @@ def _run(plan: Plan, lock: int, requests: signals.Requests, retry_failed: bool) 
         if study.resumed:
             log.info("resuming %s: %s", folder, display.counts(study.trials(), plan.total))
         if others := study.num_others():
-            log.info("%d earlier trials are outside the current space: they are kept but not listed", others)
+            log.info("earlier trials outside the current space: %d; they are kept but not listed", others)
         if retry_failed and (count := study.retry_failed()):
-            log.info("retrying %d failed trials", count)
+            log.info("retrying failed trials: %d", count)
         runner = Runner(plan, study, display.Display(plan), os.environ, lock, requests)
         requests.obeyed = True
         done = runner.run()

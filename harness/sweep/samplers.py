@@ -60,7 +60,7 @@ def _make(cls: Any, arguments: dict[str, Any], key: str) -> Any:
             return cls(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"Optuna's {cls.__name__} refuses its arguments: {error}", where=key, hint=f"it accepts: {takes}"
+            f"Optuna's {cls.__name__} rejects its arguments: {error}", where=key, hint=f"it accepts: {takes}"
         ) from None
 
 

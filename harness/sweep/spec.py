@@ -24,7 +24,7 @@ class Range(Section):
     high: Number
     """Largest value."""
     log: bool = False
-    """Draw uniformly in the logarithm: for rates and sizes that span orders of magnitude."""
+    """Draw uniformly on a logarithmic scale: for rates and sizes that span orders of magnitude."""
     step: Annotated[int | float, Field(gt=0)] | None = None
     """Draw only low, low + step, ...; null: any value."""
 
@@ -73,13 +73,13 @@ class SweepSpec(Section):
     trials: Positive | None = None
     """Number of trials in a search."""
     pruner: Literal["none", "median", "percentile", "successive_halving", "hyperband"] = "none"
-    """Optuna's rule for stopping a trial early whose evaluations are worse than those of others at the same epoch."""
+    """Optuna's rule for stopping trials early when their evaluations are worse than others' at the same epoch."""
     pruner_args: Arguments = {}
     """Keyword arguments of Optuna's pruner, such as {n_warmup_steps: 2} (epochs); null: none."""
     metric: str | None = None
     """Evaluation metric that ranks the trials, by its best value; null: the base's checkpoint.best_metric."""
     parallel: Positive = 1
-    """Maximum number of trials at once; never more than cores (launch.nproc x launch.threads) or GPUs allow."""
+    """Maximum number of trials at once; also limited by cores (launch.nproc x launch.threads per trial) and GPUs."""
     comparable: bool = True
     """Refuse trials whose results cannot be compared; false: only warn."""
     storage: str | None = None

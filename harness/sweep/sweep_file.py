@@ -135,4 +135,4 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
             if axis.log and axis.low <= 0:
                 yield Conflict(place, f"log needs a low above 0 (seen: {axis.low})", "use log: false, or a larger low")
             if axis.log and axis.step:
-                yield Conflict(place, "log and step exclude each other", "remove one of them")
+                yield Conflict(place, "log and step cannot be combined", "remove one of them")

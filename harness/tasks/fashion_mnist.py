@@ -12,7 +12,7 @@ class Task(config.Task):
     """60,000 gray images of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
 
     name: Literal["fashion_mnist"]  # type: ignore[assignment]
-    """Classifies images of clothes."""
+    """Classifies images of clothing."""
     root: Place = "data/fashion_mnist"
     """The folder given to `harness data`. The images are in root/FashionMNIST/raw, as in torchvision."""
 

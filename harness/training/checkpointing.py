@@ -81,7 +81,7 @@ def resume(run: Run) -> None:
         if path is not None:
             if checkpoint.recorded_digest(path) != first:
                 raise CheckpointError(
-                    f"rank {run.runtime.rank} does not find the checkpoint that rank 0 resumes from",
+                    f"rank {run.runtime.rank} cannot find the checkpoint that rank 0 resumes from",
                     where=str(path),
                     hint="copy rank 0's run folder to this machine, or set output to a shared disk or a URL",
                 )
@@ -181,7 +181,7 @@ def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
         run.meter.load_state_dict(ranks[rank]["meter"])
         return
     before, now = content["world_size"], run.runtime.world_size
-    log.info("the checkpoint was written by %d ranks, this run has %d: random streams get new seeds", before, now)
+    log.info("number of ranks: %d in the checkpoint, %d now; random streams get new seeds", before, now)
     rng.seed_all(TRAINING, run.config.seed, run.state.step, rank)
     for name, buffer in run.float_buffers().items() if ranks[0]["buffers"] else ():
         buffer.copy_(torch.stack([other["buffers"][name] for other in ranks]).double().mean(0))

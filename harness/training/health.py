@@ -54,7 +54,8 @@ class Health:
     def loss(self, total: float, steps: int, state: State, saved_step: int) -> None:
         """Check ``total``, the reduced loss of the last ``steps`` steps, and the steps skipped in a row. Collective."""
         if not math.isfinite(total):
-            self._fail(f"the loss became {total} within the last {steps} steps", state, saved_step, batches=True)
+            when = "in the last step" if steps == 1 else f"within the last {steps} steps"
+            self._fail(f"the loss became {total} {when}", state, saved_step, batches=True)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             what = f"{state.skipped_in_a_row} steps in a row were skipped because their gradients were not finite"
             self._fail(what, state, saved_step)

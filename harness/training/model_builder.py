@@ -44,7 +44,8 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
             f"cannot build model {name}{shown}: {_reason(error)}", where="model.args", hint=f"it takes: {takes}"
         ) from None
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{name} returns a {type(model).__name__}, not a torch.nn.Module", where="model.name")
+        what = f"{name} returns a {type(model).__name__}, not a torch.nn.Module"
+        raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
     _try(model, name, known, example)
     return model.train()
 
@@ -103,7 +104,7 @@ def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor)
         raise ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where="model.name",
-            hint="check model.args, task.image_size and task.color (torchvision's models want rgb)",
+            hint="check model.args, task.image_size and task.color (torchvision's models need rgb)",
         ) from None
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     if "num_classes" in known and shape != (len(example), known["num_classes"]):

@@ -48,7 +48,8 @@ def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) 
     except (TypeError, ValueError) as error:
         raise ConfigError(f"cannot build {section.name}: {error}", where="optimizer") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{section.name} is not a torch.optim.Optimizer", where="optimizer.name")
+        what = f"{section.name} returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        raise ConfigError(what, where="optimizer.name", hint="return a torch.optim.Optimizer from it")
     return optimizer
 
 

@@ -96,7 +96,7 @@ def choose(section: PrecisionSection, device: torch.device, ours: bool = False) 
         )
     if section.opt_level in ("O4", "O5") and not hasattr(apex[0], "bfloat16_function"):
         raise ConfigError(
-            f"the installed Apex has no level {section.opt_level} (ROCm's has)",
+            f"the installed Apex has no level {section.opt_level} (ROCm's Apex has it)",
             where="precision.opt_level",
             hint="use precision.backend=harness",
         )

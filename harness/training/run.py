@@ -108,7 +108,8 @@ class Run:
              "samples_per_s": rows_per_s, "data_wait": seen.waited,
              **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "wall_s": self.wall_s()},
         )  # fmt: skip
-        all_skipped = f"all of the last {steps} steps skipped, loss scale {scale:g}"
+        which = "the last step was" if steps == 1 else f"all of the last {steps} steps were"
+        all_skipped = f"{which} skipped, loss scale {scale:g}"
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
 

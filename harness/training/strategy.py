@@ -54,7 +54,7 @@ class ParallelModel:
             if last and self.num_passes and self.num_passes() == before:
                 raise TrainingError(
                     "no parameter of the model received a gradient: the loss of this rank depends on none",
-                    hint="every rank must use at least one parameter in each step, such as loss + 0 * output.sum()",
+                    hint="every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",
                 )
         finally:
             switch(True)
@@ -126,6 +126,6 @@ def _data_parallel(model: nn.Module, device: torch.device) -> ParallelModel:
     """DataParallel over all visible CUDA devices; the bare model if there is one device, or a CPU."""
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if count < 2:
-        log.warning("parallel.strategy=dp found only one device (%s), so it is the same as none", device)
+        log.warning("parallel.strategy=dp found only one device (%s), so it is equivalent to strategy=none", device)
         return ParallelModel(model, model, f"dp on one device ({device})")
     return ParallelModel(nn.DataParallel(model), model, f"dp on {count} devices")

@@ -13,7 +13,7 @@ from harness.runs.probe_plan import PROBE
 
 VERB = "train"
 KEEPS_RUNNING = True
-HELP = "train the experiment of a YAML file, as a single process or as one rank under a launcher"
+HELP = "train the experiment in a YAML file, as a single process or as one rank under a launcher"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -166,7 +166,7 @@ def test_masters_by_hand_do_not_alias_float32_parameters():
 
 
 def test_flat_master_takes_one_dtype():
-    with pytest.raises(ValueError, match=r"one dtype; here are .*float16.*float32.*flat_master=False"):
+    with pytest.raises(ValueError, match=r"one dtype; found .*float16.*float32.*flat_master=False"):
         prep_param_lists(BN_convert_float(Net().half()), flat_master=True)
 
 

@@ -293,7 +293,7 @@ def test_only_a_capturable_optimizer_may_be_captured_into_a_graph(case, monkeypa
         (lambda p: FusedLAMB(p, eps=-1.0), ValueError, "eps=-1.0"),
         (lambda p: FusedLAMB(p, max_grad_norm=-1.0), ValueError, "max_grad_norm=-1.0"),
         (lambda p: FusedMixedPrecisionLamb(p, step=-1), ValueError, "step=-1"),
-        (lambda p: FusedMixedPrecisionLamb(p, reduced_precision_dtype=torch.float32), ValueError, "bfloat16 and None"),
+        (lambda p: FusedMixedPrecisionLamb(p, reduced_precision_dtype=torch.float32), ValueError, "bfloat16 or None"),
         (lambda p: FusedNovoGrad(p, weight_decay=-1.0), ValueError, "weight_decay=-1.0"),
         (lambda p: FusedNovoGrad(p, norm_type=1), RuntimeError, "norm_type=1"),
         (lambda p: FusedAdagrad(p, eps=-1.0), ValueError, "eps=-1.0"),

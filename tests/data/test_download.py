@@ -93,7 +93,7 @@ def test_offline_error_lists_the_missing_files(tmp_path):
         fetch(missing, tmp_path, None, "harness data mnist d")
     message = str(caught.value)
     assert f"{tmp_path}: could not get a.gz: {OFFLINE}a.gz: " in message
-    assert "put these files into a folder and type harness data mnist d --from FOLDER" in message
+    assert "put these files into a folder and run harness data mnist d --from FOLDER" in message
     digest = hashlib.sha256(CONTENT).hexdigest()
     assert [line.strip() for line in message.splitlines()[2:]] == [
         f"{name}  10240 bytes  sha256 {digest}" for name in ("a.gz", "c.gz")

@@ -41,7 +41,7 @@ def test_csv_and_json_files():
 def test_read(tmp_path):
     (tmp_path / "n.txt").write_text("Rex\n\nkit kat\n4u\nRex\n")
     assert read(tmp_path / "n.txt", "how") == (["rex", "kit kat", "rex"], 2)
-    with pytest.raises(DataError, match="no such file of names"):
+    with pytest.raises(DataError, match="the file of names does not exist"):
         read(tmp_path / "none.txt", "how")
     (tmp_path / "n.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="UTF-8"):

@@ -81,7 +81,7 @@ def test_pet_names_from_either_file(tmp_path, files, capsys, name, content, whol
     (source / name).write_bytes(content)
     place = str(source / name if whole_path else source)
     assert cli.main(["data", "pet_names", str(folder), "--from", place]) == 0
-    assert f"3 names, 2 different ones (written: {name}, names.txt)" in capsys.readouterr().out
+    assert f"3 names, 2 of them distinct (written: {name}, names.txt)" in capsys.readouterr().out
     assert (folder / "names.txt").read_text() == "rex\nkit\nrex\n"
     (folder / "names.txt").write_text("rex\n")
     assert cli.main(["data", "pet_names", str(folder)]) == 0  # offline: the original file is there
@@ -91,7 +91,7 @@ def test_pet_names_from_either_file(tmp_path, files, capsys, name, content, whol
 def test_pet_names_offline_names_the_files(tmp_path, files, capsys):
     assert cli.main(["data", "pet_names", str(tmp_path / "pets")]) == 65
     error = capsys.readouterr().err
-    assert f"type harness data pet_names {tmp_path}/pets --from FOLDER" in error
+    assert f"run harness data pet_names {tmp_path}/pets --from FOLDER" in error
     assert f"licenses.csv  {len(CSV)} bytes  sha256 " in error
     assert f"or instead\n       names.json  {len(JSON)} bytes" in error
     assert cli.main(["data", "pet_names", str(tmp_path / "pets"), "--from", "/nowhere"]) == 2

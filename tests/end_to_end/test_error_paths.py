@@ -241,7 +241,7 @@ def test_ranks_with_different_checkpoints_are_refused(tmp_path, data):
     assert train_each(config, [*start, outputs[1]]).codes == [0]  # the same recipe, but the weights of one rank
     more = ["-c", str(config), "train.epochs=2"]
     ended = train_each(config, [*more, outputs[0]], [*more, outputs[1]])
-    assert_reported_once(ended, EXIT_FAILURE, "rank 1 does not find the checkpoint that rank 0 resumes from")
+    assert_reported_once(ended, EXIT_FAILURE, "rank 1 cannot find the checkpoint that rank 0 resumes from")
 
 
 OWN_MODEL = """

@@ -183,7 +183,7 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "1 images could not be read" in done.stderr
+    assert "images that could not be read: 1;" in done.stderr
     table = pd.read_parquet(elsewhere / "new.parquet")
     assert list(table) == ["id", "prediction", "score_column", "score_row", "score_slope"]
     assert table["id"].tolist() == names

@@ -96,7 +96,7 @@ REFUSED = {
     "a place for one": (["rendezvous=a:1"], "launch.rendezvous needs several machines"),
     "a number for one": (["node_rank=0"], "launch.node_rank needs several machines"),
     "a number too high": (["nnodes=2", "rendezvous=a:1", "node_rank=2"], "use a number from 0 to 1"),
-    "numbers and restarts": (["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"], "exclude each other"),
+    "numbers and restarts": (["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"], "cannot be combined"),
     "a range without restarts": (["nnodes=2", "min_nodes=1", "rendezvous=a:1"], "--max-restarts 3, or --nnodes N"),
     "a range upside down": (["nnodes=2", "min_nodes=3", "rendezvous=a:1"], "is more than launch.nnodes=2"),
     "a batch for some": (["nnodes=3", "min_nodes=1", "max_restarts=1", "rendezvous=a:1"], "a multiple of 6; or"),

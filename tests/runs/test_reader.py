@@ -142,7 +142,7 @@ def test_foreign_folders(tmp_path):
     assert reader.read(tmp_path / "photos").state == "unreadable"
     assert reader.read(tmp_path / "none").state == "unreadable"
     for path in (tmp_path / "photos", tmp_path / "none"):
-        with pytest.raises(ConfigError, match="name a run folder"):
+        with pytest.raises(ConfigError, match="give a run folder"):
             reader.find([path])
 
 

@@ -89,7 +89,7 @@ def test_failed_trials_do_not_stop_others_and_can_be_retried(folder):
     assert sweep(folder, "--retry-failed") == 0
     assert states(folder) == ["finished"] * 4
     assert [trial["number"] for trial in table(folder)] == [0, 1, 2, 3]
-    assert "retrying 3 failed trials" in output(folder)
+    assert "retrying failed trials: 3" in output(folder)
 
 
 def test_killed_trial_resumes_from_its_checkpoint(folder):

@@ -159,10 +159,10 @@ def test_missing_data_are_refused_once(tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"sampler_args": {"n_startup": 3}}, "sampler_args: Optuna's TPESampler refuses its arguments"),
+        ({"sampler_args": {"n_startup": 3}}, "sampler_args: Optuna's TPESampler rejects its arguments"),
         (
             {"pruner": "median", "pruner_args": {"warmup": 3}},
-            "pruner_args: Optuna's MedianPruner refuses its arguments",
+            "pruner_args: Optuna's MedianPruner rejects its arguments",
         ),
         ({"storage": "nosuch://x:secret@y/z"}, "cannot open Optuna's storage"),
     ],

@@ -165,7 +165,7 @@ def test_notes_and_unusable_files(path, tmp_path):
     with pytest.raises(DataError, match="type: harness data pet_names"):
         opened(str(tmp_path / "none.txt"))
     (tmp_path / "few.txt").write_text("lucy\nbella\n")
-    with pytest.raises(DataError, match="2 different names are too few"):
+    with pytest.raises(DataError, match="2 distinct names are too few"):
         opened(str(tmp_path / "few.txt"))
 
 

@@ -100,7 +100,7 @@ def failure(run: Run) -> str:
 def test_nan_loss_stops_at_the_next_log_line_or_is_skipped(start, level):
     settings = [f"precision.opt_level={level}", "optimizer.momentum=0.9"]
     text = failure(start("nan loss once", 4, *settings))  # in the second epoch
-    assert "the loss became nan within the last 1 steps (step 4, epoch 2, loss scale " in text
+    assert "the loss became nan in the last step (step 4, epoch 2, loss scale " in text
     layer = "first non-finite layer: layer.weight" if level == "O0" else "all weights are finite, the largest is in "
     assert layer in text
     assert ("train.on_nan=skip" in text) == (level != "O0")
@@ -218,7 +218,7 @@ def test_progress_says_that_all_steps_were_skipped(start):
     run, shown = start("large gradients", 1, "precision.opt_level=O1", "train.log_every=3"), []
     run.progress.show = shown.append
     loop.train(run)
-    assert shown[0].startswith("all of the last 3 steps skipped, loss scale 128  lr ")
+    assert shown[0].startswith("all of the last 3 steps were skipped, loss scale 128  lr ")
     assert shown[-1].startswith("loss ")
 
 

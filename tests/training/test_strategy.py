@@ -39,7 +39,11 @@ def test_one_process_with_one_device_uses_the_bare_model(name, caplog):
     assert parallel.model is parallel.module is parallel.evaluated is model
     assert not parallel.sharded
     assert isinstance(parallel.sync_gradients(False), nullcontext)
-    expected = ["parallel.strategy=dp found only one device (cpu), so it is the same as none"] if name == "dp" else []
+    expected = (
+        ["parallel.strategy=dp found only one device (cpu), so it is equivalent to strategy=none"]
+        if name == "dp"
+        else []
+    )
     assert caplog.messages == expected
 
 

@@ -62,8 +62,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             scaler._unskipped = int(unskipped)
         else:
             _warn(
-                f"{key} of the checkpoint has a loss scale of {scale:g}; this run's is static "
-                f'({scaler.loss_scale():g}) and stays. Pass loss_scale="dynamic" to amp.initialize '
+                f"{key} of the checkpoint has a loss scale of {scale:g}, but this run has a static loss scale of "
+                f'{scaler.loss_scale():g}, which is kept. Pass loss_scale="dynamic" to amp.initialize '
                 "to continue from the saved scale."
             )
     unexpected = [key for key in state_dict if "loss_scaler" not in key]

@@ -159,7 +159,7 @@ class OptimWrapper:
         if self._next_loss < len(self._scalers):
             raise RuntimeError(
                 f"step() was called after {self._next_loss} of {len(self._scalers)} losses. Call scale_loss once per "
-                f"loss, or type handle.wrap_optimizer(optimizer, num_loss={max(1, self._next_loss)})."
+                f"loss, or use handle.wrap_optimizer(optimizer, num_loss={max(1, self._next_loss)})."
             )
         self._next_loss = 0
         return self._optimizer.step()

@@ -61,8 +61,8 @@ def level_properties(opt_level: str) -> Properties:
     }
     if not isinstance(opt_level, str) or opt_level not in rows:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. Allowed are {', '.join(map(repr, rows))}: a capital letter "
-            'O and a digit. Use amp.initialize(model, optimizer, opt_level="O1").'
+            f"Unexpected optimization level {opt_level!r}. It must be one of {', '.join(map(repr, rows))}: a capital "
+            'letter O and a digit. Use amp.initialize(model, optimizer, opt_level="O1").'
         )
     return Properties(True, opt_level, *rows[opt_level])
 

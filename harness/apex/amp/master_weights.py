@@ -155,5 +155,5 @@ def _check_dtypes(group: dict[str, Any]) -> None:
             raise TypeError(
                 f"The optimizer holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}; with master "
                 "weights only float32, float16 and bfloat16 are allowed. Cast it with .float() first; with amp, "
-                'opt_level="O1" takes it as it is.'
+                'opt_level="O1" accepts it unchanged.'
             )

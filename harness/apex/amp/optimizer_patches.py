@@ -113,7 +113,7 @@ def _warn_of_grad_scaler(stash: AmpStash) -> None:
                 stash.warned.add("scaler")
                 messages.warn_at_script(
                     "torch.amp.GradScaler and amp.scale_loss both scale this loss, and both unscale and skip. Remove "
-                    "the GradScaler and type:\n"
+                    "the GradScaler and use:\n"
                     "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
                     "        scaled_loss.backward()\n"
                     "    optimizer.step()"

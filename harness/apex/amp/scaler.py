@@ -151,9 +151,9 @@ class LossScaler:
         if self._loss_scale <= self._min and (self._loss_scale != before or self._in_a_row % COMPLAIN_EVERY == 0):
             messages.warn(
                 f"Loss scaler {self.index} is at its floor of {self._min:g} after {self._in_a_row} overflows in a row: "
-                "it tries no smaller scale, and steps are skipped until gradients are finite. Usually the loss is "
-                "inf or NaN (check data and learning rate), or zero_grad() was not called after a skipped step. "
-                f"If the loss is finite but large, type amp.initialize(..., min_loss_scale={self._min / 1024:g}).",
+                "the scale is not lowered further, and steps are skipped until gradients are finite. Usually the loss "
+                "is inf or NaN (check data and learning rate), or zero_grad() was not called after a skipped step. "
+                f"If the loss is finite but large, use amp.initialize(..., min_loss_scale={self._min / 1024:g}).",
                 always=True,
             )
 

@@ -59,7 +59,7 @@ class AmpStash(MasterWeights):
         self.warned.add("lost")
         messages.warn_at_script(
             f"backward() was called outside amp.scale_loss. With {self.all_fp16_params[0].dtype} weights and float32 "
-            "masters, the optimizer does not see these gradients: the weights are not updated from them. Type:\n"
+            "masters, the optimizer does not see these gradients: the weights are not updated from them. Use:\n"
             "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
             "        scaled_loss.backward()"
         )
@@ -151,8 +151,8 @@ def _after_load(optimizer: Optimizer) -> None:
     _take_saved(optimizer)
     if stash.all_fp16_params and not stash.saved and optimizer.state:
         messages.warn(
-            "The loaded optimizer state holds no master weights: Apex did not save them, nor do levels without them. "
-            "The masters are recreated from the model's weights, which a checkpoint of Apex rounded to "
+            "The loaded optimizer state holds no master weights: Apex did not save them, nor do opt levels without "
+            "masters. The masters are recreated from the model's weights, which a checkpoint of Apex rounded to "
             f"{stash.all_fp16_params[0].dtype}; their extra precision is lost. Everything else is restored.",
             always=True,
         )

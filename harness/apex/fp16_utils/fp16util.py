@@ -73,7 +73,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     dtypes = {parameter.dtype for parameter in model_params}
     if len(dtypes) != 1:
         raise ValueError(
-            f"flat_master=True takes trainable parameters of one dtype; here are {sorted(map(str, dtypes)) or 'none'}. "
+            f"flat_master=True takes trainable parameters of one dtype; found {sorted(map(str, dtypes)) or 'none'}. "
             "Use flat_master=False."
         )
     return model_params, [nn.Parameter(_flat(model_params).float())]

@@ -122,7 +122,8 @@ class _ParameterDtype(_InputDtype):
                 f"Use {name.removeprefix('Mixed')}."
             )
         if others:
-            raise TypeError(f"{name}: unknown argument {next(iter(others))!r}.")
+            known = "normalized_shape, eps, memory_efficient"
+            raise TypeError(f"{name}: unknown argument {next(iter(others))!r}. Its arguments are {known}.")
         super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
     def _result_dtype(self, input: Tensor) -> torch.dtype:

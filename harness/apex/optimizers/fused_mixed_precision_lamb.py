@@ -42,8 +42,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
     ) -> None:
         if reduced_precision_dtype not in (None, *REDUCED):
             raise ValueError(
-                f"FusedMixedPrecisionLamb was given reduced_precision_dtype={reduced_precision_dtype!r}; allowed are "
-                "torch.float16, torch.bfloat16 and None (no masters)."
+                f"FusedMixedPrecisionLamb was given reduced_precision_dtype={reduced_precision_dtype!r}; it must be "
+                "torch.float16, torch.bfloat16 or None (no masters)."
             )
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb

@@ -49,7 +49,7 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if norm_type not in (0, 2):
             raise RuntimeError(
-                f"FusedNovoGrad was given norm_type={norm_type!r}; allowed are 2 (Euclidean) and 0 (largest absolute "
+                f"FusedNovoGrad was given norm_type={norm_type!r}; it must be 2 (Euclidean) or 0 (largest absolute "
                 "value)."
             )
         self.reg_inside_moment = reg_inside_moment

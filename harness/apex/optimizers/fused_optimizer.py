@@ -172,8 +172,8 @@ class FusedOptimizer(Optimizer):
         name = type(self).__name__
         if not params[0].is_floating_point():
             raise TypeError(
-                f"{name} was given a {params[0].dtype} parameter of shape {tuple(params[0].shape)}; allowed are real "
-                "floating-point dtypes. Use torch.optim for others."
+                f"{name} was given a {params[0].dtype} parameter of shape {tuple(params[0].shape)}; its dtype must "
+                "be real and floating-point. Use torch.optim for others."
             )
         grads: list[Tensor] = []
         for param in params:
@@ -181,7 +181,7 @@ class FusedOptimizer(Optimizer):
             if param.grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"{name} does not support sparse gradients: a parameter of shape {tuple(param.shape)} has a "
-                    f"{param.grad.layout} one. Make its embedding with sparse=False, or give that parameter to "
+                    f"{param.grad.layout} one. Create its embedding with sparse=False, or give that parameter to "
                     "torch.optim.SparseAdam or torch.optim.SGD."
                 )
             grads.append(param.grad)

@@ -120,7 +120,7 @@ class LARC(OptimizerProxy):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
             raise RuntimeError(
-                "LARC needs dense gradients, and one is sparse. Make the embedding with sparse=False, or give its "
+                "LARC needs dense gradients, and one is sparse. Create the embedding with sparse=False, or give its "
                 "parameters to a separate optimizer."
             )
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)

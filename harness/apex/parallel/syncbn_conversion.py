@@ -39,8 +39,8 @@ def create_syncbn_process_group(group_size: int) -> Any:
     if group_size < 0 or world % group_size:
         allowed = [size for size in range(1, world + 1) if world % size == 0]
         raise ValueError(
-            f"group_size={group_size} does not divide the {world} ranks into equal groups. Allowed are 0 (all ranks "
-            f"together) and {', '.join(map(str, allowed))}."
+            f"group_size={group_size} does not divide the {world} ranks into equal groups. Use 0 (all ranks "
+            f"together) or one of {', '.join(map(str, allowed))}."
         )
     blocks = [list(range(start, start + group_size)) for start in range(0, world, group_size)]
     groups = [dist.new_group(block) for block in blocks]  # every rank must take part in creating every group

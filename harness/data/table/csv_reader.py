@@ -18,7 +18,7 @@ import pyarrow.csv
 
 from harness.data.table import csv_lines
 from harness.data.table.source import BROKEN, open_bytes
-from harness.errors import DataError
+from harness.errors import DataError, remedy
 
 BLOCK_BYTES, MAX_BLOCK_BYTES = 4 << 20, 256 << 20  # a record must fit into one block
 
@@ -174,7 +174,7 @@ def _check_quotes(path: Path, name: str, columns: list[str]) -> None:
 
 def _broken(error: Exception, name: str) -> DataError:
     if isinstance(error, OSError) and error.strerror:
-        return DataError(f"the file cannot be read to its end: {error.strerror}", where=name)
+        return DataError(f"the file cannot be read to its end: {error.strerror}", where=name, hint=remedy(error))
     return DataError(
         f"the gzip file is damaged: {error}",
         where=name,

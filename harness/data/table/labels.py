@@ -54,7 +54,7 @@ class LabelCoder:
                 raise DataError(
                     f"column {self.column!r} has more than {MAX_LABELS:,} different values, too many for labels",
                     where=self.where,
-                    hint="name the column of class labels",
+                    hint="set the key that names the column of class labels, such as task.label_column=NAME",
                 )
         return code
 
@@ -89,9 +89,9 @@ class LabelCoder:
             if twin != word:
                 rows = self._first_row[self._code_of[twin]], self._first_row[self._code_of[word]]
                 raise DataError(
-                    f"labels {twin!r} (row {rows[0]}) and {word!r} (row {rows[1]}) differ only in white space",
+                    f"labels {twin!r} (row {rows[0]}) and {word!r} (row {rows[1]}) differ only in whitespace",
                     where=self.where,
-                    hint=f"strip the white space in column {self.column!r}",
+                    hint=f"strip the whitespace in column {self.column!r}",
                 )
 
     def _notes(self, words: list[str], integers: list[bool]) -> list[str]:

@@ -27,9 +27,11 @@ def read_header(path: Path, name: str) -> list[str]:
     columns = [field.name for field in schema if _can_be_text(field.type)]
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if twice:
-        raise DataError(f"the file names a column twice: {', '.join(map(repr, twice))}", where=name)
+        what = f"the file names a column twice: {', '.join(map(repr, twice))}"
+        raise DataError(what, where=name, hint="give every column a unique name")
     if not columns:
-        raise DataError(f"no column has text or numbers; the columns are {', '.join(schema.names)}", where=name)
+        what = f"no column has text or numbers; the columns are {', '.join(schema.names)}"
+        raise DataError(what, where=name, hint="store each label, and each path, as text or a number")
     return columns
 
 

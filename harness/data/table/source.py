@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from harness.errors import DataError, require_regular_file, similar
+from harness.errors import DataError, remedy, require_regular_file, similar
 from harness.runs.files import is_url, replacing
 
 # First bytes of files that are not text, and how to convert them.
@@ -72,7 +72,8 @@ def locate(source: str | os.PathLike[str]) -> Source:
             raise DataError(f"no such annotation file: {error.strerror}", where=name) from None
         raise DataError("no such annotation file", where=name, hint=_nearest_file(Path(name))) from None
     except OSError as error:
-        raise DataError(f"the annotation file cannot be read: {error.strerror}", where=name) from error
+        what = f"the annotation file cannot be read: {error.strerror}"
+        raise DataError(what, where=name, hint=remedy(error)) from error
     if stat.st_size == 0:
         raise DataError(
             "the annotation file is empty (0 bytes)", where=name, hint="check that it was written completely"
@@ -90,14 +91,15 @@ def kind_of(path: Path, name: str) -> str:
         with open(path, "rb") as stream:
             head = stream.read(8)
     except OSError as error:
-        raise DataError(f"the annotation file cannot be read: {error.strerror}", where=name) from error
+        what = f"the annotation file cannot be read: {error.strerror}"
+        raise DataError(what, where=name, hint=remedy(error)) from error
     if head.startswith(_PARQUET):
         return "parquet"
     if head.startswith(_GZIP):
         return "csv.gz"
-    for magic, (format_name, remedy) in _FOREIGN.items():
+    for magic, (format_name, advice) in _FOREIGN.items():
         if head.startswith(magic):
-            hint = remedy.format(name=name)
+            hint = advice.format(name=name)
             raise DataError(f"the file is {format_name}, not CSV, gzipped CSV or Parquet", where=name, hint=hint)
     return "csv"
 
@@ -167,7 +169,8 @@ def _remote_version(url: str) -> tuple[int | str, ...]:
     filesystem.invalidate_cache()  # or info() may answer from an older listing
     info: dict[str, Any] = filesystem.info(path)
     if info.get("type") == "directory":
-        raise DataError("this is a folder, not an annotation file", where=url)
+        hint = "give the URL of a .csv, .csv.gz or .parquet file"
+        raise DataError("this is a folder, not an annotation file", where=url, hint=hint)
     if info.get("size") == 0:
         raise DataError(
             "the annotation file is empty (0 bytes)", where=url, hint="check that it was written completely"
@@ -185,11 +188,12 @@ def _asking(url: str) -> Iterator[None]:
     except DataError:
         raise
     except FileNotFoundError:
-        raise DataError("no such annotation file", where=url) from None
+        raise DataError("no such annotation file", where=url, hint="check the URL") from None
     except ImportError as error:
         raise DataError(f"this kind of URL needs a package: {error}", where=url) from error
     except ValueError as error:
         hint = "a URL begins with s3://, gs://, https:// or another protocol that fsspec supports"
         raise DataError(f"the URL cannot be used: {error}", where=url, hint=hint) from error
     except Exception as error:
-        raise DataError(f"the file cannot be downloaded: {type(error).__name__}: {error}", where=url) from error
+        what = f"the file cannot be downloaded: {type(error).__name__}: {error}"
+        raise DataError(what, where=url, hint="check the URL, the network and your access to the file") from error

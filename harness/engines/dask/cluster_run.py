@@ -206,7 +206,7 @@ class ClusterRun:
             if future.status == "error":
                 self._lose([rank], str(future.exception()))
             elif future.status != "finished":
-                self._lose([rank], f"the task of rank {rank} was cancelled")
+                self._lose([rank], f"the task of rank {rank} was canceled")
             else:  # usually its event came first; this is for an event that was lost
                 with suppress(OSError, TimeoutError):
                     self._exits[rank] = future.result(timeout=5)

@@ -35,7 +35,7 @@ _SILENT_S = 3.0  # before logging what it waits for
 _PAUSE_S = 0.2  # between two attempts to connect
 _GREETING_S = 5.0  # for a scheduler to send its first message, as it does at once on each connection
 _MAX_GREETING_BYTES = 1 << 16  # it has some hundred
-_OTHER = "so it is another program (8787 is usually the port of Dask's dashboard) or hangs"
+_OTHER = "so it hangs or is not a scheduler (8787 is usually the port of Dask's dashboard)"
 _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
 
@@ -169,7 +169,7 @@ def _require_greeting(connection: socket.socket, address: str) -> None:
         ) from None
     # The protocol of distributed: the number of bytes that follow.
     if not (head and 8 <= int.from_bytes(head, "little") <= _MAX_GREETING_BYTES):
-        raise _no_answer(address, f"what listens there sends {head!r}, {_OTHER}")
+        raise _no_answer(address, f"the program that listens there sends {head!r}, {_OTHER}")
 
 
 def _no_answer(address: str, reason: str) -> LaunchError:

@@ -42,7 +42,8 @@ def call(client: Any, function: Callable[..., Any], *arguments: Any, **options: 
             hint="install the project, with its extra dask, in the environment of the workers",
         ) from None
     except OSError as error:
-        raise LaunchError(f"a worker does not answer: {error}", where=client.scheduler.address) from None
+        hint = "check that every worker is running and can be reached, then run the same command again"
+        raise LaunchError(f"a worker does not answer: {error}", where=client.scheduler.address, hint=hint) from None
     return answers
 
 

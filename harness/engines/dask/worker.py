@@ -166,7 +166,7 @@ def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]
     try:
         while not local.begin.wait(0.05):
             if not wanted() or local.stops:
-                raise LaunchError(f"rank {rank} was cancelled before it started")
+                raise LaunchError(f"rank {rank} was canceled before it started")
         code = _run(local, rank, environ, files, send, wanted)
     except OSError as error:
         raise LaunchError(f"rank {rank} cannot be started on {worker.address}: {error}") from None

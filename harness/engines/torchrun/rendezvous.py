@@ -118,7 +118,7 @@ def _check(job: Job, least: int) -> None:
             )
         if settings.max_restarts:
             refuse(
-                "launch.node_rank and launch.max_restarts exclude each other: a restart may change the first machine",
+                "launch.node_rank and launch.max_restarts cannot be combined: a restart may change the first machine",
                 "remove launch.node_rank: machines are then numbered in the order of their addresses",
             )
     if least < settings.nnodes:

@@ -69,7 +69,7 @@ def test_paths_that_are_no_files(tmp_path):
         with pytest.raises(DataError) as caught:
             open_table(tmp_path / name, cache_dir=tmp_path / "cache")
         assert caught.value.message.startswith(message)
-        assert caught.value.hint == ""  # not the very file that failed
+        assert "did you mean" not in caught.value.hint  # not the very file that failed
     (tmp_path / "train_1.csv").touch()
     with pytest.raises(DataError) as caught:
         open_table(tmp_path / "train_2.csv", cache_dir=tmp_path / "cache")
@@ -127,7 +127,7 @@ SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,
         ((HEADER + GOOD).replace(b",", b"\t"), "no column 'label'", 0, "separated by tabs"),
         (
             b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n",
-            "labels 'dog' (row 1) and 'dog ' (row 2) differ only in white space", 0, "in column 'label'",
+            "labels 'dog' (row 1) and 'dog ' (row 2) differ only in whitespace", 0, "in column 'label'",
         ),
         (HEADER + b"a,1\n", "1 row without exactly 3 fields as in the header: line 2 has 2", 2, "double quotes"),
         (
@@ -182,7 +182,7 @@ def test_too_many_labels(refused, monkeypatch):
     monkeypatch.setattr(labels, "MAX_LABELS", 400)
     message, _, hint = refused(HEADER + GOOD, label="path")
     assert message == "column 'path' has more than 400 different values, too many for labels"
-    assert hint == "name the column of class labels"
+    assert hint == "set the key that names the column of class labels, such as task.label_column=NAME"
 
 
 @pytest.mark.parametrize("block", [64, 4 << 20])
