@@ -34,6 +34,7 @@ from tests.apex.shared import copies, same, through_a_file
 pytestmark = pytest.mark.contract("1.1")
 HALF = torch.float16
 INF = float("inf")
+HIGH = {"init_scale": 2.0**32, "max_loss_scale": 2.0**32}  # a scale at which the first steps overflow
 
 NAMES = """network_to_half BN_convert_float convert_network convert_module tofp16 FP16Model FP16_Optimizer LossScaler
 DynamicLossScaler prep_param_lists model_grads_to_master_grads master_params_to_model_params clip_grad_norm
@@ -195,7 +196,8 @@ def test_static_scaler_never_looks_for_overflow():
 def test_dynamic_scaler_has_the_legacy_constants():
     scaler = DynamicLossScaler()
     assert vars(scaler) == {
-        "cur_scale": 2.0**32, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000
+        "cur_scale": 2.0**32, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000,
+        "min_loss_scale": 1.0, "max_loss_scale": INF,
     }  # fmt: skip
     for _ in range(999):
         scaler.update_scale(False)
@@ -345,8 +347,8 @@ def test_masters_replace_half_parameters_in_the_groups():
 
 
 def test_overflow_skips_the_step_and_halves_the_scale(caplog):
-    model, optimizer = build("adam", dynamic_loss_scale=True)
-    assert optimizer.loss_scale == 2.0**32
+    model, optimizer = build("adam", dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**24})
+    assert optimizer.loss_scale == 2.0**24
     seen = []
     for _ in range(30):
         params = copies((*model.parameters(), *masters_of(optimizer)))
@@ -363,7 +365,24 @@ def test_overflow_skips_the_step_and_halves_the_scale(caplog):
     assert seen[0]
     assert not seen[-1]
     assert seen == sorted(seen, reverse=True), "it finds a scale that fits and keeps it"
-    assert f"loss scale {2.0**32:g}, now {2.0**31:g}" in caplog.text
+    assert f"loss scale {2.0**24:g}, now {2.0**23:g}" in caplog.text
+
+
+def test_dynamic_scale_has_the_constants_of_amp():
+    _, optimizer = build("sgd", dynamic_loss_scale=True)
+    scaler, start = optimizer.loss_scaler, optimizer.loss_scale
+    assert start == 2.0**16, "Apex's FP16_Optimizer took the scaler of amp from 2019 on"
+    scales = []
+    for _ in range(20_000):
+        scaler.update_scale(False)
+        scales.append(scaler.loss_scale)
+    assert [scales[1998], scales[1999], scales[3998], scales[3999]] == [start, 2 * start, 2 * start, 4 * start]
+    assert scales[-1] == 2.0**24
+    arguments = {"init_scale": 64.0, "scale_window": 2, "min_loss_scale": 16.0, "max_loss_scale": 128.0}
+    _, optimizer = build("sgd", dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    for overflow, expected in ((True, 32.0), (True, 16.0), (True, 16.0), *[(False, None)] * 9, (False, 128.0)):
+        optimizer.loss_scaler.update_scale(overflow)
+        assert expected in (None, optimizer.loss_scale)
 
 
 def test_nan_in_a_float32_parameter_skips_the_step():
@@ -379,7 +398,7 @@ def test_nan_in_a_float32_parameter_skips_the_step():
 
 
 def test_skipped_steps_are_not_logged_unless_verbose(caplog):
-    model, optimizer = build(dynamic_loss_scale=True, verbose=False)
+    model, optimizer = build(dynamic_loss_scale=True, dynamic_loss_args=HIGH, verbose=False)
     train(model, optimizer, range(2))
     assert optimizer.loss_scale == 2.0**30
     assert caplog.text == ""
@@ -502,7 +521,10 @@ def test_step_with_a_closure_equals_the_plain_step(maker):
 
 def test_closure_is_called_again_on_moved_weights_and_at_smaller_scales():
     model, optimizer = build(
-        lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4), dynamic_loss_scale=True, verbose=False
+        lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4),
+        dynamic_loss_scale=True,
+        dynamic_loss_args=HIGH,
+        verbose=False,
     )
     weights, kept = [], []
 
@@ -525,7 +547,7 @@ def test_closure_is_called_again_on_moved_weights_and_at_smaller_scales():
 
 
 def test_closure_that_is_never_finite_raises():
-    model, optimizer = build(dynamic_loss_scale=True, verbose=False)
+    model, optimizer = build(dynamic_loss_scale=True, dynamic_loss_args=HIGH, verbose=False)
     calls = []
 
     def closure():
@@ -665,10 +687,10 @@ def test_state_has_the_keys_of_apex_and_plain_data():
 
 
 def test_state_saved_between_overflow_and_step_skips_that_step():
-    model, optimizer = build("adam", dynamic_loss_scale=True)
+    model, optimizer = build("adam", dynamic_loss_scale=True, dynamic_loss_args=HIGH)
     optimizer.backward(loss_of(model, 0))
     assert optimizer.overflow
-    _, resumed_optimizer = build("adam", dynamic_loss_scale=True)
+    _, resumed_optimizer = build("adam", dynamic_loss_scale=True, dynamic_loss_args=HIGH)
     resumed_optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     resumed_optimizer.step()
     assert resumed_optimizer.loss_scale == 2.0**31
@@ -719,7 +741,8 @@ def test_files_of_apex_load(monkeypatch, which):
     assert resumed_optimizer.dynamic_loss_scale is dynamic
     assert same(resumed[0].parameters(), model[0].parameters()), "the masters are copied to the model"
     if which == "dynamic":
-        assert vars(resumed_optimizer.loss_scaler) == attributes
+        limits = {"min_loss_scale": 1.0, "max_loss_scale": INF}
+        assert vars(resumed_optimizer.loss_scaler) == {**attributes, **limits}
     train(resumed, resumed_optimizer, [12])
     assert resumed_optimizer.loss_scale == (64.0 if which == "of amp" else scale)  # its 2000th clean step
 

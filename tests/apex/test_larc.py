@@ -35,6 +35,17 @@ def test_values_of_the_contract(clip, expected):
     assert larc.param_groups[0]["weight_decay"] == 0.5
 
 
+def test_arithmetic_is_that_of_apex_to_the_last_bit():
+    """Weight decay is multiplied and rounded, then added and rounded."""
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(64, 64, generator=generator))
+    p.grad = torch.randn(64, 64, generator=generator) / 100
+    rate = 0.02 * p.detach().norm() / (p.grad.norm() + p.detach().norm() * 0.01 + 1e-8)
+    expected = (p.grad + 0.01 * p.detach()) * rate.div(0.1).clamp(max=1.0)
+    LARC(SGD([p], lr=0.1, weight_decay=0.01)).step()
+    assert torch.equal(p.grad, expected)
+
+
 def _by_hand(p, g, lr, decay, trust, clip, eps):
     """The rule for one parameter in float64: its scaled gradient."""
     p, g = p.double(), g.double()

@@ -273,6 +273,25 @@ def test_in_place_methods_of_the_float32_list_refuse_reduced_tensors(reduced, na
 
 
 @pytest.mark.contract("4.1")
+@pytest.mark.parametrize("name", ["local_response_norm", "normalize", "multilabel_soft_margin_loss"])
+def test_composite_functions_compute_in_float32_as_a_whole(reduced, name):
+    """Not only those of their parts that are listed: squares overflow, and gradients are rounded twice."""
+    arguments = {"local_response_norm": {"size": 2}, "multilabel_soft_margin_loss": {"target": w(2, 8, 6).round()}}
+    narrow = (rand(2, 8, 6) * 300).to(reduced).requires_grad_()
+    wide = narrow.detach().float().requires_grad_()
+    result = getattr(F, name)(narrow, **arguments.get(name, {}))
+    with amp.disable_casts():
+        result.sum().backward()
+        expected = getattr(F, name)(wide, **arguments.get(name, {}))
+        expected.sum().backward()
+    assert result.dtype == torch.float32
+    assert torch.equal(result, expected)
+    assert torch.equal(narrow.grad, wide.grad.to(reduced))
+    amp.reset()
+    assert getattr(F, name).__module__ == "torch.nn.functional"
+    assert not hasattr(getattr(F, name), "__wrapped__")
+
+
 def test_cpu_returns_float32(reduced):
     assert rand(2, dtype=reduced).cpu().dtype is torch.float32
     with amp.disable_casts():

@@ -18,6 +18,7 @@ weights.) Like all of autocast the state belongs to the calling thread; a forked
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ class CastEngine:
         self._libraries: dict[str, torch.library.Library] = {}
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
-        self._methods: dict[str, tuple[Any, Any]] = {}  # name: what Tensor itself had before, ours
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what owner itself had before, ours
         self._allow_banned = False
         self._report: ExitStack | None = None
 
@@ -70,14 +71,16 @@ class CastEngine:
         torch.set_autocast_cache_enabled(False)
         for device_type in device_types:
             self.add(device_type)
-        self._replace("cpu", _cpu_as_float32)
+        self._replace(Tensor, "cpu", _cpu_as_float32)
         for name in cast_lists.BANNED_IN_PLACE:
-            self._replace(name, _banned_method)
+            self._replace(Tensor, name, _banned_method)
+        for name in cast_lists.FLOAT32_FUNCTIONS:
+            self._replace(nn.functional, name, _in_float32)
 
-    def _replace(self, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        before, ours = vars(torch.Tensor).get(name), make(name, getattr(torch.Tensor, name))
-        setattr(torch.Tensor, name, ours)
-        self._methods[name] = before, ours
+    def _replace(self, owner: Any, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        before, ours = vars(owner).get(name), make(name, getattr(owner, name))
+        setattr(owner, name, ours)
+        self._replaced.append((owner, name, before, ours))
 
     def add(self, device_type: str) -> None:
         """Cast operations on ``device_type`` too."""
@@ -101,14 +104,14 @@ class CastEngine:
         torch.set_autocast_cache_enabled(self._cache_before)
         if self._report is not None:
             self._report.close()
-        for name, (before, ours) in self._methods.items():
-            if vars(torch.Tensor).get(name) is not ours:
+        for owner, name, before, ours in self._replaced:
+            if vars(owner).get(name) is not ours:
                 continue  # replaced since, as by harness.apex.uninstall
             if before is not None:
-                setattr(torch.Tensor, name, before)  # a redirection of --device cpu
+                setattr(owner, name, before)  # a function of torch, or a redirection of --device cpu
             else:
-                delattr(torch.Tensor, name)  # uncovers the inherited method
-        self._libraries, self._before, self.dtype, self._report, self._methods = {}, {}, None, None, {}
+                delattr(owner, name)  # uncovers the inherited method
+        self._libraries, self._before, self.dtype, self._report, self._replaced = {}, {}, None, None, []
 
 
 engine = CastEngine()
@@ -159,6 +162,18 @@ def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Te
         return plain(self.float() if _is_cast(self) else self, *args, **kwargs)
 
     return cpu
+
+
+def _in_float32(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that computes in float32 as a whole, not by its parts (``cast_lists.FLOAT32_FUNCTIONS``)."""
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        wide = [arg.float() if isinstance(arg, Tensor) and _is_cast(arg) else arg for arg in args]
+        named = {key: arg.float() if isinstance(arg, Tensor) and _is_cast(arg) else arg for key, arg in kwargs.items()}
+        return plain(*wide, **named)
+
+    return function
 
 
 def _banned_method(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,7 +3,8 @@
 These are the *differences* to ``torch.autocast``: ``cast_kernels`` registers only what a device's autocast does not
 already do as Apex did. Operations that Apex never had follow autocast's choice for CUDA on every device, so a script
 does the same on a CPU as on a GPU. Names cover all overloads except in-place and ``out=`` ones, which keep the dtype of
-the tensor they write to. Composite operations (``F.normalize``, ``F.triplet_margin_loss``) follow from their parts.
+the tensor they write to. Composite operations (``F.triplet_margin_loss``) follow from their parts, or are listed under
+``FLOAT32_FUNCTIONS``.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ BANNED = ["binary_cross_entropy"]
 BANNED_IN_PLACE = _names("""
     acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ cumprod_ cumsum_ renorm_
 """)
+
+# Functions of torch.nn.functional on Apex's float32 list, made of parts of which some would run in float16: squares
+# would overflow (local_response_norm), or gradients be rounded on each of two paths.
+FLOAT32_FUNCTIONS = _names("local_response_norm normalize multilabel_soft_margin_loss")
 
 # Operations whose built-in autocast rule differs from Apex's and is replaced.
 REPLACED = {"grid_sampler", "binary_cross_entropy", "cat", "stack"}

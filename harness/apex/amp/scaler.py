@@ -16,6 +16,7 @@ from harness.apex.amp.messages import messages
 from harness.apex.tensor_groups import by_device_and_dtype
 
 INITIAL_SCALE = 2.0**16
+MAXIMUM = 2.0**24
 FACTOR = 2.0
 WINDOW = 2000  # clean updates between two growths
 DEFAULT_FLOOR = 1.0  # Apex had none and walked down to a division by zero (contract 2.2)
@@ -35,7 +36,7 @@ class LossScaler:
         self,
         loss_scale: LossScale,
         min_loss_scale: float | None = None,
-        max_loss_scale: float | None = 2.0**24,
+        max_loss_scale: float | None = MAXIMUM,
         index: int = 0,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"

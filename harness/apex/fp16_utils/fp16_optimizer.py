@@ -15,10 +15,13 @@ from torch.optim import Optimizer
 
 from harness.apex.amp.master_weights import all_params
 from harness.apex.amp.messages import is_rank_zero, logger
+from harness.apex.amp.scaler import INITIAL_SCALE, MAXIMUM, WINDOW
 from harness.apex.fp16_utils.eager_masters import EagerMasters
 from harness.apex.fp16_utils.fp16util import clip_grad_norm
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, scaler_from, scaler_state
 from harness.apex.optimizer_proxy import OptimizerProxy
+
+DYNAMIC: dict[str, Any] = {"init_scale": INITIAL_SCALE, "scale_window": WINDOW, "max_loss_scale": MAXIMUM}  # as in amp
 
 
 class FP16_Optimizer(OptimizerProxy):
@@ -29,9 +32,9 @@ class FP16_Optimizer(OptimizerProxy):
         optimizer.backward(loss)  # instead of loss.backward()
         optimizer.step()
 
-    The scale is ``static_loss_scale``, or with ``dynamic_loss_scale`` starts at 2**32, halves on overflow and doubles
-    after 1000 steps without (in ``amp``: 2**16 and 2000). ``dynamic_loss_args`` are arguments of ``DynamicLossScaler``.
-    ``verbose``: log skipped steps, on rank 0.
+    The scale is ``static_loss_scale``, or with ``dynamic_loss_scale`` that of ``amp``: it starts at 2**16, halves on
+    overflow and doubles after 2000 steps without, up to 2**24. ``dynamic_loss_args`` are arguments of
+    ``DynamicLossScaler``. ``verbose``: log skipped steps, on rank 0.
 
     float32 parameters are their own masters; other dtypes raise TypeError. Attributes: ``optimizer``, the one given;
     ``loss_scaler``; ``overflow``, True if the latest gradients hold an inf or NaN.
@@ -56,7 +59,9 @@ class FP16_Optimizer(OptimizerProxy):
         self.optimizer, self.verbose = init_optimizer, verbose
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler: LossScaler = (
-            DynamicLossScaler(**dict(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
+            DynamicLossScaler(**{**DYNAMIC, **(dynamic_loss_args or {})})
+            if dynamic_loss_scale
+            else LossScaler(static_loss_scale)
         )
         self.overflow, self.first_closure_call_this_step = False, True
         self._masters = EagerMasters(init_optimizer)

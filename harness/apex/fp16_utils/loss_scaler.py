@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.apex.amp.scaler import WINDOW
+from harness.apex.amp.scaler import LOWEST_FLOOR, WINDOW
 from harness.apex.amp.scaler import LossScaler as AmpLossScaler
 from harness.apex.tensor_groups import by_device_and_dtype
 
@@ -45,19 +45,28 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is divided by ``scale_factor`` on overflow, down to 1, and multiplied by it to grow.
+    """A loss scale that is divided by ``scale_factor`` on overflow, and multiplied by it to grow, within two limits.
 
     It starts at ``init_scale``; at 2**32 the first steps overflow until it is small enough. It grows after
-    ``scale_window`` steps without overflow.
+    ``scale_window`` steps without overflow. ``FP16_Optimizer`` has other defaults.
     """
 
-    def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+    def __init__(
+        self,
+        init_scale: float = 2.0**32,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+        min_loss_scale: float | None = 1.0,
+        max_loss_scale: float | None = None,
+    ) -> None:
         if not (init_scale > 0 and scale_factor > 1 and scale_window >= 1):
             raise ValueError(
                 f"init_scale={init_scale} must be above 0, scale_factor={scale_factor} above 1, "
                 f"scale_window={scale_window} at least 1"
             )
-        super().__init__(init_scale)
+        self.min_loss_scale = 1.0 if min_loss_scale is None else max(min_loss_scale, LOWEST_FLOOR)
+        self.max_loss_scale = float("inf") if max_loss_scale is None else max_loss_scale
+        super().__init__(min(init_scale, self.max_loss_scale))
         self.cur_iter = 0
         self.last_overflow_iter = -1
         self.scale_factor = scale_factor
@@ -70,10 +79,10 @@ class DynamicLossScaler(LossScaler):
     def update_scale(self, overflow: bool) -> None:
         """End a step, which was skipped if ``overflow`` is True."""
         if overflow:
-            self.cur_scale = min(self.cur_scale, max(self.cur_scale / self.scale_factor, 1.0))
+            self.cur_scale = min(self.cur_scale, max(self.cur_scale / self.scale_factor, self.min_loss_scale))
             self.last_overflow_iter = self.cur_iter
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self.cur_scale *= self.scale_factor
+            self.cur_scale = max(self.cur_scale, min(self.cur_scale * self.scale_factor, self.max_loss_scale))
         self.cur_iter += 1
 
 
@@ -96,7 +105,8 @@ def scaler_from(saved: Any) -> LossScaler:
     if "_loss_scale" in state:  # since 2019 Apex saved the scaler of its amp here
         if not state.get("dynamic", True):
             return LossScaler(state["_loss_scale"])
-        scaler = DynamicLossScaler(state["_loss_scale"], 2.0, state.get("_scale_seq_len", WINDOW))
+        limits = state.get("_min_loss_scale"), state.get("_max_loss_scale")
+        scaler = DynamicLossScaler(state["_loss_scale"], 2.0, state.get("_scale_seq_len", WINDOW), *limits)
         scaler.cur_iter = state.get("_unskipped", 0)
         return scaler
     if "cur_scale" not in state:
@@ -105,7 +115,8 @@ def scaler_from(saved: Any) -> LossScaler:
         return LossScaler(state["cur_scale"])
     scaler = DynamicLossScaler()
     for name in vars(scaler):
-        setattr(scaler, name, state[name])
+        if name not in ("min_loss_scale", "max_loss_scale") or name in state:  # which Apex's scaler does not have
+            setattr(scaler, name, state[name])
     return scaler
 
 

@@ -133,7 +133,8 @@ class LARC(OptimizerProxy):
         rates = torch.where(weight_norms == 0, 1.0, rates)
         rates = torch.where(gradient_norms == 0, 0.0, rates)
         if decay != 0:
-            torch._foreach_add_(gradients, parameters, alpha=decay)
+            # Two roundings, as in Apex; with alpha the product would not be rounded.
+            torch._foreach_add_(gradients, torch._foreach_mul(parameters, decay))
         torch._foreach_mul_(gradients, list(rates.unbind()))
 
 

@@ -1,0 +1,112 @@
+"""Runs all cells with both implementations and writes ``benchmarks/results/oracle.md``.
+
+    python -m benchmarks.oracle CHECKOUT [--only PATTERN] [--workers 2]
+
+Exits with 1 if a cell differs that ``deliberate`` does not list, or is equal although listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.oracle import deliberate, original, verdict
+from benchmarks.oracle.cells import CELLS
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Row:
+    """A cell: what differs, and why that is meant to be; both empty for a cell that is bitwise equal."""
+
+    name: str
+    family: str
+    difference: str
+    reason: str
+
+    @property
+    def wrong(self) -> bool:
+        return bool(self.difference) != bool(self.reason)
+
+
+def compare(checkout: Path, names: Sequence[str], workers: int = 2) -> list[Row]:
+    """Run the cells ``names`` with both implementations, each in ``workers`` / 2 processes at a time."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [Path(temporary, side) for side in ("original", "ours")]
+        parts = max(1, workers // 2)
+        running = []
+        for part in range(parts):
+            listed = Path(temporary, f"names{part}")
+            listed.write_text("\n".join(names[part::parts]))
+            for folder, arguments in zip(folders, ([str(checkout.resolve())], []), strict=True):
+                folder.mkdir(exist_ok=True)
+                command = [sys.executable, "-m", "benchmarks.oracle.side", str(folder), str(listed), *arguments]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+                log = Path(temporary, f"{folder.name}{part}.log").open("w")
+                running.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT))
+        try:
+            for process in running:
+                process.wait()
+        finally:
+            for process in running:
+                process.kill()
+        return [
+            Row(name, CELLS[name].family, verdict.difference(name, *folders), deliberate.reason(name)) for name in names
+        ]
+
+
+def page(rows: Sequence[Row], commit: str) -> str:
+    """The table of families, the deliberate differences, and what is wrong, as Markdown."""
+    equal = sum(not row.difference for row in rows)
+    families = []
+    for family in dict.fromkeys(row.family for row in rows):
+        own = [row for row in rows if row.family == family]
+        families.append([family, str(sum(not row.difference for row in own)), str(len(own))])
+    listed = [[row.name, row.reason, row.difference.replace("|", "\\|")] for row in rows if row.reason]
+    wrong = [[row.name, row.difference or "is listed as different, but equal"] for row in rows if row.wrong]
+    return "\n\n".join(
+        [
+            f"**{equal} of {len(rows)} cells are bitwise equal**; {len(rows) - equal - len(wrong)} differ on purpose. "
+            f"NVIDIA/apex at {commit}, {datetime.date.today()}, `make oracle APEX_CHECKOUT=DIR`.",
+            "Each cell is a small script, run twice on the CPU with the same kernels of torch: once with the original "
+            "`apex`, for which CPU tensors pass for CUDA tensors, and once with `harness.apex`. Compared are losses, "
+            "weights, saved weights, masters, gradients, optimizer state and amp state. The original runs as after "
+            "`pip install` without its extensions, and its cast cache is adapted to torch 1.10 and later; in the cells "
+            "of fused optimizers and unscaling kernels, `harness.apex.amp_C` stands in for its CUDA kernels.",
+            machine.table(["cells", "bitwise equal", "of"], families),
+            "## Deliberate differences",
+            "[docs/apex.md](../../docs/apex.md#compared-with-nvidias-apex) explains the reasons.",
+            machine.table(["cell", "reason", "what differs"], listed),
+            *(["## To be explained", machine.table(["cell", "what differs"], wrong)] if wrong else []),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--only", default="*", help="shell pattern of names of cells; nothing is written then")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
+    arguments = parser.parse_args()
+    original.check(arguments.checkout)
+    rows = compare(arguments.checkout, [name for name in CELLS if fnmatchcase(name, arguments.only)], arguments.workers)
+    if arguments.only == "*":
+        commit = original.commit(arguments.checkout)
+        machine.write("oracle", "harness.apex compared with NVIDIA's Apex, bit for bit", page(rows, commit))
+    else:
+        print("\n".join(f"{row.name}: {row.difference or 'bitwise equal'}" for row in rows))
+    sys.exit(any(row.wrong for row in rows))
+
+
+if __name__ == "__main__":
+    main()
