@@ -10,7 +10,7 @@ KILLS ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test test-all check bench campaign gpu-check clean
+.PHONY: train test test-all check bench campaign oracle gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
@@ -36,6 +36,9 @@ bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
 
 campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them; CHAIN=SEED-NUMBER repeats one chain
 	$(BIN)/python -m benchmarks.campaign $(if $(CHAIN),--chain $(CHAIN),--kills $(KILLS) --seed $(SEED) --jobs $(JOBS))
+
+oracle: $(VENV)/.test  ## compare with NVIDIA's own Apex, bit for bit; APEX_CHECKOUT is a checkout of it, at a tag up to 25.05
+	$(BIN)/python -m benchmarks.oracle $(or $(APEX_CHECKOUT),$(error type: make oracle APEX_CHECKOUT=DIR))
 
 gpu-check: $(VENV)/.test  ## needs a CUDA device: the Apex tests and benchmarks on it
 	$(BIN)/python -m pytest tests/apex --device cuda

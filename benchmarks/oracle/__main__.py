@@ -43,26 +43,32 @@ def compare(checkout: Path, names: Sequence[str], workers: int = 2) -> list[Row]
     """Run the cells ``names`` with both implementations, each in ``workers`` / 2 processes at a time."""
     with tempfile.TemporaryDirectory() as temporary:
         folders = [Path(temporary, side) for side in ("original", "ours")]
-        parts = max(1, workers // 2)
         running = []
-        for part in range(parts):
+        for part in range(max(1, workers // 2)):
             listed = Path(temporary, f"names{part}")
-            listed.write_text("\n".join(names[part::parts]))
+            listed.write_text("\n".join(names[part :: max(1, workers // 2)]))
             for folder, arguments in zip(folders, ([str(checkout.resolve())], []), strict=True):
                 folder.mkdir(exist_ok=True)
-                command = [sys.executable, "-m", "benchmarks.oracle.side", str(folder), str(listed), *arguments]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-                log = Path(temporary, f"{folder.name}{part}.log").open("w")
-                running.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT))
+                running.append(
+                    _start(Path(temporary, f"{folder.name}{part}.log"), [str(folder), str(listed), *arguments])
+                )
         try:
-            for process in running:
-                process.wait()
+            for log, process in running:
+                if process.wait():
+                    print(f"{' '.join(process.args)} failed:\n{log.read_text()[-2000:]}", file=sys.stderr)
         finally:
-            for process in running:
+            for _, process in running:
                 process.kill()
         return [
             Row(name, CELLS[name].family, verdict.difference(name, *folders), deliberate.reason(name)) for name in names
         ]
+
+
+def _start(log: Path, arguments: list[str]) -> tuple[Path, subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "benchmarks.oracle.side", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("w") as output:
+        return log, subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
 
 
 def page(rows: Sequence[Row], commit: str) -> str:

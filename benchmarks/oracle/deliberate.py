@@ -14,12 +14,13 @@ FLOAT64 = "O1 leaves float64 alone"
 IN_PLACE = "O1 leaves in-place operations to torch"
 BROKEN = "raises an error, or is not cast, in the original on this torch"
 RESUME = "fixed bug 1: O2 resumes exactly"
-FIRST = "fixed bug 18: gradients before the masters exist"
+FIRST = "fixed bug 18: delay_unscale before the masters exist"
 STATIC = "fixed bug 7: static scale of 1 with masters"
 HALF_NORM = "LARC computes the norms of float16 tensors in float32"
 WIDE_STATE = "fused optimizers keep float32 state for float16 weights"
 NO_BUFFER = "FusedSGD keeps no momentum buffer without momentum"
 LAMB_GRADIENTS = "FusedLAMB does not overwrite gradients"
+FIRST_NORM = "FusedNovoGrad computes its first norm as the later ones"
 HALF_SUM = "O3 adds float16 gradients as the original's Python fallback, not as its kernel"
 STATISTICS = "SyncBatchNorm computes as the original's CUDA kernels"
 
@@ -37,6 +38,8 @@ PATTERNS: dict[str, str] = {
     "fused FusedSGD O3": WIDE_STATE,
     "fused FusedSGD with nesterov O3": WIDE_STATE,
     "fused FusedAdagrad O3": WIDE_STATE,
+    "fused FusedLAMB O3": WIDE_STATE,
+    "fused FusedNovoGrad O1": FIRST_NORM,
     "fused* FusedLAMB O*": LAMB_GRADIENTS,
     "create_syncbn_process_group": STATISTICS,
     "SyncBatchNorm O2 *": BROKEN,

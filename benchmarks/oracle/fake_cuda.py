@@ -24,20 +24,8 @@ _TYPES = {
     torch.uint8: "ByteTensor",
     torch.bool: "BoolTensor",
 }
-_FACTORIES = [
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-]
+_FACTORIES = ["tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"]
+_FACTORIES += ["zeros_like", "ones_like", "empty_like", "full_like"]
 
 
 class _Nothing:

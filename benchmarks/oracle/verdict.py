@@ -53,9 +53,15 @@ def _differences(label: str, original: Any, ours: Any) -> Iterator[str]:
         if words := _kind(one, other):
             yield f"{label}: {words}"
             return
-    largest = max(float((one.double() - other.double()).abs().nan_to_num(inf).max()) for one, other in pairs)
+    largest = max(_distance(one.double(), other.double()) for one, other in pairs)
     scale = max(float(one.double().nan_to_num(0, 0, 0).abs().max()) for one in _tensors(original))
     yield f"{label}: differ by {largest / max(scale, 1e-30):.1e} of the largest value"
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of two elements, infinite where only one of them is finite."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).abs().nan_to_num(inf).masked_fill(same, 0.0).max())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -115,4 +115,5 @@ POINTS = {
     "10.15": "trap: parameters unfrozen after the masters were made",
     "10.16": "trap: SyncBatchNorm with unequal batches; convert forgets training and requires_grad",
     "10.17": "trap: DistributedDataParallel before initialize",
+    "10.18": "trap: the first accumulation with delay_unscale drops float32 gradients under O2",
 }

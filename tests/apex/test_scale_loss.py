@@ -57,7 +57,7 @@ def scale_of(index=0):
     return amp._amp_state.loss_scalers[index].loss_scale()
 
 
-@pytest.mark.contract("1.3.5", "1.3.7", "1.3.8", "3.3", "10.7")
+@pytest.mark.contract("1.3.5", "1.3.7", "1.3.8", "3.3", "10.7", "10.18")
 @pytest.mark.parametrize(("level", "scale"), SCALED)
 @pytest.mark.parametrize("delays", [(False,), (False, False), (True, False), (False, True, False), (True, True, False)])
 def test_accumulated_gradients_are_the_true_sum(level, scale, delays):

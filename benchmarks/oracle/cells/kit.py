@@ -105,12 +105,12 @@ def fit(
     losses, batches = [], list(batches)
     for number, (x, y) in enumerate(batches):
         value = loss(model(x), y)
+        losses.append(value.detach().float())
         if number in overflow:
             value = value * 1e38
         last = number % accumulate == accumulate - 1
         with amp.scale_loss(value, optimizer, delay_unscale=delay_unscale and not last) as scaled:
             scaled.backward()
-        losses.append(value.detach().float())
         if last:
             before_step(number)
             (steps or optimizer).step()

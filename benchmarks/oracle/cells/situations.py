@@ -196,7 +196,7 @@ def groups(level: str) -> Result:
         decayed = [parameter for parameter in net.parameters() if parameter.dim() > 1]
         plain = [parameter for parameter in net.parameters() if parameter.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 1e-2}, {"params": plain, "weight_decay": 0.0, "lr": 0.02}]
-        return torch.optim.AdamW(groups, lr=1e-3)
+        return torch.optim.AdamW(groups, lr=1e-3, eps=1e-4)
 
     net = convnet()
     return fit(*_start(level, net, make), images(6))
@@ -303,4 +303,9 @@ def penalty(level: str) -> Result:
 
 @cells("optimizer", level=LEVELS, name=("RMSprop", "Adagrad", "AdamW", "Adadelta", "NAdam", "Rprop"))
 def torch_optimizers(level: str, name: str) -> Result:
-    return fit(*_start(level, mlp(), lambda params: getattr(torch.optim, name)(params, lr=1e-3)), vectors(6))
+    options = {} if name == "Rprop" else {"eps": 1e-3}  # torch's own are 0 in float16
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(parameters, lr=1e-3, **options)
+
+    return fit(*_start(level, mlp(), make), vectors(6))
