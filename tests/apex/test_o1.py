@@ -523,3 +523,14 @@ def test_recomputed_activations_are_cast_again(reentrant):
     assert seen == [torch.float16] * 3, "forward, forward, recomputation"
     assert same(*gradients)
     assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_models_take_float64_data(level):
+    """Apex's operations cast float64; here the model's call does, so that scripts with float64 data run."""
+    model = amp.initialize(nn.Conv2d(1, 2, 3), opt_level=level, verbosity=0)
+    x = torch.rand(2, 1, 5, 5, dtype=torch.float64)
+    assert model(x).dtype is LEVELS[level]
+    assert torch.equal(model(x), model(x.float()))
+    assert torch.equal(model(input=x), model(x.float()))
+    assert x.dtype is torch.float64

@@ -190,7 +190,7 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
     elif outputs is not None:
         handles = model_casts.attach(model, None, outputs, fp32_state=False)
     if properties.patch_torch_functions:
-        handles.append(model.register_forward_pre_hook(cast_engine.FollowDevice()))
+        handles.append(model.register_forward_pre_hook(cast_engine.EnterModel(), with_kwargs=True))
     _handles[model] = handles
     _amp_state.models.add(model)
 
