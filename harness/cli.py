@@ -203,7 +203,7 @@ def _cut_off(code: int) -> NoReturn:
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread() and (frame := frames.get(thread.ident or 0)):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            print(f"warning: thread {thread.name} is still running at {place}; this process ends it", file=sys.stderr)
+            print(f"warning: thread {thread.name} is still running at {place}; exiting without it", file=sys.stderr)
     _end(code)
 
 

@@ -93,7 +93,7 @@ def test_leave_names_and_ends_the_threads_of_the_user(code, limit):
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == code
-    assert done.stderr == "warning: thread mine is still running at <string>:3; this process ends it\n"
+    assert done.stderr == "warning: thread mine is still running at <string>:3; exiting without it\n"
 
 
 def test_leave_keeps_the_exit_code_and_loses_no_output(tmp_path):

@@ -43,8 +43,8 @@ def run_folder(config: Config) -> RunFolder:
     """The run folder of ``config``, OUTPUT/NAME. Raises ConfigError for a URL at which no run can be kept."""
     if config.output.startswith("memory://"):
         raise ConfigError(
-            f"{config.output} ends with the process, and the run with it", where="output",
-            hint="name a folder, or the URL of a store, such as s3://BUCKET/runs",
+            f"{config.output} exists only in memory: the run would be lost when the process ends", where="output",
+            hint="give a folder, or the URL of a store, such as s3://BUCKET/runs",
         )  # fmt: skip
     if is_url(config.output):
         return RemoteRunFolder(config)

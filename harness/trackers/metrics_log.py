@@ -135,7 +135,7 @@ class MetricsLog:
             return
         if self._path.exists():
             os.replace(self._path, self._path.with_name(f"{self._path.name}.replaced"))
-        log.warning("%s was removed or replaced during the run: it is written again", self._path)
+        log.warning("%s was removed or replaced during the run: writing it again", self._path)
         write_atomically(self._path, os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0))
         self._file.close()
         self._file = _open(self._path)

@@ -79,7 +79,7 @@ def steps(bucket: MemoryFileSystem) -> set[str]:
 
 
 def test_memory_is_no_place_for_a_run(config):
-    with pytest.raises(ConfigError, match="memory://bucket/runs ends with the process"):
+    with pytest.raises(ConfigError, match="memory://bucket/runs exists only in memory"):
         remote.run_folder(config())
 
 

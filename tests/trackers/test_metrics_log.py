@@ -52,7 +52,7 @@ def test_log_that_was_removed_is_written_again(path, caplog, monkeypatch, how):
     path.unlink()
     log.close(done=True)
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3]
-    assert caplog.text.count("was removed or replaced during the run: it is written again") == 2
+    assert caplog.text.count("was removed or replaced during the run: writing it again") == 2
     log = MetricsLog(path)
     path.parent.rename(f"{path.parent}-renamed")
     with pytest.raises(CheckpointError, match="the run folder was removed or renamed during the run"):

@@ -41,7 +41,7 @@ def require_text(path: Path, name: str, columns: Iterable[str]) -> None:
         types = {field.name: field.type for field in file.schema_arrow}
     for column in columns:
         if column in types and not _can_be_text(types[column]):
-            hint = "write it as text or numbers, or name another column"
+            hint = "store it as text or numbers, or choose a different column"
             raise DataError(f"column {column!r} holds {types[column]}, not text or numbers", where=name, hint=hint)
 
 
