@@ -69,7 +69,10 @@ def compare(one: Record, other: Record) -> Equality:
     log = compare_logs(one, other)
     found = [weights.same, checkpoints.same, log.same]
     newest = checkpoints.newest
-    complete = log.whole and newest[0] == newest[1] and newest[0] in checkpoints.equal and None not in found
+    finished = one.state == other.state == "finished"
+    complete = (
+        finished and log.whole and newest[0] == newest[1] and newest[0] in checkpoints.equal and None not in found
+    )
     verdict: Verdict
     if False in found:
         verdict = "different"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ _KNOWN = pa.schema(
      "loss": _REAL, "lr": _REAL, "loss_scale": _REAL, "samples_per_s": _REAL, "data_wait": _REAL}
 )  # fmt: skip
 _TAIL_BYTES = 1 << 16  # enough for the last line
+_MAX_DEPTH = 64  # of nesting
+_PLAIN = re.compile(rb"(?:\s*\{[^\n]*\n)*\s*")  # each line is an object
 _HALF = "metrics.jsonl ends mid-line: the run was killed during a write, or is still writing"
 
 
@@ -47,10 +52,26 @@ def incomplete(path: Path) -> str:
 
 
 def _line(text: bytes) -> Any:
+    """The value of a line; None if it is damaged, or cannot be a value of arrow."""
     try:
-        return parse_json(text)
+        value = parse_json(text)
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except ValueError:
         return None
+    return value if _depth(text) <= _MAX_DEPTH else None
+
+
+def _depth(text: bytes) -> int:
+    """An upper bound of how deeply ``text`` is nested."""
+    return max(itertools.accumulate((byte in b"{[") - (byte in b"}]") for byte in text), default=0)
+
+
+def _for_arrow(text: bytes) -> bool:
+    """False for text that arrow's parser may crash on: it needs an object per line, UTF-8 and little nesting."""
+    lines = text.split(b"\n")
+    deep = (line for line in lines if line.count(b"{") + line.count(b"[") > _MAX_DEPTH)
+    return bool(_PLAIN.fullmatch(text)) and b"\\ud" not in text.lower() and all(_depth(x) <= _MAX_DEPTH for x in deep)
 
 
 def _parsed(text: bytes) -> tuple[pa.Table, str]:
@@ -63,6 +84,8 @@ def _parsed(text: bytes) -> tuple[pa.Table, str]:
             text, problem = text[:end], _HALF
     if not text or text.isspace():
         return _KNOWN.empty_table(), problem
+    if not _for_arrow(text):
+        return _line_by_line(text.split(b"\n"), problem)
     reading = pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(text), 1 << 20))
     try:
         parsing = pyarrow.json.ParseOptions(explicit_schema=_KNOWN)

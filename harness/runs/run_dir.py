@@ -18,7 +18,7 @@ import yaml
 
 from harness.config import loader, merge
 from harness.config.schema import Config, recipe_difference
-from harness.errors import ConfigError, reason, remedy, require_regular_file
+from harness.errors import ConfigError, first_line, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
 from harness.runs.files import finite, make_folder, read_json, read_text, write_atomically
@@ -150,13 +150,12 @@ class RunFolder:
                 where=self.where,
                 hint=f"restore config.yaml; or {FROM_SCRATCH}",
             )
-        saved = _saved_tree(self.path / layout.CONFIG, config)
-        if difference := recipe_difference(saved, loader.as_tree(config)) if layout.CONFIG in held else {}:
+        if scratch:
+            why = "checkpoint.resume=never"
+        elif difference := recipe_difference(_saved_tree(self.path / layout.CONFIG, config), loader.as_tree(config)):
             changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
             changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
             why = f"its recipe differs ({changes})"
-        elif scratch:
-            why = "checkpoint.resume=never"
         elif any((self.path / name).exists() for name in _OF_EVALUATION) and not self.checkpoints.exist():
             why = "it has results, but no checkpoint to resume from"
         else:
@@ -239,14 +238,18 @@ class RunFolder:
 def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
     """The resolved configuration of an earlier run, with defaults for keys that its version did not have.
 
-    A task that ``config`` does not name is not imported, so its defaults are not added.
+    A task that ``config`` does not name is not imported, so its defaults are not added. Raises ConfigError if the file
+    is damaged.
     """
     try:
         tree = merge.load(read_text(path))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}
-    if not isinstance(tree, dict):
-        return {}
+        if not isinstance(tree, dict):
+            raise ValueError("it has no settings")
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(
+            f"the configuration of the earlier run in this folder is damaged: {first_line(error)}",
+            where=str(path), hint=f"restore it; or {FROM_SCRATCH}",
+        ) from None  # fmt: skip
     task = tree.get("task")
     if isinstance(task, dict) and task.get("name") == config.task.name:
         with contextlib.suppress(ConfigError):

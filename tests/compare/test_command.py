@@ -163,6 +163,14 @@ def test_killed_run_is_equal_so_far(runs, tmp_path, capsys):
     assert plain["evaluations"][1]["best_step"] is None
 
 
+def test_run_killed_before_its_results_is_equal_so_far(runs, tmp_path, capsys):
+    other = copy(tmp_path, runs, "again")
+    (other / "summary.json").unlink()
+    code, text, plain = compare(runs / "one", other, capsys=capsys)
+    assert (code, plain["equality"]["verdict"]) == (1, "equal so far")
+    assert "(unfinished, 1 rank)" in text
+
+
 def test_damaged_checkpoint_is_reported(runs, tmp_path, capsys):
     other = copy(tmp_path, runs, "again")
     state = other / "checkpoints" / f"step-{LAST}" / "state.pt"

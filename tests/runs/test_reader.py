@@ -86,6 +86,8 @@ def test_a_last_line_without_newline_is_read(tmp_path):
         (b'{"split": "train", "loss": NaN}\n', 3, None),
         (b"\n\n", 2, None),
         (b"\xff\xfe\n", 2, "1 of 3 lines"),
+        (b'{"event": "\\ud800"}\n', 2, "1 of 3 lines"),
+        (b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"\n", 2, "1 of 3 lines"),
     ],
 )
 def test_damaged_lines_are_left_out_and_reported(tmp_path, damage, left, problem):
@@ -100,6 +102,15 @@ def test_damaged_lines_are_left_out_and_reported(tmp_path, damage, left, problem
         assert record.problems == []
     else:
         assert [problem in found for found in record.problems] == [True]
+
+
+def test_a_first_line_that_is_no_object(tmp_path):
+    """Arrow's parser crashes on it."""
+    run = write_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_bytes(b"null\n[1]\n" + (run / "metrics.jsonl").read_bytes())
+    record = reader.read(run)
+    assert len(record.metrics()) == 2
+    assert "2 of 4 lines" in record.problems[0]
 
 
 def test_states(tmp_path):

@@ -84,12 +84,14 @@ def test_a_configuration_of_an_earlier_version_resumes_with_defaults(tmp_path):
     assert "seed 0 -> 5" in claim(tmp_path, seed=5)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"a: [1", b"- 1\n", b"", b"seed: 0\nold_key: 3\n"])
-def test_a_run_with_an_unreadable_configuration_is_moved_aside(tmp_path, content):
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a: [1", b"- 1\n", b""])
+def test_a_run_with_a_damaged_configuration_is_not_started_from_scratch(tmp_path, content):
     claim(tmp_path)
     (tmp_path / "runs" / "small" / "config.yaml").write_bytes(content)
-    assert "small.1: its recipe differs" in claim(tmp_path)
-    assert (tmp_path / "runs" / "small.1" / "config.yaml").read_bytes() == content
+    with pytest.raises(ConfigError, match=r"config.yaml: the configuration .* is damaged(.|\n)*resume=never"):
+        claim(tmp_path)
+    assert runs(tmp_path) == ["small"]
+    assert claim(tmp_path, checkpoint={"resume": "never"}).endswith("small.1: checkpoint.resume=never")
 
 
 def test_results_without_checkpoints_are_moved_aside(tmp_path):
