@@ -62,8 +62,9 @@ class Study:
         pruner = samplers.pruner(self._spec, plan.trials[0].config.train.epochs)
         samplers.sampler(self._spec, self._seed, 0)  # reports wrong arguments before any trial starts
         optuna.logging.set_verbosity(optuna.logging.ERROR)
+        own = None if self._spec.storage else folder / "study.db"
         url = self._spec.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
-        self._study = _open(url, self._spec.name, plan.direction, pruner)
+        self._study = _open(url, own, self._spec.name, plan.direction, pruner)
         self._claim()
         self.resumed = any(frozen.state != TrialState.WAITING for frozen in self._frozen())
         self._wanted = {identity(trial.settings) for trial in plan.trials}
@@ -217,7 +218,8 @@ def _number(frozen: optuna.trial.FrozenTrial) -> int:
     return int(frozen.user_attrs.get("run", frozen.number))
 
 
-def _open(url: str, name: str, direction: str, pruner: optuna.pruners.BasePruner) -> optuna.Study:
+def _open(url: str, own: Path | None, name: str, direction: str, pruner: optuna.pruners.BasePruner) -> optuna.Study:
+    """``own``: the SQLite file in the sweep folder, None if the user chose the storage."""
     try:
         return optuna.create_study(
             study_name=name, storage=url, direction=direction, load_if_exists=True, pruner=pruner  # type: ignore[arg-type]
@@ -229,8 +231,10 @@ def _open(url: str, name: str, direction: str, pruner: optuna.pruners.BasePruner
             shown = "storage"
         raise ConfigError(
             f"cannot open Optuna's storage: {first_line(error)}",
-            where=shown,
-            hint="remove storage: to use an SQLite file in the sweep folder, or set a URL such as postgresql://host/db",
+            where=shown if own is None else str(own),
+            hint="remove storage: to use an SQLite file in the sweep folder, or set a URL such as postgresql://host/db"
+            if own is None
+            else "if the file is damaged, move it away; trials that have ended are then found in their folders",
         ) from None
 
 

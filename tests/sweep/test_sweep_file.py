@@ -177,6 +177,17 @@ def test_errors_of_optuna_are_reported(tmp_path, content, problem, capsys):
     assert "secret" not in message
 
 
+def test_damaged_study_is_reported_with_its_place(tmp_path, capsys):
+    write_base(tmp_path)
+    write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2]})
+    (tmp_path / "tried").mkdir()
+    (tmp_path / "tried" / "study.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 84)
+    assert cli.main(["sweep", "-c", str(tmp_path / "sweep.yaml")]) == 2
+    message = capsys.readouterr().err
+    assert "study.db: cannot open Optuna's storage" in message
+    assert "if the file is damaged, move it away" in message
+
+
 def test_missing_optuna_is_reported_with_a_hint(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     write_base(tmp_path)
