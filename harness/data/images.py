@@ -7,8 +7,10 @@ the same pixels. Normalization is done on the device, per batch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ from harness.data.table.table import Table
 from harness.errors import DataError, first_line, require_regular_file, similar
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
+_AT_ONCE = 512  # paths that are read at once from the table
+_NAMED = 8  # further missing images in a message
 MAX_NAMES = 10_000  # names of a folder compared with a missing one
 _CHECK_ROOT = "check task.root: paths in the CSV are relative to it"
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
@@ -69,6 +73,27 @@ class ImageTable:
             used.append(row)
         numbers = np.asarray(used, dtype=np.int64)
         return Batch(self._stack(images, used), torch.from_numpy(self._targets(numbers)), numbers, bad)
+
+    def require_files(self, rows: np.ndarray, limit_s: float) -> None:
+        """Raise DataError if images of ``rows`` do not exist, unless they may be skipped. Looks for at most ``limit_s``
+        seconds: a network disk has thousands of files per second, a local one hundreds of thousands."""
+        if self.on_bad_image != "error":
+            return
+        missing: list[tuple[int, str]] = []
+        until = time.monotonic() + limit_s
+        for part in np.array_split(rows, -(-len(rows) // _AT_ONCE) or 1):
+            for row, path in zip(part.tolist(), self.table.strings(self.path_column, part), strict=True):
+                if not (path.strip() and os.path.exists(os.path.join(self.root, path))):
+                    missing.append((row, path))
+            if time.monotonic() > until:
+                break
+        if not missing:
+            return
+        first = self._unreadable(*missing[0], FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        others = [f"{self.table.where(row)}: {path.strip() or 'no path'}" for row, path in missing[1 : _NAMED + 1]]
+        more = f" and {len(missing) - _NAMED - 1} more" if len(missing) > _NAMED + 1 else ""
+        also = f"; also {', '.join(others)}{more}" if others else ""
+        raise DataError(f"{first.message}{also}", where=first.where, hint=first.hint)
 
     def _targets(self, rows: np.ndarray) -> np.ndarray:
         """Class indices; -1 if the table has no labels."""

@@ -27,9 +27,11 @@ from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
-from harness.training.task import OpenedTask, require_members
+from harness.training.task import OpenedTask, SupportsFileCheck, require_members
 
 log = logging.getLogger("harness")
+
+FILES_S = 2.0  # for a look at the files that the rows name
 
 SKEWED = 0.5  # total variation distance between the labels of a shard and of all rows, from 0 (equal) to 1 (disjoint)
 
@@ -138,10 +140,11 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     )
 
 
-def open_task(config: Config, runtime: Runtime) -> OpenedTask:
-    """Open the task's data, and check that it is the same on every rank. Collective."""
+def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> OpenedTask:
+    """Open the task's data, look ``files_s`` seconds for missing files, and check that the data is the same on every
+    rank. Collective."""
     with runtime.together("opening the data"):
-        opened = _opened(config)
+        opened = _opened(config, runtime.rank, runtime.world_size, files_s)
     runtime.all_equal(
         opened.fingerprint,
         "the annotations",
@@ -158,9 +161,11 @@ def rehearse(config: Config, world_size: int) -> None:
     sizes(config, len(_opened(config).train), world_size)
 
 
-def _opened(config: Config) -> OpenedTask:
+def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float = FILES_S) -> OpenedTask:
     opened = config.task.open(config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
     require_members(opened, config.task.name)
+    if isinstance(opened, SupportsFileCheck):
+        opened.require_files(rank, world_size, files_s)
     return opened
 
 

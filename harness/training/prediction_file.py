@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.errors import DataError
-from harness.runs.files import replacing
+from harness.errors import DataError, HarnessError
+from harness.runs.files import replacing, temporary_for
 
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
 SAMPLE_ROWS = 32
@@ -73,9 +74,11 @@ class PredictionFile:
 
     def _open(self, first: pa.Table) -> None:
         self._schema, self._head = first.schema, first.slice(0, SAMPLE_ROWS)
+        _require_no_other_writer(self._path)
         temporary = self._opened.enter_context(replacing(self._path))
         self._file = open(temporary, "wb")  # noqa: SIM115 - closed by finish or discard
         self._opened.callback(self._file.close)
+        _lock(self._file)
         if self._path.suffix == ".parquet":
             self._parquet = pq.ParquetWriter(self._file, self._schema)
         else:
@@ -92,6 +95,25 @@ class PredictionFile:
     def discard(self) -> None:
         """Delete the unfinished file; does nothing after ``finish``."""
         self._opened.__exit__(_Discarded, _Discarded(), None)
+
+
+def _require_no_other_writer(path: Path) -> None:
+    """Raise HarnessError if another process is writing ``path``: both would use the same temporary file."""
+    with suppress(FileNotFoundError), open(temporary_for(path), "rb") as other:
+        if not _lock(other):
+            hint = "wait for it, or choose another file with --out FILE"
+            raise HarnessError("cannot write the output: another process is writing it", where=str(path), hint=hint)
+
+
+def _lock(file: Any) -> bool:
+    """Lock ``file`` until it is closed; False if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 class _Discarded(Exception):

@@ -22,6 +22,8 @@ from harness.trackers import metrics_log
 from harness.training import build, optim, precision, strategy
 from harness.training.task import OpenedTask
 
+_FILES_S = 20.0  # for a look at the files that the rows name
+
 
 def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[str, Any], list[HarnessError]]:
     """(facts, errors). A stage is left out only if it needs the result of one that failed."""
@@ -41,7 +43,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
 
     device = attempt(devices.choose, config.runtime.device, 0, 1)
     chosen = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
-    task = attempt(build.open_task, config, Runtime())
+    task = attempt(build.open_task, config, Runtime(), _FILES_S)
     size = attempt(build.sizes, config, len(task.train), world_size) if task else None
     model = attempt(build.build_model, config, task) if task else None
     attempt(metrics_log.require, config.trackers)

@@ -29,8 +29,8 @@ from harness.training.metrics import Pairs, Report, Sums
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
-    "SupportsLearned", "SupportsNewData", "SupportsPredictions", "SupportsSignature", "TaskSection", "model_builder",
-    "row_seed", "seeded_torch",
+    "SupportsFileCheck", "SupportsLearned", "SupportsNewData", "SupportsPredictions", "SupportsSignature",
+    "TaskSection", "model_builder", "row_seed", "seeded_torch",
 ]  # fmt: skip
 
 Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
@@ -113,6 +113,16 @@ class SupportsLearned(Protocol):
     @property
     def learned(self) -> dict[str, Any]:
         """Facts that ``Task.open_new`` needs, as JSON."""
+        ...
+
+
+@runtime_checkable
+class SupportsFileCheck(Protocol):
+    """An opened task whose rows name files that may be missing."""
+
+    def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
+        """Raise DataError that lists the missing files of this rank's rows, as far as they can be looked up within
+        ``limit_s`` seconds."""
         ...
 
 

@@ -110,6 +110,21 @@ def test_missing_image_suggests_a_similar_name(tmp_path):
     assert "the most similar file in that folder is 11.PNG" in str(caught.value)
 
 
+def test_all_missing_images_are_found_before_training(tmp_path):
+    csv = write_rows(tmp_path, "train", 12)
+    text = csv.read_text().replace("train_images/3.png", "train_images/3.jpg").replace("train_images/9.png", " ")
+    csv.write_text(text.replace("train_images/10.png", "gone/10.png"))
+    with pytest.raises(DataError) as caught:
+        table(tmp_path).require_files(np.arange(12), 5)
+    first, hint = str(caught.value).splitlines()
+    place = f"{csv}:5: image not found: {tmp_path}/train_images/3.jpg"
+    assert first == f"{place}; also {csv}:11: no path, {csv}:12: gone/10.png"
+    assert "3.png" in hint
+    table(tmp_path).require_files(np.arange(4, 9), 5)
+    table(tmp_path, on_bad_image="skip").require_files(np.arange(12), 5)
+    table(tmp_path).require_files(np.arange(0), 5)
+
+
 def test_missing_folder_suggests_task_root(tmp_path):
     (tmp_path / "train.csv").write_text("path,label\nnowhere/x.png,1\n")
     with pytest.raises(DataError, match="check task.root"):

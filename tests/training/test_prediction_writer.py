@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,6 +20,7 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.training import prediction_writer as predictions
 from harness.training.classification import Classification
+from harness.training.prediction_file import GROUP_ROWS, PredictionFile
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
 
@@ -90,6 +92,19 @@ def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
     monkeypatch.setattr(ThreeClasses, "known", lambda task, rows: {"id": rows.tolist()[:-1]})
     with pytest.raises(HarnessError, match=r"the task's known\(\) 'id' has 11 values for 12 rows"):
         write(folder, "x.csv", Rows(12))
+
+
+def test_file_that_another_process_writes_is_left_alone(folder):
+    first = PredictionFile(folder / "x.csv")
+    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), 0)
+    first.add([block])
+    with pytest.raises(HarnessError, match="x.csv: cannot write the output: another process is writing it"):
+        PredictionFile(folder / "x.csv").add([block])
+    assert first.finish().rows == GROUP_ROWS
+    again = PredictionFile(folder / "x.csv")
+    (folder / "x.csv.tmp").write_text("left by a killed process")
+    again.add([block])
+    assert again.finish().rows == GROUP_ROWS
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

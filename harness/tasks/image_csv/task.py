@@ -18,6 +18,7 @@ from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
 from harness.data.images import ImageTable
+from harness.data.shards import bounds
 from harness.data.table.table import Table, open_table
 from harness.errors import ConfigError, DataError
 from harness.training.task import Classification, ModelSection, model_builder
@@ -101,6 +102,10 @@ class ImageCsv(Classification):
     @property
     def fingerprint(self) -> str:
         return f"{self.train.table.digest} {self.eval.table.digest}"
+
+    def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
+        for images in (self.train, self.eval):
+            images.require_files(np.arange(*bounds(len(images), rank, world_size)), limit_s / 2)
 
     def label_counts(self, start: int, stop: int) -> np.ndarray:
         counts = np.zeros(len(self.classes), dtype=np.int64)
