@@ -271,7 +271,7 @@ def _groups() -> None:
     sbn._specify_process_group(create_syncbn_process_group(2))
     sbn.reset_running_stats()
     _check(sbn, x, weights, rows)
-    with pytest.raises(ValueError, match="0 .all ranks together. and 1, 2"):
+    with pytest.raises(ValueError, match="0 .all ranks together. or one of 1, 2"):
         create_syncbn_process_group(3)
     first_only = dist.new_group([0])
     if rank == 1:
