@@ -113,9 +113,11 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
     for group in groups if several else ():
         spread = "" if group.deviation is None else f" ± {group.deviation:.2g}"
         words = " ".join(typed(group.settings))
-        yield f"over {len(group.trials)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
+        yield f"over {len(group.trials)} of {len(spec.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
     best = groups[0].trials[0]
-    which = f", the first with the best mean {groups[0].mean:.5g}" if several else ""
+    which = (
+        f", the first of the {len(groups[0].trials)} seeds with the best mean {groups[0].mean:.5g}" if several else ""
+    )
     yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
     yield f"  {trial_command(spec.folder, spec.name, results.run_folder(spec.folder, best.number))}"
 

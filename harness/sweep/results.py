@@ -94,7 +94,8 @@ class SeedMean:
 
 
 def over_seeds(trials: Sequence[SweepTrial], direction: str) -> list[SeedMean]:
-    """One entry per setting that has finished trials, the best mean first."""
+    """One entry per setting that has finished trials. Those with the most come first, in the order of their means: a
+    setting whose other seeds failed must not win by the luckiest one."""
     groups: dict[str, list[SweepTrial]] = {}
     for trial in trials:
         if trial.state == "finished" and trial.value is not None:
@@ -104,7 +105,8 @@ def over_seeds(trials: Sequence[SweepTrial], direction: str) -> list[SeedMean]:
         values = [trial.value for trial in group if trial.value is not None]
         deviation = statistics.stdev(values) if len(values) > 1 else None
         found.append(SeedMean(_without_seed(group[0]), group, statistics.mean(values), deviation))
-    return sorted(found, key=lambda entry: entry.mean, reverse=direction == "maximize")
+    sign = -1.0 if direction == "maximize" else 1.0
+    return sorted(found, key=lambda entry: (-len(entry.trials), sign * entry.mean))
 
 
 def _without_seed(trial: SweepTrial) -> Settings:

@@ -193,6 +193,8 @@ def announce(run: Run) -> None:
     code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
+            if not run.finished():
+                run.folder.write_config()
             for warning in run.folder.add_start(provenance.of_start(runtime, run.precision.backend, topology, code)):
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})

@@ -50,9 +50,12 @@ def test_the_same_recipe_resumes(tmp_path):
     run = tmp_path / "runs" / "small"
     (run / "metrics.jsonl").write_text("x")
     (run / "failure.json").write_text("{}")
-    assert claim(tmp_path, train={"epochs": 20}, data={"num_workers": 1}) == ""
+    folder = RunFolder(run)
+    assert folder.claim(make_config(tmp_path, train={"epochs": 20}, data={"num_workers": 1})) == ""
     assert (run / "metrics.jsonl").exists()
     assert not (run / "failure.json").exists()  # it was about the earlier start
+    assert loader.load(run / "config.yaml") == make_config(tmp_path)  # until it is known that something is trained
+    folder.write_config()
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["epochs"] == 20
     assert runs(tmp_path) == ["small"]
 

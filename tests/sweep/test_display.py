@@ -113,10 +113,13 @@ def test_over_seeds():
         SweepTrial(number, {"optimizer.lr": lr, "seed": seed}, "finished", value)
         for number, (lr, seed, value) in enumerate([(0.1, 0, 0.5), (0.1, 1, 0.7), (0.2, 0, 0.9), (0.2, 1, 0.1)])
     ]
-    found = results.over_seeds([*trials, SweepTrial(4, {"optimizer.lr": 0.3, "seed": 0}, "failed")], "maximize")
+    failed = SweepTrial(4, {"optimizer.lr": 0.3, "seed": 0}, "failed")
+    lucky = SweepTrial(5, {"optimizer.lr": 0.3, "seed": 1}, "finished", 0.95)
+    found = results.over_seeds([*trials, failed, lucky], "maximize")
     assert [(entry.settings, len(entry.trials)) for entry in found] == [
         ({"optimizer.lr": 0.1}, 2),
         ({"optimizer.lr": 0.2}, 2),
+        ({"optimizer.lr": 0.3}, 1),
     ]
     assert found[0].mean == pytest.approx(0.6)
     assert found[0].deviation == pytest.approx(0.1414, abs=1e-4)
