@@ -21,7 +21,7 @@ from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stalls import ANSWER_S, Stalls
 from harness.distributed.stop import Stop
-from harness.errors import EXIT_FAILURE, HarnessError
+from harness.errors import EXIT_FAILURE
 
 log = logging.getLogger("harness")
 
@@ -155,8 +155,8 @@ class Watchdog:
             if self._parent is not None and os.getppid() != self._parent:
                 self._end(Cause.LAUNCHER_LOST, "the launcher is gone")
                 return
-            if refused := self._latecomer():
-                self._end(Cause.ERROR, str(refused), refused.exit_code)
+            if late := self._latecomer():
+                self._end(Cause.ERROR, late.message, late.exit_code, late)
                 return
             if message := self._peer_failure() or self._stalled():
                 first = self.first
@@ -171,20 +171,18 @@ class Watchdog:
                 self._share_stop()
                 self.stalls.answer()
 
-    def _latecomer(self) -> HarnessError | None:
-        """Publish that this rank, 0, fails because another one came after the meeting and was started differently.
-        Ranks wait ``timeout_s`` for each other, so one that comes after that belongs to another run."""
-        launch, store, error = self._runtime.launch, self._runtime.store, None
+    def _latecomer(self) -> RankExit | None:
+        """The failure of this rank, 0, because another one came after the meeting and was started differently. Ranks
+        wait ``timeout_s`` for each other, so one that comes after that belongs to another run."""
+        store, error = self._runtime.store, None
         if store is None or time.monotonic() > self._listens_until:
             return None
         with suppress(Exception):
-            error = meeting.latecomer(launch, store)
-        if error:
-            host, kind = self._runtime.host, type(error).__name__
-            self.report(
-                RankExit(launch.rank, Cause.ERROR, error.exit_code, host, None, kind, str(error), time=time.time())
-            )
-        return error
+            error = meeting.latecomer(self._runtime.launch, store)
+        if error is None:
+            return None
+        kind, message = type(error).__name__, str(error)
+        return RankExit(0, Cause.ERROR, error.exit_code, self._runtime.host, None, kind, message, time=time.time())
 
     def _share_stop(self) -> None:
         """Announce a signal that this rank has received, or take note of one that another announced. The ranks agree on
@@ -227,8 +225,11 @@ class Watchdog:
         self.first = self.report(found) or found
         return f"rank {self.first.rank} failed: {self.first.message}"
 
-    def _end(self, cause: Cause, message: str, code: int = EXIT_FAILURE) -> None:
-        self._stop.request(message)
+    def _end(self, cause: Cause, message: str, code: int = EXIT_FAILURE, own: RankExit | None = None) -> None:
+        """``own``: a failure of this rank that the others have to learn of. They hear of it last: they would agree on a
+        stop with a main thread that goes on."""
+        if own is None:
+            self._stop.request(message)
         graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S, Cause.ERROR: 0.0}
         if not self._finished.wait(min(graces_s.get(cause, GRACE_S), GRACE_S)):
             if cause is Cause.HUNG:
@@ -237,10 +238,11 @@ class Watchdog:
                 log.info(message)
             elif cause is Cause.ERROR:
                 log.error("error: %s", message)
-                self.linger()
             else:
                 log.error("%s, and this rank is blocked waiting for it: exiting", message)
-            self._on_blocked(cause, message, self.doing or stack.main_thread_at(), self.first)
+            self._on_blocked(cause, message, self.doing or stack.main_thread_at(), own or self.first)
+            if own is not None:
+                self.report(own)
             self.stalls.release()
             logging.shutdown()
             time.sleep(0.1)
