@@ -11,6 +11,8 @@ from harness.errors import EXIT_DONE
 VERB = "check"
 HELP = "validate a configuration: print the planned run, or every error in the file"
 
+_FILES_S = 20.0  # for a look at the files that the rows name
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_config(parser)
@@ -23,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the facts and the errors; return the highest exit code of the errors."""
     from harness.training import preflight
 
-    facts, problems = preflight.examine(arguments.config, arguments.overrides, arguments.world)
+    facts, problems = preflight.examine(arguments.config, arguments.overrides, arguments.world, _FILES_S)
     for name, value in facts.items():
         print(f"{name:>14}: {value}")
     for problem in problems:

@@ -14,19 +14,20 @@ from torch import nn
 from harness.config import loader
 from harness.config.schema import Config
 from harness.data.loader_workers import MIB, MORE_SHARED_MEMORY, PREFETCH, SHARED_MEMORY
-from harness.distributed import devices
+from harness.distributed import devices, stack
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, TrainingError, first_line
 from harness.runs import remote
 from harness.trackers import metrics_log
 from harness.training import build, optim, precision, strategy
 from harness.training.task import OpenedTask
 
-_FILES_S = 20.0  # for a look at the files that the rows name
 
-
-def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[str, Any], list[HarnessError]]:
-    """(facts, errors). A stage is left out only if it needs the result of one that failed."""
+def examine(
+    path: str, overrides: Sequence[str], world_size: int, files_s: float = build.FILES_S
+) -> tuple[dict[str, Any], list[HarnessError]]:
+    """(facts, errors). A stage is left out only if it needs the result of one that failed. ``files_s``: for a look at
+    the files that the rows name."""
     try:
         config = loader.load(path, overrides)
     except HarnessError as error:
@@ -39,11 +40,15 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> tuple[dict[
             return stage(*arguments)
         except HarnessError as error:
             errors.append(error)
-            return None
+        except Exception as error:  # of the user's own task, model or optimizer
+            hint = "harness train prints the traceback"
+            what = f"{type(error).__name__}: {first_line(error)}"
+            errors.append(TrainingError(what, where=stack.raised_at(error), hint=hint))
+        return None
 
     device = attempt(devices.choose, config.runtime.device, 0, 1)
     chosen = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
-    task = attempt(build.open_task, config, Runtime(), _FILES_S)
+    task = attempt(build.open_task, config, Runtime(), files_s)
     size = attempt(build.sizes, config, len(task.train), world_size) if task else None
     model = attempt(build.build_model, config, task) if task else None
     attempt(metrics_log.require, config.trackers)

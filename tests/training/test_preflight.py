@@ -73,3 +73,14 @@ def test_too_few_rows(folder):
     assert "20 training rows for 24 ranks" in str(problems[0])
     _, problems = examine(folder, "batch.global=32", "data.tail=drop")
     assert "do not fill one global batch of 32" in str(problems[0])
+
+
+def test_error_of_an_own_task_is_one_of_the_errors(folder, monkeypatch):
+    def fails(*_):
+        raise KeyError("planned")
+
+    monkeypatch.setattr("harness.tasks.image_csv.config.Task.open", fails)
+    _, errors = examine(folder, "trackers=[wandb]")
+    text = "\n".join(map(str, errors))
+    assert "fails (test_preflight.py:" in text
+    assert "KeyError: 'planned'" in text
