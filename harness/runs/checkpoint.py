@@ -48,11 +48,13 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self.run: Path | None = None  # the run folder, once a start has claimed it
         self._pinned: set[Path] = set()
         self._lock = threading.Lock()  # an upload pins checkpoints from its own thread
 
     def write(self, step: int, content: dict[str, Any]) -> None:
         """Save ``content`` as the newest checkpoint. Raises CheckpointError, with earlier checkpoints intact."""
+        self._require_run()
         final = self.folder / layout.step_name(step)
         temporary = temporary_for(final)
         try:
@@ -83,6 +85,7 @@ class Checkpoints:
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
         """Make ``step`` the best checkpoint, and write its ``weights`` to ``path``."""
+        self._require_run()
         # Copies, since safetensors refuses weights that share memory (tied layers).
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
         try:
@@ -97,6 +100,11 @@ class Checkpoints:
                 hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
             ) from None
         self.sweep()
+
+    def _require_run(self) -> None:
+        """Raise CheckpointError if the run folder was removed or renamed. Writing would make one without a recipe."""
+        if self.run is not None and not (self.run / layout.CONFIG).is_file():
+            raise folder_gone(self.run)
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from harness.config import loader
-from harness.errors import ConfigError
+from harness.errors import CheckpointError, ConfigError
 from harness.runs import run_dir
 from harness.runs.run_dir import RunFolder
 from tests.fixtures import make_config
@@ -193,3 +194,21 @@ def test_a_failure_that_another_rank_is_writing_is_waited_for(tmp_path):
     assert RunFolder(tmp_path).failure({"rank": 1}) == {"rank": 3}
     writer.join()
     assert RunFolder(tmp_path / "none").failure({"rank": 1}) == {"rank": 1}  # where nothing can be written
+
+
+@pytest.mark.parametrize("how", ["renamed", "removed"])
+def test_folder_that_is_gone_is_not_made_again(tmp_path, how):
+    folder = RunFolder(tmp_path / "runs" / "small")
+    folder.claim(make_config(tmp_path))
+    folder.checkpoints.write(1, {"state": {"step": 1}})
+    if how == "renamed":
+        folder.path.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(folder.path)
+    for write in (
+        lambda: folder.checkpoints.write(2, {"state": {"step": 2}}),
+        lambda: folder.checkpoints.mark_best(1, {}, folder.weights),
+    ):
+        with pytest.raises(CheckpointError, match="small: the run folder was removed or renamed during the run"):
+            write()
+    assert not folder.path.exists()
