@@ -133,6 +133,8 @@ class MetricsLog:
         self._file.flush()
         if identity(self._path) is not None and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
             return
+        if not self._path.parent.is_dir():
+            raise FileNotFoundError(self._path)  # ``_write_error`` names the cause
         if self._path.exists():
             os.replace(self._path, self._path.with_name(f"{self._path.name}.replaced"))
         log.warning("%s was removed or replaced during the run: writing it again", self._path)
