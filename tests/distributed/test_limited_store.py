@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -27,6 +28,9 @@ def test_frozen_store():
         store = LimitedStore(TCPStore("127.0.0.1", port, is_master=False), limit_s=0.5)
         assert store.compare_set("a", "", "1") == "1"
         os.kill(process.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{process.pid}/task")
+        if tasks.exists():  # its threads do not stop at the same moment
+            wait_until(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()), 5, "it stops")
         begin = time.monotonic()
         for request in (lambda: store.check(["a"]), lambda: store.compare_set("a", "", "2"), lambda: store.get("a")):
             with pytest.raises(StoreTimeout):

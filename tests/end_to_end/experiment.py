@@ -100,10 +100,14 @@ def _drive(arguments: list[str], terminal: str, kill: Kill | None) -> None:
     drive_in_terminal(arguments, terminal)
 
 
-def train(folder: Path, data: Path, world_size: int = 1, /, *overrides: str, **settings: Any) -> Path:
+def train(
+    folder: Path, data: Path, world_size: int = 1, /, *overrides: str, limit_s: float = 90, **settings: Any
+) -> Path:
     """Train the experiment with ``settings`` to its end on ``world_size`` processes; return the run folder."""
     config = write_config(folder, data, **settings)
-    assert run(config, world_size, *overrides) == [0] * world_size, (folder / "terminal-0.txt").read_text()
+    assert run(config, world_size, *overrides, timeout_s=limit_s) == [0] * world_size, (
+        folder / "terminal-0.txt"
+    ).read_text()
     return run_folder(config)
 
 

@@ -170,7 +170,7 @@ def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
     report = started_.follow()
     assert (time.monotonic() - begun > 1.9) is not is_ended
     exits = [exit_of(0, exit_code), *([RankExit.lost(lost)] if lost else [])]
-    assert report == EngineReport(exits, not is_ended, 2)
+    assert report == EngineReport(exits, not is_ended, 2, shares_terminal=True)
     assert not list(tmp_path.glob("harness-torchrun-*"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from pathlib import Path
@@ -37,8 +36,9 @@ def test_entries_are_flushed_exact_and_valid_json(path):
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
-def test_log_that_was_removed_is_written_again(path, caplog, monkeypatch, how):
-    monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
+def test_log_that_was_removed_is_written_again(path, monkeypatch, how):
+    warnings: list[str] = []
+    monkeypatch.setattr(metrics_log.log, "warning", lambda text, *_: warnings.append(text))
     log, again = MetricsLog(path), path.with_name("metrics.jsonl.replaced")
     log.log("train", {"step": 1})
     path.unlink()
@@ -52,7 +52,7 @@ def test_log_that_was_removed_is_written_again(path, caplog, monkeypatch, how):
     path.unlink()
     log.close(done=True)
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3]
-    assert caplog.text.count("was removed or replaced during the run: writing it again") == 2
+    assert warnings == ["%s was removed or replaced during the run: writing it again"] * 2
     log = MetricsLog(path)
     path.parent.rename(f"{path.parent}-renamed")
     with pytest.raises(CheckpointError, match="the run folder was removed or renamed during the run"):
