@@ -21,8 +21,8 @@ WIDE_STATE = "fused optimizers keep float32 state for float16 weights"
 NO_BUFFER = "FusedSGD keeps no momentum buffer without momentum"
 LAMB_GRADIENTS = "FusedLAMB does not overwrite gradients"
 FIRST_NORM = "FusedNovoGrad computes its first norm as the later ones"
-HALF_SUM = "O3 adds float16 gradients as the original's Python fallback, not as its kernel"
-STATISTICS = "SyncBatchNorm computes as the original's CUDA kernels"
+HALF_SUM = "O3 adds float16 gradients like the original's Python fallback, not like its kernel"
+STATISTICS = "SyncBatchNorm computes like the original's CUDA kernels"
 
 # Pattern of names of cells -> reason. The first pattern that fits counts.
 PATTERNS: dict[str, str] = {

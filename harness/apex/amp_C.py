@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.apex.optimizers.batch import wide
 from harness.apex.optimizers.multi_tensor import (
     multi_tensor_adagrad,
     multi_tensor_adam,
@@ -145,13 +146,9 @@ def update_scale_hysteresis(
     return current_scale
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _scaled(tensors: list[Tensor], scale: float, noop_flag: Tensor | None) -> list[Tensor]:
     """``tensors`` (of one kind) times ``scale``, as new tensors. Sets ``noop_flag`` if one holds an inf or NaN."""
-    scaled = [torch.empty_like(tensor, dtype=_wide(tensor)) for tensor in tensors]
+    scaled = [torch.empty_like(tensor, dtype=wide(tensor)) for tensor in tensors]
     torch._foreach_copy_(scaled, tensors)
     factor = 1.0
     if noop_flag is not None:

@@ -59,19 +59,19 @@ def _line(text: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except ValueError:
         return None
-    return value if _depth(text) <= _MAX_DEPTH else None
+    return None if _deep(text) else value
 
 
-def _depth(text: bytes) -> int:
-    """An upper bound of how deeply ``text`` is nested."""
-    return max(itertools.accumulate((byte in b"{[") - (byte in b"}]") for byte in text), default=0)
+def _deep(text: bytes) -> bool:
+    """True if ``text`` may be nested more deeply than arrow's parser can take."""
+    if text.count(b"{") + text.count(b"[") <= _MAX_DEPTH:
+        return False
+    return max(itertools.accumulate((byte in b"{[") - (byte in b"}]") for byte in text)) > _MAX_DEPTH
 
 
 def _for_arrow(text: bytes) -> bool:
     """False for text that arrow's parser may crash on: it needs an object per line, UTF-8 and little nesting."""
-    lines = text.split(b"\n")
-    deep = (line for line in lines if line.count(b"{") + line.count(b"[") > _MAX_DEPTH)
-    return bool(_PLAIN.fullmatch(text)) and b"\\ud" not in text.lower() and all(_depth(x) <= _MAX_DEPTH for x in deep)
+    return bool(_PLAIN.fullmatch(text)) and b"\\ud" not in text.lower() and not any(map(_deep, text.split(b"\n")))
 
 
 def _parsed(text: bytes) -> tuple[pa.Table, str]:

@@ -63,7 +63,7 @@ class RunFolder:
         self.claimed = False  # by this start; before that, the files may belong to another
         self.start: Any = None  # set by ``claim``; rank 0 sends it to the other ranks, which pass it to ``attach``
         self._lock: filelock.BaseFileLock | None = None
-        self._config = ""  # of this start, set by ``claim``
+        self._config = ""  # of this start, until it is written
         self.checkpoints = Checkpoints(path / layout.CHECKPOINTS, keep)
         self.logs = path / layout.LOGS
         self.metrics = path / layout.METRICS
@@ -119,7 +119,9 @@ class RunFolder:
     def write_config(self) -> None:
         """Write the configuration of this start, on rank 0. A start that resumes calls it when there is something left
         to train: the results of a finished run belong to the configuration that it was trained with."""
-        write_atomically(self.path / layout.CONFIG, self._config)
+        if self._config:
+            write_atomically(self.path / layout.CONFIG, self._config)
+            self._config = ""
 
     def _require_files(self) -> None:
         """Raise ConfigError if a name that this start will write to, or read from, is taken by something else."""

@@ -127,7 +127,7 @@ class MetricsLog:
         return self._file.tell()
 
     def _restore(self) -> None:
-        """Write the log anew if someone removed or replaced it. What replaced it is kept beside it."""
+        """Write the log again if someone removed or replaced it. What replaced it is kept beside it."""
         if self._file is None or self._path is None:
             return
         self._file.flush()

@@ -230,7 +230,6 @@ def test_remaining_rank_exits_at_the_limit_after_a_peer_froze(tmp_path, data):
         os.kill(ranks[1][0].pid, signal.SIGSTOP)
         ranks[0][0].join(END_S)
         assert ranks[0][0].exitcode == EXIT_FAILURE
-        os.kill(ranks[1][0].pid, signal.SIGCONT)
     finally:
         codes = wait_for(ranks, END_S)
     assert codes == [EXIT_FAILURE, EXIT_FAILURE]
@@ -319,8 +318,8 @@ def test_second_signal_ends_at_once(tmp_path, data):
     with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
         wait_for_steps(run_folder(config), 1)
         run.signal(signal.SIGINT)
-        run.signal(signal.SIGHUP)
-        wait_until(lambda: "stopping (SIGINT): a checkpoint is written first" in run.text(), 10, "the message")
+        run.signal(signal.SIGHUP)  # the system delivers the lower number first if it finds both
+        wait_until(lambda: "): a checkpoint is written first" in run.text(), 10, "the message")
         time.sleep(1.1)
         assert run.process.poll() is None
         run.signal(signal.SIGINT)
