@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+
+gc.disable()  # until the tests are collected: it would take half of that time, in every worker
 
 # A process's first optimizer sets an environment variable. Make it here, or some test is blamed for the leak.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -47,6 +51,12 @@ def _expensive(item) -> bool:
     """Whether ``item`` needs a fixture that its file shares, such as a cluster or a finished training."""
     found = item._fixtureinfo.name2fixturedefs
     return any(defs[-1].scope == "module" and name not in CHEAP for name, defs in found.items())
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules and tests stay until the end
+    gc.enable()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

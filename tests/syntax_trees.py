@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -19,7 +20,12 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """{name: syntax tree} of MODULES."""
+    return {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
 
 
 def imported(name: str, for_types: bool = True) -> Iterator[str]:
@@ -35,11 +41,11 @@ def imported(name: str, for_types: bool = True) -> Iterator[str]:
 
     skipped = {
         id(inner)
-        for node in ast.walk(TREES[name])
+        for node in ast.walk(trees()[name])
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types
         for inner in ast.walk(node)
     }
-    for node in (node for node in ast.walk(TREES[name]) if id(node) not in skipped):
+    for node in (node for node in ast.walk(trees()[name]) if id(node) not in skipped):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import in line {node.lineno}"
             if (node.module or "").split(".")[0] == "harness":

@@ -13,7 +13,7 @@ import pytest
 
 from docs import architecture
 from tests.conftest import ROOT
-from tests.syntax_trees import MODULES, TREES, calls, imported, package
+from tests.syntax_trees import MODULES, calls, imported, package, trees
 
 PAGE = architecture.PAGE.read_text()
 # What each package may import of the others. All but harness.apex may also import FREE.
@@ -111,16 +111,16 @@ def test_only_tests_import_from_tests():
 def test_init_files_hold_only_a_docstring():
     for name, path in MODULES.items():
         if path.name == "__init__.py" and package(name) != "apex":
-            assert {type(node) for node in TREES[name].body} == {ast.Expr}, f"{name}/__init__.py"
+            assert {type(node) for node in trees()[name].body} == {ast.Expr}, f"{name}/__init__.py"
 
 
 def test_every_package_says_where_to_start_reading():
     packages = [name for name in MAY_IMPORT if name not in ("apex", "cli", "__main__")]
-    assert [name for name in packages if "Start at" not in (ast.get_docstring(TREES[name]) or "")] == []
+    assert [name for name in packages if "Start at" not in (ast.get_docstring(trees()[name]) or "")] == []
 
 
 def test_every_module_has_a_docstring():
-    assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    assert [name for name, tree in trees().items() if not ast.get_docstring(tree)] == []
 
 
 def test_module_names_and_sizes():
@@ -131,7 +131,7 @@ def test_module_names_and_sizes():
 
 def test_class_names_have_one_meaning():
     places = defaultdict(set)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].add(name)
@@ -189,7 +189,7 @@ LAUNCH_VARIABLE = re.compile(
 def test_launch_environment_is_read_in_one_place():
     reads = {
         (name, node.value)
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and LAUNCH_VARIABLE.match(node.value)
     }
@@ -206,7 +206,7 @@ def test_launch_environment_is_read_in_one_place():
 def test_few_modules_touch_the_environment():
     touching = {
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
         if getattr(node.value, "id", "") == "os"
@@ -226,7 +226,7 @@ def test_few_modules_touch_the_environment():
 
 @pytest.mark.parametrize("name", ["step", "count"])
 def test_a_step_does_not_wait_for_the_device(name):
-    tree = TREES["training.loop"]
+    tree = trees()["training.loop"]
     body = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     called = [function for function, _ in calls(body)]
     waiting = {"item", "cpu", "tolist", "numpy", "synchronize", "float", "print", "sum", "gather", "barrier"}
@@ -244,7 +244,7 @@ RANK_TEST = re.compile(r"\b_?(local_)?rank (==|!=|>|<) |[=<>] \w*\.?_?rank\b")
 def collective_functions() -> set[str]:
     """Names that only belong to functions whose docstring says "Collective"."""
     found = defaultdict(set)
-    for node in (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+    for node in (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         found[node.name].add(bool(re.search(r"\bCollective\b", ast.get_docstring(node) or "")))
     return {name for name, collective in found.items() if collective == {True}}
 
@@ -264,7 +264,7 @@ def of_one_rank(tree: ast.AST) -> Iterator[ast.AST]:
 
 def test_no_collective_is_left_to_one_rank():
     names, checked = collective_functions(), 0
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if package(name) == "apex" or name == "distributed.runtime":
             continue
         for statement in of_one_rank(tree):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import builtins
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from torchvision.io import ImageReadMode, decode_image, read_file
 
 from harness.data import digits
 from harness.errors import ConfigError, DataError
 
-sklearn = pytest.importorskip("sklearn.datasets")
-from torchvision.io import ImageReadMode, decode_image, read_file  # noqa: E402
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     folder = tmp_path_factory.mktemp("data") / "new" / "digits"
     assert digits.write(folder) == f"wrote 1437 training and 360 validation rows to {folder}"
     return folder
@@ -28,7 +28,7 @@ def test_every_digit_is_in_one_table(folder):
     assert not train["path"].is_monotonic_increasing  # shuffled
     both = pd.concat([train, validation])
     assert sorted(both["path"]) == [f"images/{i:04d}.png" for i in range(1797)]
-    original = sklearn.load_digits()
+    original = pytest.importorskip("sklearn.datasets").load_digits()
     numbers = both["path"].str[7:11].astype(int)
     assert np.array_equal(original.target[numbers], both["label"])
     assert validation["label"].value_counts().min() >= 34  # stratified
@@ -44,10 +44,9 @@ def test_complete_folder_is_not_changed(folder):
 
 
 def test_empty_working_directory_is_used(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    from pathlib import Path
-
     assert "wrote 1437" in digits.write(Path("."))
     assert (tmp_path / "here" / "eval.csv").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["here"]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from harness.runs import layout
-from tests.syntax_trees import TREES, package
+from tests.syntax_trees import package, trees
 
 # File names of a run folder. Those with a dot are recognised anywhere, the plain words only as a part of a path.
 NAMES = {value for name, value in vars(layout).items() if re.fullmatch("[A-Z]+", name) and "*" not in value}
@@ -60,7 +60,7 @@ cat "$run/summary.json"'''
 def test_run_folder_names_are_spelled_in_one_module():
     wrong = [
         f"harness/{name}:{line}: {spelled!r} belongs to harness/runs/layout.py"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name != "runs.layout" and package(name) != "apex"
         for line, spelled in run_folder_names(tree)
     ]
@@ -77,7 +77,7 @@ def test_files_are_replaced_in_one_module():
     }
     renaming = {
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if (node.func.attr in ("rename", "replace", "renames") and getattr(node.func.value, "id", "") == "os")
@@ -91,7 +91,7 @@ def test_files_are_replaced_in_one_module():
 def test_urls_are_recognised_in_one_module():
     asking = {
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and node.left.value == "://"
     }
