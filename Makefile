@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NPROC ?= 2
+# One rank per GPU, at most 2; 2 ranks without a GPU.
+NPROC ?= auto:2
 
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 

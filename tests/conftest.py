@@ -21,7 +21,16 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", help="where tests/apex create their tensors: cpu or cuda")
+    parser.addoption(
+        "--device", default="cpu", help="cuda: run the tests marked gpu, and create the tensors of tests/apex there"
+    )
+
+
+def pytest_configure(config):
+    """Hide GPUs from the tests and all processes that they start, so that they do the same on every machine: two ranks
+    on one GPU are refused, and numbers of a GPU differ."""
+    if config.getoption("--device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 CHEAP = {"data", "stripes"}  # module fixtures that several workers may as well build

@@ -19,9 +19,10 @@ from harness.benchmark.case import Communication
 from harness.benchmark.report import Figures
 from harness.config import loader
 from harness.config.schema import Config
+from harness.distributed import devices
 from harness.distributed.launch_env import local_environment
 from harness.distributed.worker_group import Worker, WorkerGroup
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, LaunchError
 
 log = logging.getLogger("harness")
 
@@ -103,6 +104,11 @@ def plan(
             continue
         if batch.global_ is not None and batch.global_ % (world * batch.accumulate):
             left_out[f"{world} processes"] = f"batch.global={batch.global_} cannot be divided among {world} ranks"
+            continue
+        try:
+            devices.choose(config.runtime.device, world - 1, world)
+        except LaunchError as error:
+            left_out[f"{world} processes"] = error.message
             continue
         if rows(world) != rows(single):
             cases.append(Case("none", tuple(ALONE), 1, rows(world), "none"))

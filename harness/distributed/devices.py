@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from harness.errors import LaunchError
 
 ALL_ALIKE = "run nvidia-smi and harness doctor where there is no CUDA device, or set runtime.device=cpu for all ranks"
+
+CPU_RANKS = 2  # enough to show how ranks work together, on any machine
 
 
 def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated: bool = False) -> torch.device:
@@ -31,6 +34,12 @@ def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated:
             else "use runtime.device=cpu, or install a CUDA build of torch and a driver",
         )
     return torch.device("cuda", local_rank)
+
+
+def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:
+    """The number of ranks that fit this machine, at most ``most``: one per visible CUDA device, else 2."""
+    count = 0 if on_cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+    return min(count or CPU_RANKS, most or sys.maxsize)
 
 
 def card(device: torch.device) -> str:

@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nnodes", metavar="N|MIN:MAX", help="number of machines; MIN:MAX lets machines join and leave (torchrun)"
     )
-    parser.add_argument("--nproc", type=shared.positive(int), metavar="N", help="ranks per machine")
+    parser.add_argument(
+        "--nproc", type=_ranks, metavar="N|auto[:MAX]",
+        help="ranks per machine; auto: one per GPU of this machine, or 2 without a GPU; auto:MAX: at most MAX",
+    )  # fmt: skip
     parser.add_argument("--max-restarts", type=int, metavar="N", help="maximum number of restarts of a failed run")
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
@@ -40,12 +43,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _ranks(text: str) -> int | str:
+    """``text`` as a number of ranks; auto and auto:MAX stay as they are. Raises ArgumentTypeError."""
+    word, colon, most = text.partition(":")
+    try:
+        if word == "auto" and (not colon or shared.positive(int)(most)):
+            return text
+        return int(shared.positive(int)(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, auto or auto:MAX") from None
+
+
 def run(arguments: argparse.Namespace) -> int:
     from harness.engines import launch
 
+    nproc = arguments.nproc
+    if isinstance(nproc, str):
+        from harness.distributed import devices
+
+        most = int(nproc.partition(":")[2] or 0) or None
+        nproc = devices.fitting_ranks(most, on_cpu="runtime.device=cpu" in arguments.overrides)
     options = {
         "engine": arguments.engine,
-        "nproc": arguments.nproc,
+        "nproc": nproc,
         "max_restarts": arguments.max_restarts,
         "rendezvous": arguments.rendezvous,
         "node_rank": arguments.node_rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from harness.benchmark import report, strategies
 from harness.benchmark.report import PARTS, Bench, diagnosis, page, parts
@@ -56,6 +57,14 @@ def test_strategies_that_do_not_fit_are_left_out_with_a_reason(config):
     assert "fsdp" not in {case.name for case in cases}
     assert "use precision.opt_level=O1" in left_out["fsdp"]
     assert left_out["3 processes"] == "batch.global=8 cannot be divided among 3 ranks"
+
+
+def test_processes_without_a_gpu_of_their_own_are_left_out(config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    cases, left_out = plan(config, "runtime.device=auto")
+    assert {case.num_processes for case in cases} == {1}
+    assert left_out == {"2 processes": "2 process(es) on this node need one CUDA device each, but 1 are visible"}
     with pytest.raises(ConfigError, match="unknown task"):
         strategies.strategies(config, ["task.name=nope"], [1], 1, 1, 1, None)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import types
 
 import pytest
 import torch
 
-from harness.distributed.devices import card, check_own, choose
+from harness import cli
+from harness.distributed.devices import card, check_own, choose, fitting_ranks
 from harness.errors import LaunchError
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
 
 
 @pytest.fixture
@@ -33,6 +38,44 @@ def test_one_device_per_rank(with_devices):
     assert choose("cpu", 1, 2).type == "cpu"
     with pytest.raises(LaunchError, match="start at most 2 processes"):
         choose("auto", 2, 3)
+
+
+def test_ranks_that_fit(with_devices):
+    for devices, most, expected in ((0, None, 2), (0, 1, 1), (1, 2, 1), (2, 2, 2), (8, 2, 2), (8, None, 8)):
+        with_devices(devices)
+        assert fitting_ranks(most) == expected
+    assert fitting_ranks(on_cpu=True) == 2
+
+
+@pytest.mark.parametrize(("devices", "typed", "ranks"), [(0, "auto:2", 2), (1, "auto:2", 1), (8, "auto", 8)])
+def test_launch_starts_the_ranks_that_fit(with_devices, capsys, devices, typed, ranks):
+    """As make train does: two processes would be refused on a machine with one GPU."""
+    with_devices(devices)
+    command = ["launch", "-c", str(ROOT / "configs" / "digits.yaml"), "--nproc", typed, "--dry-run"]
+    assert cli.main(command) == 0
+    assert f"WORLD_SIZE={ranks} " in capsys.readouterr().out
+
+
+def test_make_train_starts_the_ranks_that_fit():
+    make = subprocess.run(["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "harness launch -c configs/digits.yaml --nproc auto:2\n" in make.stdout
+
+
+@pytest.mark.parametrize("typed", ["auto:0", "auto:x", "auto:", "all"])
+def test_wrong_number_of_ranks(typed, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "-c", "x.yaml", "--nproc", typed])
+    assert f"argument --nproc: {typed!r} is not a number of ranks, auto or auto:MAX" in capsys.readouterr().err
+
+
+def visible() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_tests_and_their_ranks_see_no_gpu(request):
+    """Otherwise their two ranks would be refused where there is one GPU, and their numbers would depend on it."""
+    if request.config.getoption("--device") == "cpu":
+        assert [visible(), *run_ranks(1, visible, group=False)] == ["", ""]
 
 
 def test_single_visible_device_needs_a_launcher_that_isolates(with_devices):
