@@ -556,6 +556,34 @@ def test_custom_functions_under_autocast():
     assert x.grad.tolist() == [2, 2]
 
 
+def test_float16_products_and_convolutions_are_computed_in_float32():
+    """Over the kernels of the CPU, which are far slower and round partial sums differently."""
+    torch.manual_seed(0)
+    half = torch.float16
+
+    def run(dtype):
+        made = iter([torch.randn(s).to(half) for s in ((2, 40, 9, 9), (40, 40, 3, 3), (60, 40), (40, 50), (50,))])
+        image, kernel, a, b, bias = tensors = [t.to(dtype).cuda().requires_grad_() for t in made]
+        results = [
+            F.conv2d(image, kernel, padding=1),
+            F.conv_transpose2d(image, kernel),
+            a @ b,
+            F.linear(a, b.t(), bias),
+            a.expand(3, -1, -1) @ b.expand(3, -1, -1),
+            torch.baddbmm(a.new_ones(3, 60, 50), a.expand(3, -1, -1), b.expand(3, -1, -1), beta=0.5),
+        ]
+        grads = [torch.autograd.grad(r.sum(), tensors, allow_unused=True) for r in results]
+        return [t for t in (*results, *(g for row in grads[:4] for g in row)) if t is not None]
+
+    torch.manual_seed(0)
+    wide = run(torch.float32)
+    torch.manual_seed(0)
+    for narrow, expected in zip(run(half), wide, strict=True):
+        assert narrow.dtype is half
+        assert torch.equal(narrow, expected.half())
+    assert (torch.full((2, 2), 300.0, dtype=half) @ torch.full((2, 2), 300.0, dtype=half)).isinf().all()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(reentrant):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda(), torch.ones(2, 4, requires_grad=True)

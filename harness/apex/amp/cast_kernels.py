@@ -56,7 +56,7 @@ def register(key: str, dtype: torch.dtype, allow_banned: bool) -> torch.library.
             for op in _functional_overloads(name):
                 built_in = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
                 if not built_in or name in cast_lists.REPLACED:
-                    _implement(library, op, make(op, below), key)
+                    implement(library, op, make(op, below), key)
     return library
 
 
@@ -70,13 +70,16 @@ def _functional_overloads(name: str) -> Iterator[Any]:
             yield op
 
 
-def _implement(library: torch.library.Library, op: Any, kernel: Callable[..., Any], key: str) -> None:
+def implement(
+    library: torch.library.Library, op: Any, kernel: Callable[..., Any], key: str, with_keyset: bool = False
+) -> None:
+    """Make ``kernel`` that of ``op`` under the dispatch key ``key``, also if there is one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # older torch has no allow_override and warns about each replaced kernel
         if "allow_override" in inspect.signature(library.impl).parameters:
-            library.impl(op, kernel, key, allow_override=True)
+            library.impl(op, kernel, key, with_keyset=with_keyset, allow_override=True)
         else:
-            library.impl(op, kernel, key)
+            library.impl(op, kernel, key, with_keyset=with_keyset)
 
 
 def _float32_kernel(op: Any, below: Any) -> Callable[..., Any]:

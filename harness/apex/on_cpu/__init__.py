@@ -14,7 +14,15 @@ from __future__ import annotations
 
 from torch.jit import _builtins
 
-from harness.apex.on_cpu import autocast, call_counter, device_arguments, distributed, placement, torch_cuda
+from harness.apex.on_cpu import (
+    autocast,
+    call_counter,
+    device_arguments,
+    distributed,
+    float16_kernels,
+    placement,
+    torch_cuda,
+)
 from harness.apex.patches import patches
 
 __all__ = ["redirect_cuda"]
@@ -34,3 +42,6 @@ def redirect_cuda() -> None:
         if operation is not None:  # torch.jit.script looks functions up by identity in this table
             patches.set_item(_builtins._get_builtin_table(), id(replacement), operation)
         patches.set(owner, name, replacement)
+    kernels = float16_kernels.register()
+    if kernels is not None:
+        patches.on_undo(kernels._destroy)
