@@ -218,7 +218,7 @@ def test_few_modules_touch_the_environment():
         "engines.local", "engines.torchrun.engine", "engines.dask.worker", "engines.flyte.engine", "engines.flyte.task",
         "engines.slurm.engine",
         # variables of other software
-        "distributed.runtime", "distributed.devices", "training.rng", "apex.local_rank", "trackers.wandb",
+        "distributed.runtime", "distributed.devices", "training.determinism", "apex.local_rank", "trackers.wandb",
         "trackers.mlflow",
         "runs.files",  # the user's cache folder
     }  # fmt: skip

@@ -179,8 +179,10 @@ class TrainSection(Section):
     log_every: Positive = 10
     """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all rows since the last line.
     """
-    deterministic: bool = True
-    """Use only deterministic algorithms, which bitwise resume on a GPU needs."""
+    deterministic: bool | Literal["warn"] = True
+    """Use only deterministic algorithms, which bitwise resume on a GPU needs. true: refuse operations that have none on
+    CUDA; warn: only warn of them, in logs/rank-N.log; false: use the fastest algorithms.
+    """
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
     patience: Positive | None = None

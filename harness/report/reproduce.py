@@ -59,9 +59,10 @@ def caveats(run: ReportedRun) -> list[str]:
         found.append(
             f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})."
         )
-    if run.settings.get("train.deterministic") is False:
+    if (level := run.settings.get("train.deterministic")) in (False, "warn"):
         found.append(
-            "Training was not deterministic (train.deterministic: false): expect similar numbers, not equal ones."
+            f"Training was not deterministic (train.deterministic: {str(level).lower()}): expect similar numbers, not "
+            "equal ones."
         )
     return found
 

@@ -22,7 +22,7 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, optim, precision, rng, strategy
+from harness.training import checkpointing, determinism, optim, precision, rng, strategy
 from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
@@ -38,7 +38,7 @@ SKEWED = 0.5  # total variation distance between the labels of a shard and of al
 
 def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Run:
     """Build everything the loop needs, restored from the checkpoint to resume from, if there is one. Collective."""
-    rng.make_deterministic(config.train.deterministic)
+    determinism.require(config.train.deterministic)
     task = open_task(config, runtime)
     with runtime.together("opening the trackers"):
         tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
@@ -209,5 +209,6 @@ def describe(
         "steps": f"{size.steps_per_epoch} per epoch, {size.total_steps} in total",
         "learning rate": f"{size.lr:g}{scaled}",
         "amp": f"{config.precision.opt_level} by {backend}",
+        "deterministic": determinism.described(config.train.deterministic),
         "shards": config.data.shard,
     }

@@ -31,6 +31,7 @@ from harness.errors import (
 )  # fmt: skip
 from harness.runs import exit_files, layout
 from harness.runs.run_dir import RunFolder
+from harness.training import determinism
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
@@ -194,6 +195,8 @@ def explained(error: BaseException) -> BaseException:
             f"lost contact with the other ranks: {lost}",
             hint="see the log of the rank that ended first; a rank that was killed leaves no message",
         )
+    if found := determinism.explained(error):
+        return found
     if isinstance(error, OSError) and has_remedy(error):
         return TrainingError(
             f"a file could not be read or written: {reason(error)}",

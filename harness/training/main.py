@@ -26,7 +26,7 @@ from harness.distributed.watchdog import Watchdog, exits_without_launcher
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError
 from harness.runs import exit_files, provenance, remote
 from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, console, loop, precision, prediction_writer
+from harness.training import build, console, determinism, loop, precision, prediction_writer
 from harness.training.exit_report import ExitReporter, explained, lost_peer
 from harness.training.run import Run
 from harness.training.task import SupportsLearned
@@ -57,6 +57,7 @@ def main(
             with exits_without_launcher(launch, parent):
                 with telling_peers(launch):
                     config = loader.load(path, overrides)
+                determinism.require(config.train.deterministic)  # before CUDA starts
                 runtime = stack.enter_context(
                     open_runtime(
                         launch, config.runtime.device, config.runtime.timeout_s, lambda device: facts(config, device)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from harness.config import plugins
 from harness.errors import ConfigError, first_line
+from harness.training import determinism
 
 
 def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
@@ -101,7 +102,7 @@ def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor)
         with torch.no_grad():
             outputs = model.eval()(example)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise ConfigError(
+        raise determinism.explained(error) or ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where="model.name",
             hint="check model.args, task.image_size and task.color (torchvision's models need rgb)",

@@ -159,7 +159,7 @@ def arm(folder: str, rank: int, steps: tuple[int, ...]) -> None:
         observer.counted(run)
 
     def train_observed(run: Any) -> bool:
-        if not run.config.train.deterministic:
+        if run.config.train.deterministic is not True:
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.set_warn_always(True)
         return train(run)

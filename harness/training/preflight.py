@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, optim, precision, strategy
+from harness.training import build, determinism, optim, precision, strategy
 from harness.training.task import OpenedTask
 
 
@@ -61,9 +61,26 @@ def examine(
             facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
         facts |= build.describe(config, task, size, world_size, device, chosen.backend)
+        if model is not None and config.train.deterministic:
+            attempt(_deterministic, config, task, model, device, facts)
         attempt(_shared_memory, config, task, size, -(-world_size // config.launch.nnodes), facts)
     attempt(strategy.check_world, config.parallel, world_size)
     return facts, errors
+
+
+def _deterministic(
+    config: Config, task: OpenedTask, model: nn.Module, device: torch.device, facts: dict[str, Any]
+) -> None:
+    """Train ``model`` on a few rows on the CPU, and add the operations in it that CUDA cannot do deterministically to
+    ``facts``. Raises ConfigError if ``device`` is CUDA and the configuration refuses them."""
+    batch = task.train.batch(np.arange(min(4, len(task.train))), 0)
+    if not len(batch):
+        return
+    with determinism.Audit() as audit:
+        task.loss(model(task.prepare(batch.inputs)), batch.targets).backward()
+    facts["deterministic"] = determinism.described(config.train.deterministic, audit.found)
+    if audit.found and config.train.deterministic is True and device.type == "cuda":
+        raise determinism.refused(audit.found)
 
 
 def _shared_memory(config: Config, task: OpenedTask, size: build.Sizes, num_ranks: int, facts: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -47,12 +46,3 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
-
-
-def make_deterministic(on: bool) -> None:
-    """Forbid (or allow) algorithms whose result changes from run to run."""
-    if on:
-        # cuBLAS reads this at its first use. Without it, torch refuses matrix products in deterministic mode.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(on)
-    torch.backends.cudnn.benchmark = not on

@@ -67,7 +67,7 @@ def start(tmp_path, monkeypatch):
     """Builds a run on one rank, in this process; ``how`` and ``step`` are those of Spoiled."""
     write_rows(tmp_path, "train", NUM_TRAIN)
     write_rows(tmp_path, "eval", 6)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that it is restored
     built: list[Run] = []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from harness.errors import ConfigError, DataError
 from harness.training import preflight
@@ -30,6 +32,31 @@ def test_facts(folder):
     assert facts["amp"] == "O1 by harness.apex"
     assert facts["ranks"] == 2
     assert not (folder / "runs").exists()  # nothing was started
+
+
+def test_operation_without_a_deterministic_implementation(folder, monkeypatch):
+    """Named for any machine; an error where training would run on CUDA and refuse it."""
+    model = {"model": {"name": "tests.training.test_preflight.Pooled"}}
+    facts, problems = examine(folder, **model)
+    assert facts["deterministic"].endswith("others are refused; without one on CUDA: AdaptiveAvgPool2d")
+    assert problems == []
+    monkeypatch.setattr(preflight.devices, "choose", lambda *_: torch.device("cuda"))
+    (problem,) = examine(folder, **model)[1]
+    assert "train.deterministic: on CUDA, torch has no deterministic implementation of AdaptiveAvgPool2d" in str(
+        problem
+    )
+    assert "x.mean((-2, -1))" in problem.hint
+    for level in ("warn", "false"):
+        assert examine(folder, f"train.deterministic={level}", **model)[1] == []
+
+
+class Pooled(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.features, self.layer = nn.Conv2d(1, 1, 3), nn.Linear(4, num_classes)
+
+    def forward(self, images):
+        return self.layer(nn.functional.adaptive_avg_pool2d(self.features(images), 2).flatten(1))
 
 
 def test_scaled_learning_rate(folder):

@@ -178,4 +178,6 @@ class PetNames:
 
 def _nats(outputs: Tensor, targets: Tensor) -> Tensor:
     """-log(probability) of each target, float32 (batch, positions)."""
-    return functional.cross_entropy(outputs.float().transpose(1, 2), targets, reduction="none")
+    # Flat, because over a second dimension torch has no deterministic implementation on CUDA.
+    nats = functional.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return nats.view_as(targets)

@@ -1,0 +1,168 @@
+"""Operations without a deterministic implementation on CUDA: the list, a search for them, and the error of torch.
+
+    with Audit() as audit:
+        loss_of(model).backward()
+    audit.found  # {"AdaptiveAvgPool2d"}
+
+The search runs on the CPU. It sees the ATen operations of a forward and a backward pass, which have the same names on
+CUDA; kernels that a library chooses there, such as cuDNN's, are not visible.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.distributed import stack
+from harness.errors import ConfigError
+from harness.runs import layout
+
+# The operations that raise an error on CUDA under torch.use_deterministic_algorithms(True), as its documentation of
+# torch 2.15 lists them. tests/training/test_determinism.py compares them with the documentation of the installed torch.
+SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
+TORCH = "2.15"
+
+Level = bool | Literal["warn"]
+
+
+class Operation(NamedTuple):
+    """An operation of torch's list: its ATen names, what to use instead, and the calls that it is about."""
+
+    aten: tuple[str, ...]
+    instead: str = ""
+    when: Callable[[dict[str, Any]], bool] = lambda arguments: True
+
+
+OPERATIONS = {
+    "AvgPool3d": Operation(("avg_pool3d_backward",)),
+    "AdaptiveAvgPool2d": Operation(
+        ("_adaptive_avg_pool2d_backward",), "x.mean((-2, -1)) for one value per channel, else avg_pool2d"
+    ),
+    "AdaptiveAvgPool3d": Operation(
+        ("_adaptive_avg_pool3d_backward",), "x.mean((-3, -2, -1)) for one value per channel"
+    ),
+    "AdaptiveMaxPool2d": Operation(
+        ("adaptive_max_pool2d_backward",), "x.amax((-2, -1)) for one value per channel, else max_pool2d"
+    ),
+    "FractionalMaxPool2d": Operation(("fractional_max_pool2d_backward",), "max_pool2d"),
+    "FractionalMaxPool3d": Operation(("fractional_max_pool3d_backward",), "max_pool3d"),
+    "MaxUnpool1d": Operation(("max_unpool2d",)),  # which it calls
+    "MaxUnpool2d": Operation(("max_unpool2d",), "interpolate(mode='nearest'), or a transposed convolution"),
+    "MaxUnpool3d": Operation(("max_unpool3d",), "interpolate(mode='nearest'), or a transposed convolution"),
+    "interpolate": Operation(
+        ("upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+         "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
+        "interpolate(mode='nearest')",
+    ),
+    "ReflectionPad1d": Operation(("reflection_pad1d_backward",), "padding with zeros"),
+    "ReflectionPad2d": Operation(("reflection_pad2d_backward",), "padding with zeros"),
+    "ReflectionPad3d": Operation(("reflection_pad3d_backward",), "padding with zeros"),
+    "NLLLoss": Operation(
+        ("nll_loss2d_forward",), "cross_entropy on logits of shape (rows, classes): move the classes last and flatten"
+    ),
+    "CTCLoss": Operation(("_ctc_loss_backward",)),
+    "EmbeddingBag": Operation(
+        ("_embedding_bag", "_embedding_bag_forward_only"), "mode='mean' or 'sum'", lambda given: given.get("mode") == 2
+    ),
+    "put_": Operation(("put_", "put"), "index_put_"),
+    "histc": Operation(("histc",), "bincount of integers"),
+    "bincount": Operation(("bincount",), "index_add", lambda given: given.get("weights") is not None),
+    "median": Operation(("median.dim", "median.dim_values", "nanmedian.dim"), "sort, and the middle value"),
+    "grid_sample": Operation(("grid_sampler_2d_backward", "grid_sampler_3d_backward")),
+    "scatter_reduce": Operation(
+        ("scatter_reduce.two", "scatter_reduce_.two"), "reduce='sum' or 'mean'",
+        lambda given: given.get("reduce") not in ("sum", "mean"),
+    ),
+}  # fmt: skip
+
+_RAISED = "does not have a deterministic implementation"
+_CUBLAS = "not deterministic because it uses CuBLAS"
+
+
+class Audit(TorchDispatchMode):
+    """Context that collects the operations of the list that are called in it, in ``found``, and all in ``seen``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        name = schema.name.partition("::")[2]
+        self.seen.add(name)
+        for key in (name, f"{name}.{schema.overload_name}"):
+            for known in _BY_ATEN.get(key, ()):
+                named = dict(zip([argument.name for argument in schema.arguments], args, strict=False))
+                if OPERATIONS[known].when(named | (kwargs or {})):
+                    self.found.add(known)
+        return func(*args, **(kwargs or {}))
+
+
+_BY_ATEN: dict[str, list[str]] = {}
+for _name, _operation in OPERATIONS.items():
+    for _aten in _operation.aten:
+        _BY_ATEN.setdefault(_aten, []).append(_name)
+
+
+def require(level: Level) -> None:
+    """Make torch refuse (True), warn of (warn) or allow (False) algorithms whose result changes from run to run. Call
+    it before CUDA starts."""
+    if level:
+        # cuBLAS reads this at its first use. Without it, torch refuses matrix products in deterministic mode.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(bool(level), warn_only=level == "warn")
+    torch.backends.cudnn.benchmark = not level
+
+
+def described(level: Level, operations: set[str] | None = None) -> str:
+    """The strictness ``level`` in words, with the ``operations`` of the model that it is about, if they are known."""
+    words = {
+        True: "only deterministic algorithms; others are refused",
+        "warn": "deterministic algorithms where torch has them; "
+        f"{layout.LOGS}/rank-N.log has a warning for each other operation",
+        False: "any algorithm: equal runs may differ in their last bits",
+    }[level]
+    return f"{words}; without one on CUDA: {', '.join(sorted(operations))}" if operations else words
+
+
+def refused(operations: set[str]) -> ConfigError:
+    """The error for a model that calls ``operations`` on CUDA under ``train.deterministic: true``."""
+    names = ", ".join(sorted(operations))
+    return _error(f"on CUDA, torch has no deterministic implementation of {names}", operations)
+
+
+def explained(error: BaseException) -> ConfigError | None:
+    """The error for a ``RuntimeError`` by which torch refuses an operation that is not deterministic, else None."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and _CUBLAS in text:
+        return ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG={os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')!r} makes matrix products on CUDA "
+            "differ from run to run, which train.deterministic=true refuses",
+            where="train.deterministic", hint="unset it, or export CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        )  # fmt: skip
+    if not isinstance(error, RuntimeError) or _RAISED not in text:
+        return None
+    name = text.partition(f" {_RAISED}")[0]  # of a kernel, such as max_unpooling2d_forward_out
+    kernel = name.strip("_").replace("unpooling", "unpool")
+    operations = {
+        known
+        for known, operation in OPERATIONS.items()
+        if any(kernel.startswith(aten.partition(".")[0].strip("_")) for aten in operation.aten)
+    }
+    place = stack.raised_at(error)
+    return _error(f"torch has no deterministic implementation of {name}{f' (in {place})' if place else ''}", operations)
+
+
+def _error(what: str, operations: set[str]) -> ConfigError:
+    instead = [f"{name}: {OPERATIONS[name].instead}" for name in sorted(operations) if OPERATIONS[name].instead]
+    return ConfigError(
+        f"{what}, which train.deterministic=true requires for an exact resume",
+        where="train.deterministic",
+        hint="use train.deterministic=warn (a resume may then differ in the last bits) or false"
+        + (f"; or use another operation ({'; '.join(instead)})" if instead else ""),
+    )

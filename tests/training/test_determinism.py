@@ -1,0 +1,255 @@
+"""Operations that are not deterministic on CUDA: torch's list, a search in everything shipped, and torch's error."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from harness import cli
+from harness.config import plugins
+from harness.data import digits
+from harness.errors import ConfigError
+from harness.training import determinism, model_builder
+from harness.training.determinism import OPERATIONS, Audit
+from harness.training.exit_report import explained
+from harness.training.models.small_cnn import quarters
+from tests import datasets
+from tests.conftest import ROOT
+from tests.end_to_end.processes import drivers
+from tests.fixtures import settings, write_rows, write_yaml
+from tests.ranks import run_ranks, wait_for
+
+CONFIGS = {
+    "digits": (1, ["train.ema_decay=0.9", "model.channels_last=true"]),
+    "fashion_mnist": (1, ["task.train_rows=300", "task.eval_rows=100", "precision.opt_level=O2"]),
+    "mnist": (2, ["task.train_rows=300", "task.eval_rows=100", "optimizer.larc={}"]),
+    "pet_names": (1, ["batch.global=64"]),
+    "pet_names_gru": (1, ["batch.global=64", "precision.opt_level=O4"]),
+}
+IMAGE = torch.zeros(2, 3, 64, 64)
+
+
+def trained(arguments: list[str]) -> tuple[set[str], set[str]]:
+    """(operations of the list, all operations) of a training run in this process."""
+    with Audit() as audit:
+        assert cli.main(["train", *arguments]) == 0
+    return audit.found, audit.seen
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_shipped_configuration(tmp_path, name):
+    """Forward, backward, exchange, update, evaluation, metrics and checkpoint of two steps."""
+    ranks, overrides = CONFIGS[name]
+    if name == "digits":
+        digits.write(tmp_path)
+        where = [f"task.{key}_csv={tmp_path}/{key}.csv" for key in ("train", "eval")] + [f"task.root={tmp_path}"]
+        where += ["data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
+    elif "mnist" in name:
+        where = [f"task.root={datasets.images(tmp_path / 'data', name)}"]
+    else:
+        where = [f"task.names={datasets.write_names(tmp_path / 'names.txt')}"]
+    words = ["-c", str(ROOT / "configs" / f"{name}.yaml"), f"output={tmp_path}/runs", *where, *overrides]
+    for found, seen in run_ranks(ranks, trained, [*words, "train.max_steps=2", "train.clip_norm=1"], group=False):
+        assert found == set()
+        assert any("backward" in name for name in seen)  # the search has seen the backward pass
+
+
+@pytest.mark.parametrize("name", [*plugins.names("model"), "resnet18", "convnext_tiny", "vit_b_16"])
+def test_shipped_model(name):
+    character = name.startswith("char_")
+    known = {"num_characters": 9} if character else {"num_classes": 4, "in_channels": 3}
+    example = torch.zeros(2, 5, dtype=torch.int64) if character else IMAGE
+    args = {"image_size": 64} if name == "vit_b_16" else {}
+    model = model_builder.build(name, args, known, example)
+    with Audit() as audit:
+        F.cross_entropy(
+            model(example).flatten(0, -2), torch.zeros(10 if character else 2, dtype=torch.int64)
+        ).backward()
+    assert audit.found == set()
+    assert any("backward" in seen for seen in audit.seen)
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 4), (1, 1), (1, 3), (3, 3), (14, 14), (2, 5), (16, 8)])
+def test_quarters_are_those_of_adaptive_pooling(height, width):
+    """So that a checkpoint from before keeps its meaning; for digits (4 x 4) the bits are equal."""
+    images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    expected = F.adaptive_avg_pool2d(images, 2)
+    found = quarters(images)
+    torch.testing.assert_close(found, expected)
+    given = torch.randn(found.shape)
+    gradients = [torch.autograd.grad(output, images, given)[0] for output in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    if height == width == 4:
+        assert torch.equal(found, expected)
+        assert torch.equal(*gradients)
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, requires_grad=True)
+
+
+CALLS = {
+    "AvgPool3d": lambda: F.avg_pool3d(_x(1, 1, 2, 2, 2), 2),
+    "AdaptiveAvgPool2d": lambda: F.adaptive_avg_pool2d(_x(1, 1, 4, 4), 2),
+    "AdaptiveAvgPool3d": lambda: F.adaptive_avg_pool3d(_x(1, 1, 4, 4, 4), 2),
+    "AdaptiveMaxPool2d": lambda: F.adaptive_max_pool2d(_x(1, 1, 4, 4), 2),
+    "FractionalMaxPool2d": lambda: F.fractional_max_pool2d(_x(1, 1, 4, 4), 2, output_size=2),
+    "FractionalMaxPool3d": lambda: F.fractional_max_pool3d(_x(1, 1, 4, 4, 4), 2, output_size=2),
+    "MaxUnpool1d": lambda: F.max_unpool1d(_x(1, 1, 2), torch.tensor([[[0, 2]]]), 2),
+    "MaxUnpool2d": lambda: F.max_unpool2d(_x(1, 1, 1, 2), torch.tensor([[[[0, 2]]]]), 2),
+    "MaxUnpool3d": lambda: F.max_unpool3d(_x(1, 1, 1, 1, 2), torch.tensor([[[[[0, 2]]]]]), 2),
+    "interpolate": lambda: F.interpolate(_x(1, 1, 4), scale_factor=2, mode="linear"),
+    "ReflectionPad1d": lambda: F.pad(_x(1, 1, 4), (1, 1), mode="reflect"),
+    "ReflectionPad2d": lambda: F.pad(_x(1, 1, 4, 4), (1, 1, 1, 1), mode="reflect"),
+    "ReflectionPad3d": lambda: F.pad(_x(1, 1, 4, 4, 4), (1,) * 6, mode="reflect"),
+    "NLLLoss": lambda: F.cross_entropy(_x(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.int64)),
+    "CTCLoss": lambda: F.ctc_loss(
+        _x(4, 1, 3).log_softmax(2), torch.ones(1, 2, dtype=torch.int64), torch.tensor([4]), torch.tensor([2])
+    ),
+    "EmbeddingBag": lambda: F.embedding_bag(torch.tensor([[0, 1]]), _x(3, 2), mode="max"),
+    "put_": lambda: _x(3).clone().put_(torch.tensor([1]), torch.ones(1)),
+    "histc": lambda: torch.histc(torch.rand(3), 2),
+    "bincount": lambda: torch.bincount(torch.tensor([1, 2]), weights=torch.rand(2)),
+    "median": lambda: _x(3, 3).median(0)[0],
+    "grid_sample": lambda: F.grid_sample(_x(1, 1, 2, 2), torch.zeros(1, 2, 2, 2), align_corners=False),
+    "scatter_reduce": lambda: _x(3).scatter_reduce(0, torch.tensor([0, 0]), torch.ones(2), "amax"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation_is_found(name):
+    with Audit() as audit:
+        output = CALLS[name]()
+        if output.requires_grad:
+            output.sum().backward()
+    assert audit.found == {"MaxUnpool1d", "MaxUnpool2d"} if name in ("MaxUnpool1d", "MaxUnpool2d") else {name}
+
+
+def test_deterministic_variants_are_not_found():
+    with Audit() as audit:
+        F.embedding_bag(torch.tensor([[0, 1]]), _x(3, 2), mode="mean").sum().backward()
+        torch.bincount(torch.tensor([1, 2]))
+        _x(3).scatter_reduce(0, torch.tensor([0, 0]), torch.ones(2), "sum").sum().backward()
+        F.interpolate(_x(1, 1, 4), scale_factor=2).sum().backward()
+        F.adaptive_avg_pool2d(_x(1, 1, 4, 4), 1).sum().backward()  # torch uses mean for it
+    assert audit.found == set()
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(determinism.TORCH), reason="the list is of another torch")
+def test_list_is_that_of_the_documentation():
+    text = torch.use_deterministic_algorithms.__doc__.partition(":class:`RuntimeError` when ``mode=True``")[2]
+    text = text.partition("In addition, several")[0]
+    entries = re.findall(r"\* :\w+:`torch\.([\w.]+)`(.*?)(?=\n +\* |\Z)", text, re.S)
+    elsewhere = re.compile(r"MPS tensor(?! with CUDA)|quantized")
+    documented = {
+        name.rpartition(".")[2] for name, when in entries if not elsewhere.search(when) or "CUDA or MPS" in when
+    }
+    assert documented == set(OPERATIONS)
+
+
+@pytest.fixture
+def level(monkeypatch):
+    """``determinism.require``, undone after the test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    benchmark = torch.backends.cudnn.benchmark
+    yield determinism.require
+    determinism.require(False)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def test_levels(level):
+    level(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # set by the user
+    with pytest.raises(RuntimeError, match="deterministic") as caught:
+        CALLS["MaxUnpool2d"]()
+    shown = str(explained(caught.value))
+    assert "torch has no deterministic implementation of max_unpooling2d_forward_out" in shown
+    assert "use train.deterministic=warn" in shown
+    assert "MaxUnpool2d: interpolate(mode='nearest')" in shown
+    level("warn")
+    with pytest.warns(UserWarning, match="max_unpooling2d_forward_out does not have a deterministic"):
+        CALLS["MaxUnpool2d"]()
+    assert not torch.backends.cudnn.benchmark
+    level(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize(
+    ("kernel", "instead"),
+    [
+        ("adaptive_avg_pool2d_backward_cuda", "AdaptiveAvgPool2d: x.mean((-2, -1))"),
+        ("upsample_bicubic2d_backward_out_cuda", "interpolate: interpolate(mode='nearest')"),
+        ("median CUDA with indices output", "median: sort"),
+        ("_bincount_cuda", "bincount: index_add"),
+        ("nll_loss2d_forward_out_cuda_template", "NLLLoss: cross_entropy"),
+        ("some_new_kernel_cuda", "or false"),
+    ],
+)
+def test_error_of_torch_is_explained(kernel, instead):
+    """The texts are those of torch's CUDA kernels."""
+    error = RuntimeError(f"{kernel} does not have a deterministic implementation, but you set 'torch.use_determini...")
+    shown = explained(error)
+    assert shown.exit_code == 2
+    assert f"train.deterministic: torch has no deterministic implementation of {kernel}" in str(shown)
+    assert instead in shown.hint
+    assert explained(ValueError("something else")).args == ("something else",)
+
+
+class Unpooling(nn.Module):
+    """Uses an operation that torch refuses in deterministic mode, also on the CPU."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, num_classes)
+
+    def forward(self, images):
+        pooled, where = F.max_pool2d(images, 2, return_indices=True)
+        return self.layer(F.max_unpool2d(pooled, where, 2).flatten(1))
+
+
+def test_own_model_that_is_not_deterministic(tmp_path):
+    """Refused in one message, before training; trained with a warning under train.deterministic=warn."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 6)
+    tree = settings(tmp_path, model={"name": f"{__name__}.Unpooling"}, train={"epochs": 1})
+    words, terminal = ["-c", str(write_yaml(tmp_path / "x.yaml", tree))], tmp_path / "terminal.txt"
+    assert wait_for(drivers(1, words, terminal), 60) == [2]
+    shown = terminal.read_text()
+    assert (
+        "error: train.deterministic: torch has no deterministic implementation of max_unpooling2d_forward_out" in shown
+    )
+    assert "use train.deterministic=warn" in shown
+    assert "Traceback" not in shown
+    assert wait_for(drivers(1, [*words, "train.deterministic=warn"], terminal), 60) == [0]
+    shown = terminal.read_text()
+    assert "deterministic: deterministic algorithms where torch has them; logs/rank-N.log has a warning for" in shown
+    log = (tmp_path / "runs" / "small" / "logs" / "rank-0.log").read_text()
+    assert "max_unpooling2d_forward_out does not have a deterministic implementation" in log
+
+
+def cublas_setting_when_ranks_connect(words: list[str]) -> list[str | None]:
+    from harness.training import main
+
+    seen = []
+
+    def connect(*_) -> None:
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise ConfigError("planned")
+
+    main.open_runtime = connect
+    assert cli.main(["train", *words]) == 2
+    return seen
+
+
+def test_cublas_is_configured_before_cuda_starts(tmp_path):
+    """cuBLAS reads the variable once; CUDA starts when the ranks connect."""
+    words = ["-c", str(write_yaml(tmp_path / "x.yaml", settings(tmp_path)))]
+    assert run_ranks(1, cublas_setting_when_ranks_connect, words, group=False) == [[":4096:8"]]
