@@ -27,9 +27,8 @@ from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.runs.run_dir import RunFolder
-from harness.training import build
+from harness.training import build, memory
 from harness.training.evaluate import prepare
-from harness.training.fsdp import local
 from harness.training.loop import step
 from harness.training.run import Run
 
@@ -194,10 +193,7 @@ def _forward(run: Run, group: list[MicroBatch]) -> None:
 
 def _held_bytes(run: Run) -> int:
     """Bytes of weights, gradients and optimizer state on this rank."""
-    weights = {id(param): local(param.detach()) for param in run.module.parameters()}
-    stepped = {id(p): local(p.detach()) for group in run.optimizer.param_groups for p in group["params"]}
-    state = [local(v) for entry in run.optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
-    return sum(t.numel() * t.element_size() for t in [*(weights | stepped).values(), *stepped.values(), *state])
+    return sum(size for name, size in memory.held(run).items() if name != "moving average")
 
 
 def _start_of_memory(device: torch.device) -> int:

@@ -31,7 +31,7 @@ from harness.errors import (
 )  # fmt: skip
 from harness.runs import exit_files, layout
 from harness.runs.run_dir import RunFolder
-from harness.training import determinism
+from harness.training import determinism, memory
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
@@ -136,7 +136,7 @@ class ExitReporter:
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
         """The rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
         if not (lost := lost_peer(error)):
-            return None, explained(error)
+            return None, explained(error, self.run)
         if (pause_s := watchdog.stalls.pause_s()) > self._runtime.timeout_s / 2:
             return None, Paused(
                 f"this process was suspended for {pause_s:.0f} s and lost contact with the other ranks, which wait "
@@ -145,7 +145,7 @@ class ExitReporter:
             )
         if missing := watchdog.missing(stack.raised_at(error), "imed out" in lost):
             return missing, TrainingError(f"lost contact with rank {missing.rank}")
-        return None, explained(error)
+        return None, explained(error, self.run)
 
     def _show(self, exit: RankExit, error: BaseException) -> None:
         """Print the launch's first failure: that of another rank that cannot report it itself, or ``error``."""
@@ -183,8 +183,9 @@ class ExitReporter:
         exit_files.write_for_torch(self._runtime.launch, exit)
 
 
-def explained(error: BaseException) -> BaseException:
-    """``error``, or a TrainingError that explains it if its own text does not."""
+def explained(error: BaseException, run: Run | None = None) -> BaseException:
+    """``error``, or another that explains it if its own text does not. ``run``: in which it was raised, if it is
+    built."""
     if isinstance(error, SystemExit):
         return TrainingError(
             f"training ended early: the code called sys.exit({error.code!r})", where=stack.raised_at(error),
@@ -195,7 +196,7 @@ def explained(error: BaseException) -> BaseException:
             f"lost contact with the other ranks: {lost}",
             hint="see the log of the rank that ended first; a rank that was killed leaves no message",
         )
-    if found := determinism.explained(error):
+    if found := memory.explained(error, run) or determinism.explained(error):
         return found
     if isinstance(error, OSError) and has_remedy(error):
         return TrainingError(

@@ -1,0 +1,103 @@
+"""What the memory of a rank holds, and the error for a rank that runs out of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from harness.config.schema import Config
+from harness.distributed import stack
+from harness.errors import TrainingError
+from harness.training.fsdp import local
+from harness.training.run import Run
+
+GIB, MIB = 2**30, 2**20
+_OUT = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|can't allocate memory", re.I)  # of CUDA, its libraries, the CPU
+_NUM_SETTINGS = 3  # to suggest
+
+
+def held(run: Run) -> dict[str, int]:
+    """Bytes on this rank between two steps, by what they are for. Gradients count as if all were present."""
+    stepped = {id(p): p for group in run.optimizer.param_groups for p in group["params"]}
+    weights = {id(p): p for p in run.module.parameters()} | stepped  # with masters
+    state = [v for entry in run.optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
+    return {
+        "parameters": _num_bytes(weights.values()),
+        "gradients": _num_bytes(stepped.values()),
+        "optimizer state": _num_bytes(state),
+        "moving average": _num_bytes(run.ema.average if run.ema else ()),
+    }
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(part.numel() * part.element_size() for part in (local(tensor.detach()) for tensor in tensors))
+
+
+def explained(error: BaseException, run: Run | None) -> TrainingError | None:
+    """The error for an allocation that failed, in ``run`` if it is built; None for any other error."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.distributed.DistError) or not _OUT.search(text):
+        return None
+    wanted = re.search(r"[Tt]ried to allocate ([\d.]+ (?:\w+))", text)
+    free = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", text)
+    what = f"tried to allocate {wanted[1]}" if wanted else "an allocation failed"
+    what += f"; {free[2]} of {free[1]} are free" if free else ""
+    if run is None:
+        return TrainingError(
+            f"out of memory while the run was built: {what} ({stack.raised_at(error)})",
+            hint="see with nvidia-smi whether another process uses this device; or use a smaller model (model.args)",
+        )
+    when = "training" if run.module.training else "evaluation"
+    return TrainingError(
+        f"out of memory on {run.runtime.device} in {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
+        hint=f"use one of: {'; '.join([*_settings(run.config, run.runtime.world_size, when)][:_NUM_SETTINGS])}",
+    )
+
+
+def _largest(run: Run, when: str) -> Iterator[str]:
+    """What the memory holds, the largest part first."""
+    parts = held(run)
+    device, rows = run.runtime.device, _rows(run.config, run.runtime.world_size, when)
+    activations = f"activations and temporary tensors, for {rows} rows at a time"
+    if device.type == "cuda":
+        parts[f"{activations},"] = max(0, torch.cuda.max_memory_allocated(device) - sum(parts.values()))
+    else:
+        yield f"{activations} (not measured on a CPU)"
+    for name, size in sorted(parts.items(), key=lambda part: -part[1]):
+        if size:
+            yield f"{name} {size / GIB:.1f} GiB" if size >= GIB else f"{name} {size / MIB:.1f} MiB"
+
+
+def _rows(config: Config, world_size: int, when: str) -> int:
+    """Rows per forward pass of a rank."""
+    batch = config.batch
+    micro = (batch.per_rank or (batch.global_ or 0) // world_size) // batch.accumulate
+    return batch.eval_per_rank or micro if when == "evaluation" else micro
+
+
+def _settings(config: Config, world_size: int, when: str) -> Iterator[str]:
+    """Settings that need less memory, those that change the training least first."""
+    batch, rows = config.batch, _rows(config, world_size, when)
+    per_rank = rows * batch.accumulate
+    if when == "evaluation" and rows > 1:
+        yield f"batch.eval_per_rank={rows // 2} (the same metrics)"
+    elif rows > 1:
+        count = next(n for n in range(batch.accumulate + 1, per_rank + 1) if per_rank % n == 0)
+        yield f"batch.accumulate={count} ({per_rank // count} rows at a time; the same batch size)"
+    if config.precision.opt_level == "O0":
+        yield "precision.opt_level=O4 (activations in bfloat16, half the size)"
+    if config.parallel.strategy == "ddp" and world_size > 1 and not config.model.channels_last:
+        yield f"parallel.strategy=fsdp (weights, gradients and optimizer state shared by {world_size} ranks)"
+    if config.train.ema_decay:
+        yield "train.ema_decay=null (no moving average)"
+    if when == "training" and rows > 1:
+        name = "batch.global" if batch.global_ else "batch.per_rank"
+        half = max(1, per_rank // 2) * (world_size if batch.global_ else 1)
+        yield f"{name}={half} (a smaller batch; optimizer.lr may need to change)"
+    if world_size == 1:
+        yield "more ranks, which share batch.global (harness launch --nproc 2)"
+    yield "a smaller model (model.args)"
+    yield "an optimizer with less state, such as sgd (optimizer.name)"

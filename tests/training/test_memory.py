@@ -1,0 +1,77 @@
+"""The error for a rank that runs out of memory."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.apex import amp
+from harness.distributed.launch_env import Launch
+from harness.distributed.runtime import Runtime
+from harness.distributed.stop import Stop
+from harness.runs.run_dir import RunFolder
+from harness.training import build, loop
+from harness.training.exit_report import explained
+from tests.fixtures import make_config, write_rows
+
+CPU = torch.device("cpu")
+OOM = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.06 GiB is "
+    "free. Including non-PyTorch memory, this process has 78.03 GiB memory in use."
+)
+
+
+def run_out_of_memory(folder, overrides, world=1, at="training", measured=None):
+    """The message of a run of a linear model (3 x 192 + 3 float32 weights, Adam) whose device runs out of memory."""
+    write_rows(folder, "train", 16)
+    write_rows(folder, "eval", 6)
+    config = make_config(folder, ["batch.global=8", *overrides], optimizer={"name": "adam"}, model={"name": "linear"})
+    folder = RunFolder(folder / "runs")
+    folder.checkpoints.folder.mkdir(parents=True)
+    run = build.build(config, Runtime(), folder, Stop(Runtime()))
+    try:
+        (group, *_) = run.train_data.groups(0, [])
+        run.module.train()
+        loop.step(run, group)
+        run.module.train(at == "training")
+        run.runtime = Runtime(Launch(world_size=world), device=torch.device("cuda", 0) if measured else CPU)
+        return explained(OOM, run)
+    finally:
+        run.close()
+        amp.reset()
+
+
+def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(build.determinism, "require", lambda level: None)  # it changes settings of the whole process
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 78 * 2**30)
+    error = run_out_of_memory(tmp_path / "a", ["precision.opt_level=O0", "train.ema_decay=0.9"], world=4, measured=True)
+    assert error.exit_code == 70
+    assert error.message.startswith(
+        "out of memory on cuda:0 in training: tried to allocate 2.00 GiB; 1.06 GiB of 79.10 GiB are free. "
+        "Largest: activations and temporary tensors, for 2 rows at a time, 78.0 GiB; optimizer state 0.0 MiB; "
+    )
+    for part in ("parameters", "gradients", "moving average"):
+        assert f"; {part} 0.0 MiB" in error.message
+    assert error.hint == (
+        "use one of: batch.accumulate=2 (1 rows at a time; the same batch size); precision.opt_level=O4 (activations "
+        "in bfloat16, half the size); parallel.strategy=fsdp (weights, gradients and optimizer state shared by 4 ranks)"
+    )
+    error = run_out_of_memory(tmp_path / "b", ["batch.accumulate=2", "batch.eval_per_rank=6"], at="evaluation")
+    assert "on cpu in evaluation" in error.message
+    assert "for 6 rows at a time (not measured on a CPU)" in error.message
+    assert "batch.eval_per_rank=3" in error.hint
+    assert error.hint.count(";") == 2
+    error = run_out_of_memory(tmp_path / "c", ["batch.accumulate=2"])
+    assert "batch.accumulate=4 (2 rows at a time; the same batch size); batch.global=4 (a smaller batch" in error.hint
+
+
+def test_other_errors_of_memory():
+    """Those of CUDA's libraries and of the CPU; before the run is built, only what is known then."""
+    for text in (
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 400000000000 bytes. Error code 12",
+    ):
+        assert "out of memory while the run was built" in str(explained(RuntimeError(text)))
+    assert "tried to allocate 400000000000 bytes" in str(explained(RuntimeError(text)))
+    assert "model.args" in explained(OOM).hint
+    assert isinstance(explained(ValueError("out of memory")), ValueError)
