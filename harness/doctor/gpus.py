@@ -10,6 +10,14 @@ from typing import Any
 from harness.doctor.findings import Finding, System
 
 GIB = 2**30
+BUSY = 0.1  # of the memory
+SETTINGS = [
+    "index", "persistence_mode", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "clocks.sm",
+    "clocks.max.sm", "memory.used", "memory.total", "compute_mode",
+]  # fmt: skip
+# {major version of CUDA: oldest driver on Linux}, with minor version compatibility: table 2 of
+# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html
+OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 
 def cuda(system: System) -> Iterator[Finding]:
@@ -24,6 +32,9 @@ def cuda(system: System) -> Iterator[Finding]:
         yield Finding("cuda", "ok", f"{_devices(count)}; torch is built for {built or 'it'}, driver {driver}")
         for index in range(count):
             yield _device(torch.cuda, index)
+        yield from _settings(system)
+        if count > 1:
+            yield _peers(torch.cuda, count)
     else:
         yield _no_device(system, torch.__version__, built, driver, " ".join(str(warning.message) for warning in caught))
 
@@ -41,6 +52,14 @@ def _no_device(system: System, torch_version: str, built: str | None, driver: st
     if hidden is not None and re.fullmatch(r"\s*(-1)?\s*|NoDevFiles", hidden):
         text = f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices: training runs on the CPU"
         return Finding("cuda", "note", text, ("unset CUDA_VISIBLE_DEVICES",))
+    if needed := _too_old(driver, built):
+        return Finding(
+            "cuda", "problem",
+            f"driver {driver} is too old for {built}, which torch {torch_version} is built for: it needs {needed} or "
+            "newer, so training runs on the CPU",
+            (f"update the NVIDIA driver to {needed} or newer",
+             "or install a torch for an older CUDA: https://pytorch.org/get-started/previous-versions"),
+        )  # fmt: skip
     text = f"driver {driver} and torch built for {built}, but no device is usable: {warning or 'torch gives no reason'}"
     return Finding(
         "cuda",
@@ -63,6 +82,50 @@ def _device(torch_cuda: Any, index: int) -> Finding:
             "cuda", "problem", text, ("install another build: https://pytorch.org/get-started/previous-versions",)
         )
     return Finding("cuda", "ok", text)
+
+
+def _too_old(driver: str, built: str) -> str | None:
+    """The oldest driver for the CUDA that torch is built for, if ``driver`` is older."""
+    major = re.match(r"CUDA (\d+)", built)
+    needed = OLDEST_DRIVERS.get(int(major[1])) if major else None
+    numbers = [[int(number) for number in re.findall(r"\d+", version)] for version in (driver, needed or "")]
+    return needed if numbers[0] and numbers[0] < numbers[1] else None
+
+
+def _settings(system: System) -> Iterator[Finding]:
+    """Clocks, ECC and modes of each GPU as nvidia-smi prints them; nothing without it."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(SETTINGS)}", "--format=csv,noheader,nounits"]
+    for line in system.output_of(query).splitlines():
+        values = [value.strip() for value in line.split(",")]
+        if len(values) != len(SETTINGS):
+            continue
+        index, persistence, ecc, errors, clock, max_clock, used, total, mode = values
+        text = f"nvidia-smi: GPU {index}, clock {clock} of {max_clock} MHz, ECC {ecc}, persistence mode {persistence}"
+        if errors.isdigit() and int(errors):
+            fix = (f"nvidia-smi -i {index} -q -d ECC,ROW_REMAPPER; restart the machine, or have the GPU replaced",)
+            yield Finding("cuda", "problem", f"{text}; {errors} uncorrected memory errors", fix)
+        elif mode == "Prohibited":
+            text += "; its compute mode allows no process"
+            yield Finding("cuda", "problem", text, (f"sudo nvidia-smi -i {index} -c DEFAULT",))
+        elif used.isdigit() and total.isdigit() and int(used) > BUSY * int(total):
+            text += f"; {used} of {total} MiB of its memory are in use"
+            yield Finding("cuda", "note", text, ("nvidia-smi  # which processes use it?",))
+        elif persistence == "Disabled":
+            text += ", so each start of training waits for the driver to load"
+            yield Finding("cuda", "note", text, (f"sudo nvidia-smi -i {index} -pm 1",))
+        else:
+            yield Finding("cuda", "ok", text)
+
+
+def _peers(torch_cuda: Any, count: int) -> Finding:
+    """Whether each pair of GPUs can copy without the host."""
+    pairs = [(first, second) for first in range(count) for second in range(first + 1, count)]
+    without = [f"{a}-{b}" for a, b in pairs if not torch_cuda.can_device_access_peer(a, b)]
+    if not without:
+        return Finding("cuda", "ok", f"peer access between all {count} devices")
+    shown = ", ".join(without[:6]) + (", ..." if len(without) > 6 else "")
+    text = f"no peer access between {shown}: gradients are exchanged through the host's memory, which is slower"
+    return Finding("cuda", "note", text, ("nvidia-smi topo -m  # how are they connected?",))
 
 
 def _runs_on(major: int, minor: int, architectures: list[str]) -> bool:

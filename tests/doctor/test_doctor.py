@@ -18,7 +18,7 @@ import torch
 
 from harness import cli
 from harness.doctor import examine, gpus, limits, network, software
-from harness.doctor.findings import Finding, System, run_check
+from harness.doctor.findings import Finding, System, output_of, run_check
 from harness.training import precision
 
 GIB, MIB = 2**30, 2**20
@@ -280,13 +280,64 @@ def gpus_of(monkeypatch):
     return make
 
 
-def test_devices_are_listed(gpus_of, tmp_path):
+def test_devices_are_listed(gpus_of, tmp_path, monkeypatch):
     gpus_of((9, 0), (7, 0))
-    first, second, third = found(gpus.cuda, write(tmp_path, DRIVER))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    first, second, third, _ = found(gpus.cuda, write(tmp_path, DRIVER))
     assert first.text == "2 devices; torch is built for CUDA 12.6, driver 535.104.05"
     assert second == Finding("cuda", "ok", "cuda:0 H200, 141.0 GiB, compute capability 9.0")
     assert third.mark == "problem"
     assert "compute capability 7.0, for which this torch has no kernels (sm_75 sm_80" in third.text
+
+
+def test_driver_that_is_too_old(gpus_of, tmp_path):
+    gpus_of(cuda="13.2", warning="CUDA initialization: The NVIDIA driver on your system is too old")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finding = only(gpus.cuda, write(tmp_path, DRIVER | DEVICE))
+    assert finding.mark == "problem"
+    assert finding.text.startswith("driver 535.104.05 is too old for CUDA 13.2, which torch ")
+    assert "it needs 580.65.06 or newer" in finding.text
+    assert finding.remedies[0] == "update the NVIDIA driver to 580.65.06 or newer"
+
+
+@pytest.mark.parametrize(
+    ("line", "mark", "words"),
+    [
+        ("0, Enabled, Enabled, 0, 345, 1980, 4, 143771, Default", "ok", "clock 345 of 1980 MHz, ECC Enabled, persist"),
+        ("1, Disabled, [N/A], [N/A], 345, 1980, 4, 24576, Default", "note", "each start of training waits"),
+        ("0, Enabled, Enabled, 3, 345, 1980, 4, 143771, Default", "problem", "; 3 uncorrected memory errors"),
+        ("0, Enabled, Enabled, 0, 345, 1980, 4, 143771, Prohibited", "problem", "its compute mode allows no process"),
+        ("0, Enabled, Enabled, 0, 1980, 1980, 90000, 143771, Default", "note", "90000 of 143771 MiB of its memory"),
+        ("Field is not a valid field to query", None, ""),
+        ("", None, ""),
+    ],
+)
+def test_settings_of_a_gpu(gpus_of, tmp_path, line, mark, words):
+    asked = []
+    gpus_of((9, 0))
+    root = write(tmp_path, DRIVER).root
+    findings = found(gpus.cuda, System(root=root, output_of=lambda command: asked.append(command) or line))
+    assert asked[0][0] == "nvidia-smi"
+    assert asked[0][1].count(",") == 8
+    assert [finding.mark for finding in findings[2:]] == ([mark] if mark else [])
+    assert words in findings[-1].text
+    assert mark in ("ok", None) or findings[-1].remedies
+
+
+@pytest.mark.parametrize(("access", "mark", "words"), [(True, "ok", "all 3"), (False, "note", "0-1, 0-2, 1-2: ")])
+def test_peer_access(gpus_of, monkeypatch, tmp_path, access, mark, words):
+    gpus_of((9, 0), (9, 0), (9, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: access)
+    finding = found(gpus.cuda, System(root=write(tmp_path, DRIVER).root, output_of=lambda command: ""))[-1]
+    assert finding.mark == mark
+    assert words in finding.text
+
+
+def test_command_that_is_missing_fails_or_hangs(monkeypatch):
+    monkeypatch.setattr("harness.doctor.findings.COMMAND_S", 0.1)
+    commands = (["no-such-command-here"], ["false"], ["sleep", "20"], ["echo", "found"])
+    assert [output_of(command) for command in commands] == ["", "", "", "found\n"]
 
 
 @pytest.mark.parametrize(
