@@ -98,7 +98,8 @@ def json_schema() -> str:
     schema["properties"]["task"]["description"] = Config.model_fields["task"].description
     schema["properties"]["task"]["anyOf"].append(own)  # a task of the user's own may have any options
     schema["properties"]["extends"] = {
-        "description": "A YAML file, or a list of files, that this one starts from. Paths are relative to this file.",
+        "description": "A YAML file or a preset (preset:modern), or a list of them, that this file starts from. Paths "
+        "are relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     schema["required"] = []  # a file that extends another, or that is extended, may be incomplete

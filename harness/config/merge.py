@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.config import presets
 from harness.config.schema import flatten
 from harness.errors import ConfigError, first_line, require_regular_file, similar
 
@@ -94,17 +95,30 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
         raise ConfigError(
             f"extends takes a file or a list of files, not {bases!r}",
             where=origins.get("extends", str(path)),
-            hint="for example extends: base.yaml",
+            hint="for example extends: base.yaml, or extends: preset:modern",
         )
     result: Any = OmegaConf.create({})
     all_origins: dict[str, str] = {}
     try:
         for base in bases:
-            base_tree, base_origins = _read(path.parent / base, (*parents, path.resolve()))
+            file = _preset(base, origins.get("extends", str(path))) or path.parent / base
+            base_tree, base_origins = _read(file, (*parents, path.resolve()))
             result, all_origins = OmegaConf.merge(result, base_tree), all_origins | base_origins
         return OmegaConf.merge(result, tree), all_origins | origins
     except OmegaConfBaseException as error:
         raise ConfigError(first_line(error), where=str(path)) from None
+
+
+def _preset(name: str, where: str) -> Path | None:
+    """The file of a preset, if ``name`` is preset:NAME. Raises ConfigError."""
+    if not name.startswith(presets.PREFIX):
+        return None
+    wanted = name.removeprefix(presets.PREFIX).strip()
+    if wanted not in (known := presets.names()):
+        near = similar(wanted, known)
+        hint = f"did you mean {presets.PREFIX}{near}?" if near else f"use one of preset:{', preset:'.join(known)}"
+        raise ConfigError(f"there is no preset {wanted!r}", where=where, hint=hint)
+    return presets.path(wanted)
 
 
 def _text(path: Path) -> str:

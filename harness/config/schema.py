@@ -7,10 +7,11 @@ under ``harness/tasks``.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from harness.config.base import Arguments, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.launch import LaunchSection
@@ -110,6 +111,9 @@ class OptimizerSection(Section):
     """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None
     """The global batch that lr was tuned for."""
+    fused: bool | None = None
+    """true: update all weights in one kernel, if the optimizer has one (sgd, adam, adamw, adagrad); null: its default.
+    """
     larc: LarcSection | None = None
     """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""
 
@@ -131,13 +135,38 @@ class ScheduleSection(Section):
     """Exponent of `polynomial`; 1 is a straight line."""
 
 
+_LEVELS = {  # by the names of other tools
+    "bf16": "O4", "bfloat16": "O4", "bf16-mixed": "O4", "fp16": "O1", "float16": "O1", "half": "O1", "16-mixed": "O1",
+    "16": "O1", "mixed": "O1", "fp32": "O0", "float32": "O0", "32": "O0", "32-true": "O0",
+}  # fmt: skip
+_OF_LEVEL = {
+    "O0": "float32 is O0",
+    "O1": "float16 is O1 (weights stay float32) or O2 (float16 weights with float32 masters)",
+    "O4": "bfloat16 is O4 (weights stay float32) or O5 (bfloat16 weights with float32 masters)",
+}
+
+
+def _level(value: Any) -> Any:
+    """Refuse the names of other tools with the level that they mean."""
+    word = str(value).lower()
+    if level := _LEVELS.get(word):
+        raise ValueError(f"{value!r} is not allowed; {_OF_LEVEL[level]}: use precision.opt_level={level}")
+    if re.fullmatch("[o0]?[0-5]", word) and value != f"O{word[-1]}":
+        raise ValueError(f"{value!r} is not allowed; did you mean O{word[-1]}, with the letter O?")
+    return value
+
+
 class PrecisionSection(Section):
-    opt_level: Literal["O0", "O1", "O2", "O3", "O4", "O5"] = "O1"
+    opt_level: Annotated[Literal["O0", "O1", "O2", "O3", "O4", "O5"], BeforeValidator(_level)] = "O1"
     """O0: float32. O1: operations cast to float16. O2: float16 weights with float32 masters. O3: all float16. O4 and
     O5: as O1 and O2, in bfloat16.
     """
     backend: Literal["auto", "apex", "harness"] = "auto"
     """auto: NVIDIA's or ROCm's Apex on CUDA if an Apex with amp is installed, else harness.apex."""
+    tf32: bool | None = None
+    """TF32 for what stays float32 on CUDA: true for convolutions and matrix products, false for neither; null: torch's
+    default, only convolutions.
+    """
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
     """`dynamic`, or a constant; null: the default of the level."""
     min_loss_scale: Annotated[float, Field(gt=0)] | None = None

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.config import presets
 from harness.config.merge import parsed
 from harness.config.schema import flatten
 from harness.errors import ConfigError
@@ -34,8 +35,9 @@ def require_harmless(path: Path, overrides: Sequence[str]) -> None:
 
 
 def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if tree.get("extends"):
-        yield "extends", f"reads {tree['extends']}"
+    bases = tree.get("extends") or []
+    if not all(str(base).startswith(presets.PREFIX) for base in (bases if isinstance(bases, list) else [bases])):
+        yield "extends", f"reads {bases}"
     leaves = flatten(tree)
     for key in _CODE:
         name = leaves.get(key)

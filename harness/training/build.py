@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.config import loader
+from harness.config import loader, presets
 from harness.config.schema import Config
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
@@ -39,6 +39,7 @@ SKEWED = 0.5  # total variation distance between the labels of a shard and of al
 def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Run:
     """Build everything the loop needs, restored from the checkpoint to resume from, if there is one. Collective."""
     determinism.require(config.train.deterministic)
+    precision.set_tf32(config.precision)
     task = open_task(config, runtime)
     with runtime.together("opening the trackers"):
         tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
@@ -209,6 +210,7 @@ def describe(
         "steps": f"{size.steps_per_epoch} per epoch, {size.total_steps} in total",
         "learning rate": f"{size.lr:g}{scaled}",
         "amp": f"{config.precision.opt_level} by {backend}",
+        "preset": presets.nearest(config),
         "deterministic": determinism.described(config.train.deterministic),
         "shards": config.data.shard,
     }

@@ -38,6 +38,8 @@ def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) 
     for key in ("momentum", "weight_decay"):
         if (value := getattr(section, key)) is not None:
             given[key] = value
+    if section.fused is not None and "fused" in accepted:
+        given.setdefault("fused", section.fused)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     if wrong := [] if takes_all else [key for key in given if key not in accepted]:
         takes = ", ".join(key for key in accepted if key != "params")

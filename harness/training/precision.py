@@ -103,6 +103,13 @@ def choose(section: PrecisionSection, device: torch.device, ours: bool = False) 
     return Precision(*apex, _options(section))
 
 
+def set_tf32(section: PrecisionSection) -> None:
+    """Allow or forbid TF32 in this process, if ``section`` says so."""
+    if section.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = section.tf32
+        torch.backends.cudnn.allow_tf32 = section.tf32
+
+
 def installed_apex() -> tuple[tuple[Any, Any, str] | None, str]:
     """((amp, parallel, name), "") of an installed Apex with both, else (None, the reason)."""
     try:
@@ -135,7 +142,7 @@ def _ours(section: PrecisionSection) -> Precision:
 
 def _options(section: PrecisionSection) -> dict[str, Any]:
     """The arguments of ``amp.initialize``. Settings that are null are left to the opt level."""
-    chosen = section.model_dump(exclude={"backend"}, exclude_none=True)
+    chosen = section.model_dump(exclude={"backend", "tf32"}, exclude_none=True)
     for key in ("cast_model_type", "cast_model_outputs"):
         if key in chosen:
             chosen[key] = getattr(torch, chosen[key])

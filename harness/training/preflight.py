@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.config import loader
+from harness.config import loader, presets
 from harness.config.schema import Config
 from harness.data.loader_workers import MIB, MORE_SHARED_MEMORY, PREFETCH, SHARED_MEMORY
 from harness.distributed import devices, stack
@@ -61,6 +61,8 @@ def examine(
             facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
         facts |= build.describe(config, task, size, world_size, device, chosen.backend)
+        facts["preset"] = f"{facts['preset']}; a file that starts with extends: preset:NAME chooses one"
+        facts |= presets.described(config)
         if model is not None and config.train.deterministic:
             attempt(_deterministic, config, task, model, device, facts)
         attempt(_shared_memory, config, task, size, -(-world_size // config.launch.nnodes), facts)

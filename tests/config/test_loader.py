@@ -417,10 +417,12 @@ data data.shard data.num_workers data.tail data.cache_dir
 model model.name model.args model.channels_last model.compile
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank
 optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay optimizer.args optimizer.lr_scaling
-optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip optimizer.larc.eps
+optimizer.fused optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
+optimizer.larc.eps
 schedule schedule.name schedule.warmup_epochs schedule.min_lr schedule.milestones schedule.gamma schedule.power
 precision precision.opt_level precision.backend precision.loss_scale precision.min_loss_scale precision.max_loss_scale
-precision.keep_batchnorm_fp32 precision.master_weights precision.cast_model_type precision.cast_model_outputs
+precision.tf32 precision.keep_batchnorm_fp32 precision.master_weights precision.cast_model_type
+precision.cast_model_outputs
 parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm
 train train.epochs train.max_steps train.clip_norm train.log_every train.deterministic train.ema_decay train.patience
 train.on_nan train.evaluate_every

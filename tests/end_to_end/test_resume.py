@@ -63,6 +63,17 @@ def test_kill_in_each_place_is_resumed_exactly(tmp_path, data, level, world_size
     kill_in_turn(tmp_path, data, level, world_size, ["step", "save", "evaluation"], random.Random(level))
 
 
+def test_modern_preset_is_resumed_exactly_on_a_cpu(tmp_path, data):
+    """Channels-last bfloat16 with overlapped reduction and a fused optimizer: only a GPU may round differently."""
+    settings = {"extends": "preset:modern", "precision": {"opt_level": "O4"}, "checkpoint": {"every_steps": 3}}
+    unbroken = train(tmp_path / "unbroken", data, 2, **settings)
+    assert "preset: modern\n" in (tmp_path / "unbroken" / "terminal-0.txt").read_text()
+    broken = write_config(tmp_path / "broken", data, **settings)
+    run(broken, 2, kill=Kill(0, 13))
+    assert run(broken, 2) == [0, 0]
+    assert_same_run(unbroken, run_folder(broken))
+
+
 @pytest.mark.parametrize(("name", "workers"), [("adam", 2), ("sgd", 1)])
 def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data, name, workers):
     settings = {"optimizer": {"name": name, "lr": 0.01, "momentum": None}, "checkpoint": {"every_steps": 3}}
