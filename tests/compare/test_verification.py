@@ -37,11 +37,11 @@ def verify_resume(config: Path, *words: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_sound_configuration_is_exact(tmp_path):
-    """On two ranks; those of ``test_docs.py`` have one."""
+    """On one rank; that of ``test_docs.py`` has two."""
     model = {"name": "small_cnn", "args": {"width": 4, "dropout": 0.2, "batch_norm": True}}
     config = write_config(tmp_path, write_images(tmp_path / "data"), model=model, data={"num_workers": 1})
     folder = tmp_path / "kept"
-    code, out = verify_resume(config, "--nproc", "2", "--kills", "4", "--folder", str(folder))
+    code, out = verify_resume(config, "--kills", "4", "--folder", str(folder))
     assert code == 0, out
     assert "shortened: train.max_steps null -> 14" in out
     assert "14 steps, 1 epoch end, 2 evaluations, 7 checkpoints" in out
