@@ -1,8 +1,10 @@
-"""Attributes of other people's modules and classes that ``install`` and ``--device cpu`` replace, and undoing that."""
+"""Attributes of other people's modules and classes that ``install`` and the runner replace, and undoing that."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 _MISSING = object()
@@ -27,6 +29,19 @@ class Patches:
 
         self._undo.append(restore)
 
+    def replace(self, owner: Any, name: str, function: Any) -> None:
+        """Set ``owner.name``, a function of torch or of another library, to ``function`` until ``undo``."""
+        if is_imported("torch"):
+            builtins = sys.modules["torch.jit._builtins"]
+            original = vars(owner).get(name)
+            operation = builtins._find_builtin(original)
+            if operation is not None:  # torch.jit.script looks functions up by identity in this table
+                self.set_item(builtins._get_builtin_table(), id(function), operation)
+            elif isinstance(original, FunctionType) and isinstance(function, FunctionType):
+                # it compiles the source of other functions, and takes the original if it finds these attributes
+                vars(function).update({"__script_if_tracing_wrapper": True, "__original_fn": original})
+        self.set(owner, name, function)
+
     def set_item(self, mapping: dict[Any, Any], key: Any, value: Any) -> None:
         """Set ``mapping[key]``, which must be a new key, until ``undo``."""
         mapping[key] = value
@@ -40,6 +55,12 @@ class Patches:
         """Restore everything, in reverse order."""
         while self._undo:
             self._undo.pop()()
+
+
+def is_imported(name: str) -> bool:
+    """True if module ``name`` has been imported completely."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 patches = Patches()

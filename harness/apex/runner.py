@@ -14,7 +14,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from harness.apex import local_rank
+from harness.apex import call_counter, local_rank
 from harness.apex.spawn import ScriptContext
 
 USAGE = """\
@@ -24,6 +24,7 @@ usage: python -m harness.apex [OPTIONS] SCRIPT [ARGS...]
 Run a training script written for NVIDIA Apex without changes: its imports of apex resolve to harness.apex.
 
   --device cpu         run the script's CUDA and NCCL calls on the CPU and gloo, and list them on stderr at exit
+  --modernize          restore what Python, numpy, torch and other libraries have removed; list on stderr what was used
   --trust-checkpoints  let torch.load read files that are not plain data, such as whole models; they can run code
   --local-rank N       set by torch.distributed.launch; the script gets it in the spelling that it declares
   -h, --help           show this help
@@ -44,6 +45,10 @@ class Command:
     on_cpu: bool = False
     local_rank: str | None = None
     trust_checkpoints: bool = False
+    modernize: bool = False
+
+
+_FLAGS = {"--trust-checkpoints": "trust_checkpoints", "--modernize": "modernize"}
 
 
 class UsageError(Exception):
@@ -65,37 +70,39 @@ def main(argv: list[str]) -> None:
         print(f"harness.apex: {error}\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(2)
     name = command.name if command.is_module else script.path
-    ScriptContext(name, command.is_module, command.on_cpu, command.local_rank, command.trust_checkpoints).set_up()
-    if command.on_cpu:
-        from harness.apex.on_cpu.call_counter import print_at_exit
-
-        print_at_exit(verbose=(command.local_rank or local_rank.from_environment() or "0") == "0")
+    ScriptContext(
+        name, command.is_module, command.on_cpu, command.local_rank, command.trust_checkpoints, command.modernize
+    ).set_up()
+    listed = {call_counter.ON_CPU: command.on_cpu, call_counter.MODERNIZE: command.modernize}
+    if any(listed.values()):
+        is_first = (command.local_rank or local_rank.from_environment() or "0") == "0"
+        call_counter.print_at_exit(verbose=is_first, options=[option for option in listed if listed[option]])
     given = [] if command.local_rank is None else [f"{local_rank.spelling_for(script.text)}={command.local_rank}"]
     sys.argv = [script.path if command.is_module else command.name, *given, *command.args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if command.is_module else os.path.dirname(os.path.realpath(script.path))
-    _run(script)
+    _run(script, suggest=not command.modernize)
 
 
 def parse(argv: list[str]) -> Command | None:
     """The command in ``argv``; None if it asks for help. All arguments after the script belong to the script."""
-    words, on_cpu, rank, trusts = list(argv), False, None, False
+    words, on_cpu, rank, flags = list(argv), False, None, {option: False for option in _FLAGS.values()}
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
         if word in ("-h", "--help"):
             return None
-        if word == "--trust-checkpoints":
-            trusts = True
+        if word in _FLAGS:
+            flags[_FLAGS[word]] = True
             continue
         if word == "-m":
             if not words:
                 raise UsageError("-m needs the name of a module")
-            return Command(words[0], True, words[1:], on_cpu, rank, trusts)
+            return Command(words[0], True, words[1:], on_cpu, rank, **flags)
         if option not in ("--device", "--local-rank", "--local_rank"):
             if word.startswith("-"):
                 raise UsageError(f"unknown option {word!r}; options of the script go after the script")
-            return Command(word, False, words, on_cpu, rank, trusts)
+            return Command(word, False, words, on_cpu, rank, **flags)
         if not equals:
             if not words:
                 raise UsageError(f"{option} needs a value")
@@ -157,8 +164,11 @@ def _module(name: str) -> Script:
     return Script(spec.origin, spec.loader.get_data(spec.origin), spec)
 
 
-def _run(script: Script) -> None:
-    """Run ``script`` as ``__main__``. Its exceptions pass through; their tracebacks start at the script."""
+def _run(script: Script, suggest: bool) -> None:
+    """Run ``script`` as ``__main__``. Its exceptions pass through; their tracebacks start at the script.
+
+    With ``suggest``, the traceback of an error that ``--modernize`` prevents is followed by a line that suggests it.
+    """
     main = ModuleType("__main__")
     main.__dict__.update(
         __file__=script.path,
@@ -173,11 +183,11 @@ def _run(script: Script) -> None:
     try:
         exec(script.code(), main.__dict__)
     except BaseException:
-        _hide_own_frames()
+        _hide_own_frames(suggest)
         raise
 
 
-def _hide_own_frames() -> None:
+def _hide_own_frames(suggest: bool) -> None:
     """Remove this package's frames from the traceback of the exception that ends the script."""
     original = sys.excepthook  # python's, or one that the script installed
 
@@ -188,6 +198,10 @@ def _hide_own_frames() -> None:
         error.__traceback__ = trace
         sys.last_traceback = trace
         original(kind, error, trace)
+        if suggest and isinstance(error, Exception):
+            from harness.apex.modernize.suggestion import suggestion
+
+            print(suggestion(error) or "", end="", file=sys.stderr)
 
     sys.excepthook = excepthook
 

@@ -18,7 +18,7 @@ import sys
 import types
 from typing import Any
 
-from harness.apex.patches import patches
+from harness.apex.patches import is_imported, patches
 
 _added = False
 _REFUSED = re.compile("Unsupported (global|class|operand)|Can only |unrecognized function|Cannot use ``weights_only")
@@ -31,7 +31,7 @@ def add_when_imported() -> None:
     Undone by ``harness.apex.uninstall``.
     """
     global _added
-    if _added or not (_is_imported("torch") and _is_imported("numpy")):
+    if _added or not (is_imported("torch") and is_imported("numpy")):
         return
     _added = True
     # There is no public way to remove a single global, which uninstall needs
@@ -107,8 +107,3 @@ def _explaining(original: Any) -> Any:
         return original(f, *args, weights_only=False, **{k: v for k, v in kwargs.items() if k != "weights_only"})
 
     return load
-
-
-def _is_imported(name: str) -> bool:
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)

@@ -15,6 +15,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from harness.apex import call_counter
 from harness.apex.import_hook import install
 from harness.apex.local_rank import patch_argparse
 from harness.apex.patches import patches
@@ -31,12 +32,17 @@ class ScriptContext:
     on_cpu: bool
     local_rank: str | None
     trust_checkpoints: bool = False
+    modernize: bool = False
     counts_directory: str | None = None  # only in spawned processes
 
     def set_up(self) -> None:
         """Prepare this process for the script. Undone by ``harness.apex.uninstall``."""
         install(self.trust_checkpoints)
         patch_argparse(self.local_rank)
+        if self.modernize:
+            from harness.apex.modernize import modernize
+
+            modernize()
         if self.on_cpu:
             from harness.apex.on_cpu import redirect_cuda
 
@@ -53,18 +59,11 @@ class ScriptContext:
             data["init_main_from_name"] = "harness.apex.spawn_main"
             # `received` removes both before the program sees them
             data["sys_path"] = [_ROOT, *data["sys_path"]]
-            sent = json.dumps({**asdict(self), "counts_directory": self._shared_directory()})
+            sent = json.dumps({**asdict(self), "counts_directory": call_counter.shared_directory()})
             data["sys_argv"] = [*data["sys_argv"][:1], sent, *data["sys_argv"][1:]]
             return data
 
         return get_preparation_data
-
-    def _shared_directory(self) -> str | None:
-        if not self.on_cpu:
-            return None
-        from harness.apex.on_cpu.call_counter import shared_directory
-
-        return shared_directory()
 
 
 def received() -> ScriptContext:

@@ -19,10 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import harness.apex
-from harness.apex import amp
+from harness.apex import amp, call_counter
 from harness.apex.on_cpu import (
     autocast,
-    call_counter,
     device_arguments,
     distributed,
     generators,
@@ -738,6 +737,6 @@ def test_list_of_redirected_calls():
         torch.ones(1).cuda()
     torch.zeros(1, device="cuda")
     torch.zeros(1, device="cpu")
-    text = call_counter.summary(children=[{"Tensor.cuda": 2}])
+    text = call_counter.summary(children=[{call_counter.ON_CPU: {"Tensor.cuda": 2}}])
     assert [line.split() for line in text.splitlines()[1:]] == [["5", "Tensor.cuda"], ["1", "torch.zeros(device=cuda)"]]
     assert "(this process and 1 that it started)" in text

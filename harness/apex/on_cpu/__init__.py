@@ -12,11 +12,9 @@ is not redirected.
 
 from __future__ import annotations
 
-from torch.jit import _builtins
-
+from harness.apex import call_counter
 from harness.apex.on_cpu import (
     autocast,
-    call_counter,
     device_arguments,
     distributed,
     float16_kernels,
@@ -38,10 +36,7 @@ def redirect_cuda() -> None:
     # list all replacements before setting any: each wraps the original function
     modules = (placement, device_arguments, torch_cuda, autocast, distributed)
     for owner, name, replacement in [row for module in modules for row in module.replacements()]:
-        operation = _builtins._find_builtin(vars(owner).get(name))
-        if operation is not None:  # torch.jit.script looks functions up by identity in this table
-            patches.set_item(_builtins._get_builtin_table(), id(replacement), operation)
-        patches.set(owner, name, replacement)
+        patches.replace(owner, name, replacement)
     kernels = float16_kernels.register()
     if kernels is not None:
         patches.on_undo(kernels._destroy)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode, grad_scaler
 
-from harness.apex.on_cpu.call_counter import count
+from harness.apex.call_counter import count
 from harness.apex.on_cpu.device_arguments import Replacement, takes_device
 from harness.apex.on_cpu.placement import names_cuda
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
+from harness.apex.call_counter import count, count_call, counted, is_called_by_torch
 from harness.apex.on_cpu import placement
-from harness.apex.on_cpu.call_counter import count, count_call, counted, is_called_by_torch
 from harness.apex.on_cpu.generators import generator_of
 from harness.apex.on_cpu.placement import HOST, names_cuda, place_of
 from harness.apex.on_cpu.streams import current_device

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.apex.call_counter import is_called_by_torch
 from harness.apex.local_rank import num_local_ranks
-from harness.apex.on_cpu.call_counter import is_called_by_torch
 from harness.apex.on_cpu.placement import place_of
 
 _cpu_is_seeded = False  # whether the script has called torch.manual_seed

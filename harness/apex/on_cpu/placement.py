@@ -22,7 +22,7 @@ from torch.nn import parameter
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import get_worker_info
 
-from harness.apex.on_cpu.call_counter import is_called_by_torch
+from harness.apex.call_counter import is_called_by_torch
 from harness.apex.on_cpu.streams import current_device
 
 HOST = -1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.on_cpu.call_counter import count_call
+from harness.apex.call_counter import count_call
 
 _current = threading.local()  # .device, .stream
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from harness.apex.call_counter import count_call, counted, is_called_by_torch
 from harness.apex.local_rank import num_local_ranks
 from harness.apex.on_cpu import generators
-from harness.apex.on_cpu.call_counter import count_call, counted, is_called_by_torch
 from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.streams import (
     DeviceContext,

@@ -1,4 +1,4 @@
-"""Counts redirected calls by name, and prints the list when the script ends.
+"""Counts redirected calls and bridged names, by option of the runner and by name, and prints the lists at the end.
 
 Processes that the script starts with ``multiprocessing`` write their counts to files in a directory that the first
 process creates.
@@ -20,7 +20,16 @@ from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any
 
-_counts: Counter[str] = Counter()
+ON_CPU, MODERNIZE = "--device cpu", "--modernize"
+_HEADINGS = {
+    ON_CPU: "calls that ran on the CPU instead of CUDA",
+    MODERNIZE: "bridged, because newer libraries refuse it",
+}
+_NOTHING = {
+    ON_CPU: "no calls were redirected; the script did not use CUDA.",
+    MODERNIZE: "nothing was bridged; the script did not need it.",
+}
+_counts: dict[str, Counter[str]] = {option: Counter() for option in _HEADINGS}
 _lock = threading.Lock()
 _directory: Path | None = None
 
@@ -31,10 +40,10 @@ def is_called_by_torch(depth: int = 1) -> bool:
     return isinstance(module, str) and module.startswith(("torch.", "harness.apex."))
 
 
-def count(name: str) -> None:
-    """Count one redirection of ``name``."""
+def count(name: str, option: str = ON_CPU) -> None:
+    """Count one redirection of ``name``, or one bridge with ``option=MODERNIZE``."""
     with _lock:
-        _counts[name] += 1
+        _counts[option][name] += 1
 
 
 def count_call(name: str) -> None:
@@ -55,21 +64,22 @@ def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def counts() -> dict[str, int]:
-    """The number of redirected calls of this process, by name."""
-    return dict(_counts)
+def counts(option: str = ON_CPU) -> dict[str, int]:
+    """The number of redirected calls, or of what ``option`` does, in this process, by name."""
+    return dict(_counts[option])
 
 
-def reset() -> None:
-    """Set all counts to zero."""
+def reset(option: str = ON_CPU) -> None:
+    """Set the counts of ``option`` to zero."""
     with _lock:
-        _counts.clear()
+        _counts[option].clear()
 
 
-def print_at_exit(verbose: bool) -> None:
-    """Collect the counts of child processes when this process exits and, if ``verbose``, print the list to stderr.
+def print_at_exit(verbose: bool, options: Sequence[str]) -> None:
+    """Collect the counts of child processes when this process exits and, if ``verbose``, print the lists to stderr.
 
-    The list is the last output, after other ``atexit`` functions. ``os._exit`` skips it.
+    There is one list for each of ``options``. They are the last output, after other ``atexit`` functions. ``os._exit``
+    skips them.
     """
     directory, owner = Path(tempfile.mkdtemp(prefix="harness-apex-")), os.getpid()
     _share(directory)
@@ -77,10 +87,10 @@ def print_at_exit(verbose: bool) -> None:
     def report() -> None:
         if os.getpid() != owner:  # a forked child that ends with sys.exit
             return
-        text = summary([json.loads(path.read_text()) for path in directory.glob("*.json")])
+        children = [json.loads(path.read_text()) for path in directory.glob("*.json")]
         shutil.rmtree(directory, ignore_errors=True)
         if verbose:
-            print(text, file=sys.stderr, flush=True)
+            print(*[summary(children, option) for option in options], sep="\n", file=sys.stderr, flush=True)
 
     atexit.register(report)
 
@@ -96,16 +106,16 @@ def shared_directory() -> str | None:
     return str(_directory) if _directory is not None else None
 
 
-def summary(children: Sequence[dict[str, int]] = ()) -> str:
-    """The list that ``print_at_exit`` prints, with the counts of ``children`` added."""
-    total = Counter(_counts)
+def summary(children: Sequence[dict[str, dict[str, int]]] = (), option: str = ON_CPU) -> str:
+    """The list that ``print_at_exit`` prints for ``option``, with the counts of ``children`` added."""
+    total = Counter(_counts[option])
     for child in children:
-        total.update(child)
+        total.update(child.get(option, {}))
     if not total:
-        return "harness.apex --device cpu: no calls were redirected; the script did not use CUDA."
+        return f"harness.apex {option}: {_NOTHING[option]}"
     where = f" (this process and {len(children)} that it started)" if children else ""
     lines = [f"{number:10d}  {name}" for name, number in sorted(total.items(), key=lambda item: (-item[1], item[0]))]
-    return "\n".join([f"harness.apex --device cpu: calls that ran on the CPU instead of CUDA{where}:", *lines])
+    return "\n".join([f"harness.apex {option}: {_HEADINGS[option]}{where}:", *lines])
 
 
 def _share(directory: Path) -> None:
@@ -117,14 +127,15 @@ def _share(directory: Path) -> None:
 
 
 def _save() -> None:
-    if _counts and _directory is not None and _directory.is_dir():
+    if any(_counts.values()) and _directory is not None and _directory.is_dir():
         (_directory / f"{os.getpid()}.json").write_text(json.dumps(_counts))
 
 
 def _start_over_in_fork() -> None:
     global _lock
     _lock = threading.Lock()  # another thread may have held the inherited one at the fork
-    _counts.clear()
+    for each in _counts.values():
+        each.clear()
 
 
 os.register_at_fork(after_in_child=_start_over_in_fork)

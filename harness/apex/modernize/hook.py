@@ -1,0 +1,136 @@
+"""Applies ``table`` to each library once it is imported, and creates the modules that no longer exist."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from harness.apex import call_counter
+from harness.apex.modernize.table import CALLS, NAMES, Names
+from harness.apex.patches import is_imported, patches
+
+
+def modernize() -> None:
+    """Restore what the table lists in this process, until ``harness.apex.uninstall``. Calling it again does nothing."""
+    if _finder in sys.meta_path:
+        return
+    call_counter.reset(call_counter.MODERNIZE)
+    sys.meta_path.insert(0, _finder)
+    patches.on_undo(lambda: sys.meta_path.remove(_finder))
+    for name in _MODULES:
+        if is_imported(name):
+            _apply(name)
+
+
+class _Finder(MetaPathFinder):
+    """Leaves finding modules to the other finders, and has the table applied after a module of the table has run."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _MODULES:
+            return None
+        others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        spec = next((found for each in others if (found := each.find_spec(name, path, target)) is not None), None)
+        if spec is None:  # the library removed the whole module
+            return ModuleSpec(name, _RemovedModule())
+        if spec.loader is not None and not inspect.isclass(spec.loader):
+            _apply_after(spec.loader, name)
+        return spec
+
+
+class _RemovedModule(Loader):
+    """Loads an empty module, which gets its names from the table."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        parent, _, child = name.rpartition(".")
+
+        def remove() -> None:
+            sys.modules.pop(name, None)
+            vars(sys.modules.get(parent, module)).pop(child, None)
+
+        patches.on_undo(remove)
+        _apply(name)
+
+
+def _apply_after(loader: Any, name: str) -> None:
+    """Have ``loader``, which belongs to one import, apply the table after it has run the module."""
+    original = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        loader.exec_module = original
+        original(module)
+        _apply(name)
+
+    loader.exec_module = exec_module
+
+
+def _apply(name: str) -> None:
+    module = sys.modules[name]  # a module may replace itself when it runs
+    rows = [row for row in NAMES if row.owner.partition(":")[0] == name]
+    if any(":" not in row.owner for row in rows):
+        _add_names_to_module(module, [row for row in rows if ":" not in row.owner])
+    for row in rows:
+        owner = _found(module, row.owner)
+        if ":" in row.owner and owner is not None:
+            _add_names_to_class(owner, row)
+    for call in CALLS:
+        owner = _found(module, call.owner) if call.owner.partition(":")[0] == name else None
+        if owner is not None and hasattr(owner, call.name):
+            used = functools.partial(call_counter.count, call.label, call_counter.MODERNIZE)
+            patches.replace(owner, call.name, call.wrap(getattr(owner, call.name), used))
+
+
+def _add_names_to_module(module: ModuleType, rows: Sequence[Names]) -> None:
+    """Look names that ``module`` lacks up in ``rows``, when the script uses them."""
+    original: Callable[[str], Any] | None = vars(module).get("__getattr__")
+    name = rows[0].owner
+
+    def __getattr__(attribute: str) -> Any:
+        target = next((row.target(attribute) for row in rows if row.target(attribute)), None)
+        if target is not None:
+            value = pkgutil.resolve_name(target)
+            call_counter.count(f"{name}.{attribute}", call_counter.MODERNIZE)
+            return value
+        if original is not None:
+            return original(attribute)
+        raise AttributeError(f"module {name!r} has no attribute {attribute!r}", name=attribute, obj=module)
+
+    patches.set(module, "__getattr__", __getattr__)
+
+
+def _add_names_to_class(owner: type, row: Names) -> None:
+    for name in row.names:
+        if hasattr(owner, name):
+            continue
+        function = pkgutil.resolve_name(str(row.target(name)))
+        label = f"{row.owner.replace(':', '.')}.{name}"
+        patches.set(owner, name, _counting(function, name, label))
+
+
+def _counting(function: Callable[..., Any], name: str, label: str) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        call_counter.count(label, call_counter.MODERNIZE)
+        return function(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _found(module: ModuleType, owner: str) -> Any:
+    """The module or its class that ``owner`` names; None if this version of the library lacks the class."""
+    attribute = owner.partition(":")[2]
+    return getattr(module, attribute, None) if attribute else module
+
+
+_finder = _Finder()
+_MODULES = {owner.partition(":")[0] for owner in [*(row.owner for row in NAMES), *(call.owner for call in CALLS)]}

@@ -1,0 +1,599 @@
+"""``--modernize``: every row of its table, the suggestion of it, and a script that needs a lot of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import sysconfig
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+
+import harness.apex
+from harness.apex import call_counter
+from harness.apex.modernize import modernize
+from harness.apex.modernize.python import load_source
+from harness.apex.modernize.suggestion import suggestion
+from harness.apex.modernize.table import NAMES
+from tests.apex.test_runner import run, write
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+# Each fails as it is and passes with --modernize. The key is what the list names, or a part of it.
+BRIDGES = {
+    "collections.Iterable": """
+        from collections import Iterable, Mapping
+        assert isinstance([], Iterable) and issubclass(dict, Mapping)
+    """,
+    "time.clock": "import time; assert 0 <= time.clock() <= time.process_time()",
+    "fractions.gcd": """
+        from fractions import gcd
+        assert (gcd(12, 8), gcd(12, -8), gcd(0, -3), gcd(7.5, 2.5)) == (4, -4, -3, 2.5)
+    """,
+    "threading.Thread.isAlive": "import threading; assert not threading.Thread().isAlive()",
+    "base64.encodestring": """
+        import base64
+        assert base64.encodestring(b"a") == b"YQ==\\n" and base64.decodestring(b"YQ==") == b"a"
+    """,
+    "inspect.getargspec": """
+        import inspect
+        spec = inspect.getargspec(lambda a, b=1, *c, **d: 0)
+        assert spec == (["a", "b"], "c", "d", (1,)) == (spec.args, spec.varargs, spec.keywords, spec.defaults)
+        try: inspect.getargspec(lambda *, a: 0)
+        except ValueError: pass
+        else: raise AssertionError
+    """,
+    "json.load(encoding=)": """
+        import io, json
+        assert json.loads("[1]", encoding="utf-8") == json.load(io.StringIO("[1]"), encoding="utf-8") == [1]
+    """,
+    "random.sample of a set": """
+        import random
+        items = {"a", "b", "c"}
+        assert random.Random(1).sample(items, 2) == random.Random(1).sample(tuple(items), 2)
+        assert sorted(random.sample(items, k=3)) == sorted(items)
+    """,
+    "yaml.load without a loader": """
+        import yaml
+        assert yaml.load("a: [1, !!python/tuple [2]]") == {"a": [1, (2,)]}
+        assert list(yaml.load_all("1\\n---\\n2")) == [1, 2]
+        try: yaml.load("!!python/object/apply:os.getcwd []")
+        except yaml.constructor.ConstructorError: pass
+        else: raise AssertionError
+    """,
+    "numpy.float": """
+        import numpy as np
+        assert np.zeros(1, np.float).dtype == np.float64 and np.int is int and np.object is object
+        assert isinstance("", np.str) and np.zeros(1, dtype=np.bool).dtype == bool
+    """,
+    "numpy.Inf": """
+        import numpy as np
+        assert np.Inf == np.PINF == -np.NINF and np.float_ is np.float64 and np.NaN != np.NaN
+    """,
+    "numpy.product": "import numpy as np; assert np.product([2, 3]) == 6 and np.alltrue([1]) and np.round_(2.6) == 3",
+    "numpy.asscalar": """
+        import numpy as np
+        assert np.asscalar(np.ones((1, 1))) == 1 == np.alen(3) == np.alen([2])
+    """,
+    "numpy.cast": """
+        import numpy as np
+        assert np.cast[np.uint8]([1.5]).dtype == np.uint8 and np.asfarray([1]).dtype == np.float64 and np.math.pi > 3
+        assert np.msort([[2, 0], [1, 3]]).tolist() == [[1, 0], [2, 3]]
+        assert np.lib.pad([1], 1, "edge").tolist() == [1, 1, 1]
+    """,
+    "numpy.in1d": """
+        import numpy as np
+        assert np.in1d([[1, 2]], [2], invert=True).tolist() == [True, False] and np.trapz([1, 1]) == 1
+    """,
+    "numpy.array of unequal rows": """
+        import numpy as np
+        x = np.array([[1, 2], [3]])
+        assert (x.dtype, x.shape, x[1]) == (object, (2,), [3]) == (np.asarray([[1, 2], [3]]).dtype, (2,), [3])
+        assert np.random.choice([(0.1, None), (0.1, None, 1)]) is not None
+        y = np.ones(2)
+        assert np.array(y, copy=False) is y and np.array(y, copy=False, dtype="f4").dtype == np.float32
+    """,
+    "numpy.fromstring of bytes": """
+        import numpy as np
+        x = np.fromstring(b"\\1\\2\\3", np.uint8, 2)
+        x += 1
+        assert x.tolist() == [2, 3] and np.fromstring("1 2", sep=" ").tolist() == [1, 2]
+    """,
+    "numpy.linspace with a float": """
+        import numpy as np
+        assert len(np.linspace(0.5, 0.95, np.round(0.45 / 0.05) + 1)) == 10
+    """,
+    "torch.qr": """
+        import torch
+        a = torch.randn(4, 2)
+        for q, r in (torch.qr(a), a.qr(), torch.qr(a, some=False)):
+            assert torch.allclose(q @ r, a, atol=1e-5)
+        assert torch.qr(a).Q.shape == (4, 2) and q.shape == (4, 4)
+    """,
+    "torch.symeig": """
+        import torch
+        a = torch.tensor([[2.0, 1.0], [99.0, 3.0]])  # the upper triangle counts
+        values, vectors = torch.symeig(a, eigenvectors=True)
+        assert torch.allclose(vectors @ values.diag() @ vectors.t(), torch.tensor([[2.0, 1.0], [1.0, 3.0]]), atol=1e-5)
+        assert torch.symeig(a).eigenvectors.numel() == 0 and torch.allclose(a.symeig().eigenvalues, values)
+    """,
+    "torch.solve": """
+        import torch
+        a, b = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.ones(2, 1)
+        assert torch.allclose(a @ torch.solve(b, a).solution, b) and torch.allclose(b.solve(a)[0], torch.solve(b, a)[0])
+    """,
+    "torch.cholesky": """
+        import torch
+        a = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        assert torch.allclose(torch.cholesky(a), a.cholesky(upper=True).t())
+    """,
+    "torch.matrix_rank": """
+        import torch
+        assert torch.matrix_rank(torch.ones(2, 2)) == 1 == torch.matrix_rank(torch.diag(torch.tensor([5.0, 1.0])), 2.0)
+    """,
+    "torch.rfft": """
+        import torch
+        x = torch.randn(2, 5, 6)
+        full, half = torch.rfft(x, 2, onesided=False), torch.rfft(x, 2, normalized=True)
+        assert full.shape == (2, 5, 6, 2) and half.shape == (2, 5, 4, 2)
+        assert torch.allclose(half, full[:, :, :4] / 30**0.5, atol=1e-5)
+        assert torch.allclose(torch.irfft(half, 2, normalized=True, signal_sizes=(5, 6)), x, atol=1e-5)
+        assert torch.allclose(torch.irfft(full, 2, onesided=False), x, atol=1e-5)
+        assert torch.allclose(torch.ifft(full.fft(1), 1), full, atol=1e-5)
+    """,
+    "torch.stft of real tensors": """
+        import torch
+        x = torch.randn(100)
+        y = torch.stft(x, 16, window=torch.ones(16))
+        again = torch.istft(y, 16, window=torch.ones(16), length=100)
+        assert y.shape == (9, 26, 2) and torch.allclose(again, x, atol=1e-5)
+        assert torch.istft(torch.view_as_complex(y), 16).dim() == 1
+    """,
+    "Tensor.view of a non-contiguous bool tensor": """
+        import torch
+        output, target = torch.eye(8), torch.arange(8)
+        correct = output.topk(5)[1].t().eq(target.view(1, -1).expand(5, 8))
+        assert correct[:1].contiguous().view(-1).float().sum() == 8 == correct[:3].view(-1).float().sum(0, keepdim=True)
+        try: torch.ones(3, 2).t().view(-1)
+        except RuntimeError: pass
+        else: raise AssertionError("a view of other tensors would not be one")
+    """,
+    "Tensor.masked_fill with a uint8 mask": """
+        import torch
+        mask = torch.tensor([1, 0], dtype=torch.uint8)
+        x = torch.zeros(2).masked_fill_(mask, 3)
+        assert x.tolist() == [3, 0] == torch.zeros(2).masked_fill(mask=mask, value=3).tolist()
+        assert torch.masked_fill(torch.zeros(2), mask, 3).tolist() == [3, 0]
+        assert x.masked_select(mask).tolist() == [3] == torch.masked_select(x, mask).tolist()
+        assert x.masked_scatter_(mask, torch.ones(1)).tolist() == [1, 0]
+        assert x.masked_scatter(mask, torch.ones(1)).tolist() == [1, 0] == torch.masked_scatter(x, mask, x).tolist()
+    """,
+    "1 - a bool tensor": """
+        import torch
+        x = 1 - (torch.arange(2) > 0)
+        assert (x.tolist(), x.dtype) == ([1, 0], torch.uint8) and (1 - torch.ones(1)).item() == 0
+    """,
+    "integer betas of Adam": """
+        import torch
+        p = torch.nn.Parameter(torch.ones(1))
+        assert torch.optim.Adam((each for each in [p]), betas=(0, 0.999)).param_groups[0]["betas"] == (0.0, 0.999)
+        assert torch.optim.AdamW([p], 0.1, (0, 0.9)).param_groups[0]["betas"] == (0.0, 0.9)
+    """,
+    "ReduceLROnPlateau(verbose=)": """
+        import torch
+        from torch.optim import lr_scheduler
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)
+        assert lr_scheduler.ReduceLROnPlateau(optimizer, patience=7, verbose=True).patience == 7
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, "min", 0.5, 3, True, 0.25)
+        assert (scheduler.patience, scheduler.threshold) == (3, 0.25)
+
+        class Own(lr_scheduler.LRScheduler):
+            def __init__(self, optimizer, last_epoch=-1, verbose=False):
+                super().__init__(optimizer, last_epoch, verbose)
+
+            def get_lr(self):
+                return [2.0]
+
+        assert Own(optimizer).get_last_lr() == [2.0] and lr_scheduler.StepLR(optimizer, 3, verbose=False).step_size == 3
+    """,
+    "Sampler(data_source)": """
+        from torch.utils.data import Sampler
+
+        class Own(Sampler):
+            def __init__(self, data):
+                super().__init__(data)
+
+        Own([1])
+        Sampler(None)
+    """,
+    "torch.utils.data.dataloader._BaseDataLoaderIter.next": """
+        import torch
+        batches = iter(torch.utils.data.DataLoader([1, 2]))
+        assert [batches.next().item(), batches.next().item()] == [1, 2]
+    """,
+    "torch.utils.data.dataset.T_co": "from torch.utils.data.dataset import T_co; assert T_co.__covariant__",
+    "torch._six": """
+        import collections.abc, math
+        from torch._six import container_abcs, inf, int_classes, string_classes
+        import torch._six
+        assert isinstance("", string_classes) and isinstance(1, int_classes) and inf == math.inf
+        assert container_abcs is collections.abc and torch._six.PY3
+    """,
+    "torch.utils.data._utils.collate.container_abcs": """
+        from torch.utils.data._utils.collate import container_abcs, int_classes, string_classes
+        assert isinstance({}, container_abcs.Mapping)
+    """,
+    "torchvision.models.utils.load_state_dict_from_url": """
+        import torch
+        from torchvision.models.utils import load_state_dict_from_url
+        from torch.utils.model_zoo import _download_url_to_file
+        assert load_state_dict_from_url is torch.hub.load_state_dict_from_url
+        assert torch.hub._download_url_to_file is _download_url_to_file is torch.hub.download_url_to_file
+    """,
+    "torchvision.models.resnet.model_urls": """
+        from torchvision.models.resnet import model_urls
+        from torchvision.models.mobilenet import model_urls as mobile
+        import torchvision.models.vgg as vgg
+        assert "resnet18" in model_urls and model_urls["resnet50"].endswith("resnet50-0676ba61.pth")
+        assert "resnet18" not in vgg.model_urls and "vgg16_bn" in vgg.model_urls and list(mobile) == ["mobilenet_v2"]
+        assert "shufflenet_v2_x1_0" not in model_urls and "wide_resnet50_2" in model_urls
+    """,
+    "torchvision.transforms.Scale": """
+        from PIL import Image
+        from torchvision import transforms
+        image = Image.new("RGB", (8, 16))
+        assert transforms.Scale(4)(image).size == (4, 8) and transforms.RandomSizedCrop(4)(image).size == (4, 4)
+    """,
+    "torchvision.transforms.functional_tensor": """
+        import torch
+        from torchvision.transforms.functional_tensor import rgb_to_grayscale
+        assert rgb_to_grayscale(torch.ones(3, 2, 2)).shape == (1, 2, 2)
+    """,
+    "torchvision rotate(resample=)": """
+        import torchvision.transforms.functional as F
+        from PIL import Image
+        from torchvision import transforms
+        image = Image.linear_gradient("L")
+        now = F.rotate(image, 30, interpolation=F.InterpolationMode.BILINEAR)
+        assert F.rotate(image, 30, resample=Image.BILINEAR) == now != F.rotate(image, 30, resample=False)
+        transform = transforms.RandomAffine(5, fillcolor=3, resample=2)
+        assert (transform.fill, transform.interpolation) == (3, F.InterpolationMode.BILINEAR)
+        assert transforms.RandomRotation(5, resample=3).interpolation == F.InterpolationMode.BICUBIC
+        now = F.affine(image, 5, (0, 0), 1, (0.0,), fill=0)
+        assert F.affine(image, 5, (0, 0), 1, (0.0,), resample=0, fillcolor=0) == now
+    """,
+    "torchvision make_grid(range=)": """
+        import torch, torchvision
+        x = torch.linspace(-1, 1, 12).view(1, 3, 2, 2)
+        assert torch.equal(torchvision.utils.make_grid(x, normalize=True, range=(-1, 1)), (x[0] + 1) / 2)
+    """,
+    "torchvision.ops.misc": """
+        import torch
+        from torchvision.ops import _new_empty_tensor
+        from torchvision.ops.misc import Conv2d, _output_size, interpolate
+        import torchvision.ops.misc as misc
+        assert _new_empty_tensor(torch.ones(1), [0, 3]).shape == (0, 3) and Conv2d is torch.nn.Conv2d
+        assert _output_size(2, torch.ones(1, 1, 5, 4), None, 1.5) == [7, 6] and misc.BatchNorm2d is torch.nn.BatchNorm2d
+    """,
+    "torchvision.datasets.utils.makedir_exist_ok": """
+        from torchvision.datasets.utils import makedir_exist_ok
+        makedir_exist_ok("."); makedir_exist_ok(".")
+    """,
+    "PIL.Image.ANTIALIAS": """
+        from PIL import PILLOW_VERSION, Image
+        assert Image.ANTIALIAS == Image.LANCZOS == 1 and Image.LINEAR == 2 and Image.CUBIC == 3
+        assert Image.PILLOW_VERSION == PILLOW_VERSION
+    """,
+    "PIL.ImageDraw.ImageDraw.textsize": """
+        from PIL import Image, ImageDraw, ImageFont
+        font, draw = ImageFont.load_default(), ImageDraw.Draw(Image.new("L", (99, 99)))
+        width, height = font.getsize("label")
+        assert (width, height) == draw.textsize("label", font) and width > height > 5
+        assert draw.textsize("label\\nx", font) == (width, 2 * font.getsize("A")[1] + 4)
+        draw.text((0, 0), "label", fill=255, font=font)
+        assert (draw._image.getbbox()[2] - width, draw._image.getbbox()[3]) in [(d, height) for d in range(-2, 2)]
+        assert ImageFont.load_default_imagefont().getsize("ab") == (12, 11)
+    """,
+    "matplotlib.backends.backend_agg.FigureCanvasAgg.tostring_rgb": """
+        import matplotlib.cm
+        import numpy as np
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        canvas = FigureCanvasAgg(Figure(figsize=(1, 1), dpi=10, facecolor="red"))
+        canvas.draw()
+        assert canvas.tostring_rgb() == canvas.renderer.tostring_rgb() == bytes([255, 0, 0]) * 100
+        jet = matplotlib.cm.get_cmap("jet", 5)
+        assert (jet.name, jet.N, matplotlib.cm.get_cmap(jet)) == ("jet", 5, jet)
+        assert matplotlib.cm.get_cmap().name == "viridis"
+    """,
+    "scipy.misc.imresize": """
+        import numpy as np
+        from PIL import Image
+        from scipy.misc import imread, imresize, imsave, logsumexp
+        import scipy.misc
+        image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+        imsave("x.png", image)
+        assert (imread("x.png") == image).all() and imread("x.png", mode="L").shape == (4, 4)
+        assert imread("x.png", flatten=True).dtype == np.float32
+        assert imresize(image, (2, 8)).shape == (2, 8, 3) and imresize(image, 50).shape == imresize(image, 0.5).shape
+        assert (imresize(image, (8, 8), "nearest") == image.repeat(2, 0).repeat(2, 1)).all()
+        assert scipy.misc.bytescale(np.array([0.0, 1.0, 2.0])).tolist() == [0, 128, 255]
+        assert imresize(np.array([[0.0, 1.0]]), (1, 2)).tolist() == [[0, 255]] and logsumexp([0]) == 0
+        assert scipy.misc.toimage(image.transpose(2, 0, 1)).size == (4, 4)
+        assert scipy.misc.toimage(image[..., 0], mode="P").convert("L").getpixel((1, 0)) == 3
+        assert scipy.misc.toimage(image[..., 0], mode="F").mode == "F"
+    """,
+    "scipy.signal.gaussian": """
+        import scipy.integrate, scipy.signal
+        assert scipy.signal.gaussian(3, 1)[1] == 1 and scipy.signal.hann(3)[1] == 1
+        assert scipy.integrate.trapz([1, 1]) == 1 == scipy.integrate.cumtrapz([1, 1])[0]
+    """,
+    "pandas.DataFrame.append": """
+        import pandas as pd
+        df = pd.DataFrame({"a": [1]}, index=["x"])
+        assert df.append({"a": 2}, ignore_index=True).a.tolist() == [1, 2] == df.append([{"a": 2}]).a.tolist()
+        assert df.append(pd.Series({"a": 2}, name="y")).index.tolist() == ["x", "y"]
+        assert df.append([df, df], ignore_index=True).shape == (3, 1) and df.append(df).a.dtype == "int64"
+        assert df.append({"b": 0.5}, ignore_index=True).columns.tolist() == ["a", "b"]
+        for wrong in ({"a": 2}, pd.Series({"a": 2})):
+            try: df.append(wrong)
+            except TypeError: pass
+            else: raise AssertionError
+        assert df.a.append(df.a, ignore_index=True).tolist() == [1, 1]
+        assert df.as_matrix().tolist() == [[1]] == df.as_matrix(["a"]).tolist() == df.applymap(int).values.tolist()
+        assert [name for name, _ in df.iteritems()] == ["a"] and list(df.a.iteritems()) == [("x", 1)]
+    """,
+}
+NO_SUGGESTION = ("numpy.linspace", "Sampler")  # their errors have many other causes
+
+
+@pytest.fixture
+def undone():
+    yield
+    harness.apex.uninstall()
+    call_counter.reset(call_counter.MODERNIZE)
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_bridge(name, undone, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = compile(textwrap.dedent(BRIDGES[name]), "train.py", "exec")
+    with pytest.raises((AttributeError, ImportError, TypeError, ValueError, RuntimeError)) as failed:
+        exec(code, {"__name__": "train"})
+    line = suggestion(failed.value)
+    assert (line is None) == name.startswith(NO_SUGGESTION)
+    modernize()
+    exec(code, {"__name__": "train"})
+    counted = call_counter.counts(call_counter.MODERNIZE)
+    assert any(label.startswith(name) for label in counted), counted
+    if line is not None:
+        assert line.startswith("harness.apex: --modernize bridges this: ")
+        assert line.split(": ")[2].split(" (")[0] in [*counted, *(row.owner for row in NAMES)] or "view" in line
+
+
+def test_every_name_of_the_table_means_something(undone, monkeypatch):
+    """Also those that the bridges above do not use; a library that is not installed is left out."""
+    modernize()
+    checked = 0
+    for row in NAMES:
+        module, _, of_class = row.owner.partition(":")
+        if module.partition(".")[0] in ("librosa", "transformers"):
+            continue  # not installed; see the next test
+        owner = importlib.import_module(module)
+        owner = getattr(owner, of_class) if of_class else owner
+        for name in row.names:
+            if name != "*" and (name, sys.version_info < (3, 14)) != ("ByteString", False):
+                assert getattr(owner, name) is not None, (row.owner, name)
+                checked += 1
+    assert checked > 150
+    harness.apex.uninstall()
+    for absent in ("torch._six", "torchvision.models.utils"):
+        assert absent not in sys.modules
+    assert not hasattr(np, "float")
+    assert not hasattr(torch.Tensor, "rfft")
+    assert not hasattr(torchvision.models, "utils")
+
+
+def test_libraries_imported_later(undone, tmp_path, monkeypatch):
+    """The table is applied after a module has run; one that replaces itself, and one that is gone, are found."""
+    write(
+        tmp_path,
+        "librosa/__init__.py",
+        """
+        from types import SimpleNamespace
+        util = SimpleNamespace(valid_audio=lambda y: True, normalize=lambda y, norm, axis: y / abs(y).max())
+        """,
+    )
+    write(
+        tmp_path,
+        "transformers/__init__.py",
+        """
+        import sys, types
+        class Lazy(types.ModuleType):
+            def __getattr__(self, name):
+                raise AttributeError(f"module {self.__name__} has no attribute {name}")
+        lazy = Lazy(__name__)
+        lazy.__spec__ = __spec__
+        sys.modules[__name__] = lazy
+        """,
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("librosa", "transformers", "librosa.output"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    modernize()
+    assert not {"librosa", "transformers"} & set(sys.modules), "nothing is imported before the script does it"
+    import librosa
+    from transformers import logger
+
+    assert logger.name == "transformers"
+    wave = np.array([[0.0, 0.25], [0.5, -0.5]], dtype=np.float32)
+    librosa.output.write_wav(tmp_path / "x.wav", wave, 8000, norm=True)
+    rate, read = __import__("scipy.io.wavfile").io.wavfile.read(tmp_path / "x.wav")
+    assert (rate, read.tolist()) == (8000, (wave.T * 2).tolist())
+    assert inspect.getsource(librosa).startswith("\nfrom types")
+
+
+def test_installed_libraries_keep_the_errors_of_today(undone):
+    modernize()
+    code = compile("import numpy\nnumpy.array([[1, 2], [3]])", "/x/site-packages/library.py", "exec")
+    with pytest.raises(ValueError, match="inhomogeneous"):
+        exec(code, {})
+    with pytest.raises(ValueError, match="copy"):
+        exec(
+            compile("import numpy\nnumpy.array([1], copy=False)", sysconfig.get_paths()["stdlib"] + "/x.py", "exec"), {}
+        )
+    with pytest.raises(AttributeError, match="module 'numpy' has no attribute 'floot'"):
+        np.floot  # noqa: B018
+    with pytest.raises(ValueError, match="could not broadcast|sequence"):
+        np.array([[1, 2], [3]], dtype=float)
+
+
+def test_load_source_of_imp(tmp_path):
+    """``imp`` exists until Python 3.11, so the table only adds it later."""
+    path = write(tmp_path, "config_of_script.py", "import sys\nlr = 0.1\nassert __name__ in sys.modules")
+    module = load_source("config_of_script", str(path))
+    path.write_text("lr = 0.25")
+    assert load_source("config_of_script", str(path)) is module is sys.modules.pop("config_of_script")
+    assert module.lr == 0.25
+
+
+def test_scripting_is_not_disturbed(undone):
+    modernize()
+
+    @torch.jit.script
+    def spectrum(x: torch.Tensor) -> torch.Tensor:
+        y = torch.stft(x, 4, window=torch.ones(4), return_complex=True)
+        z = torch.istft(y, 4, window=torch.ones(4), length=8)
+        return torch.masked_fill(z.view(-1), z > 9, 1.0)
+
+    assert torch.allclose(spectrum(torch.ones(8)), torch.ones(8))
+    rotated = torch.jit.script(torchvision.transforms.RandomRotation((90.0, 90.0)))(torch.eye(4)[None])
+    assert torch.equal(rotated[0], torch.eye(4).flip(0))
+
+
+@pytest.mark.parametrize(
+    ("error", "bridged"),
+    [
+        (
+            RuntimeError("\n\n-- Process 0 terminated\nAttributeError: module 'numpy' has no attribute 'int'."),
+            "numpy.int",
+        ),
+        (ModuleNotFoundError("No module named 'torch._six'"), "torch._six"),
+        (ModuleNotFoundError("No module named 'torch._seven'"), None),
+        (ImportError("cannot import name 'imread' from 'scipy.misc' (/x.py)"), "scipy.misc.imread"),
+        (ImportError("cannot import name 'imred' from 'scipy.misc' (/x.py)"), None),
+        (AttributeError("'MyFrame' object has no attribute 'append'"), None),
+        (AttributeError("'DataFrame' object has no attribute 'append'"), "pandas.DataFrame.append"),
+        (AttributeError("No librosa attribute output"), "librosa.output"),
+        (RuntimeError("view size is not compatible with input tensor's size and stride"), None),
+        (ValueError("second"), None),
+    ],
+)
+def test_suggestions(error, bridged):
+    line = suggestion(error)
+    assert (line is None) == (bridged is None)
+    assert line is None or f"bridges this: {bridged} (" in line
+
+
+SCRIPT = """\
+    import sys
+    assert not {"torch", "numpy", "PIL", "pandas", "scipy", "yaml"} & set(sys.modules) or "--cpu" in sys.argv
+    from collections import Iterable
+    import torch.multiprocessing as mp
+    import numpy as np
+    import torch
+    from apex import amp
+    from PIL import Image
+    from torch._six import string_classes
+    from torch.utils.data import DataLoader, Sampler
+    from torch.utils.data.distributed import DistributedSampler
+    from torchvision import transforms
+
+
+    class Data(torch.utils.data.Dataset):
+        resize = transforms.Compose([transforms.Scale(4, Image.ANTIALIAS), transforms.ToTensor()])
+
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, i):
+            image = Image.fromarray(np.full((8, 8), i * 9, dtype=np.uint8))
+            return self.resize(image).flatten(), np.int(i % 8 > 3)
+
+
+    def accuracy(output, target, topk):
+        pred = output.topk(max(topk), 1, True, True)[1].t()
+        correct = pred.eq(target.view(1, -1).expand_as(pred))
+        return [correct[:k].view(-1).float().sum(0, keepdim=True).mul_(100.0 / len(target)).item() for k in topk]
+
+
+    def child(rank):
+        assert np.float is float and isinstance((), Iterable)
+
+
+    if __name__ == "__main__":
+        data = Data()
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)
+        model = torch.nn.Linear(16, 2)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, betas=(0, 0.999))
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=9, verbose=True)
+        if "--cpu" in sys.argv:
+            model = model.cuda()
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        for epoch in range(2):
+            for x, y in DataLoader(data, 8, sampler=sampler, num_workers=1):
+                loss = torch.nn.functional.cross_entropy(model(x.cuda() if "--cpu" in sys.argv else x), y)
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step(loss.item())
+        assert accuracy(torch.eye(8), torch.arange(8), (1, 5)) == [100.0, 100.0]
+        mp.spawn(child, nprocs=1)
+        print("trained", flush=True)
+"""
+
+
+def test_script_of_2019(tmp_path):
+    """Nothing runs before the script imports it; loader workers and spawned processes are bridged and listed, too."""
+    write(tmp_path, "train.py", SCRIPT)
+    done = run("-m", "harness.apex", "--modernize", "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    listed = dict(reversed(line.split(None, 1)) for line in done.stderr.splitlines() if line.startswith("   "))
+    assert listed["numpy.int"] == "32"
+    assert listed["numpy.float"] == "1"
+    assert "collections.Iterable" in listed
+    assert listed["Tensor.view of a non-contiguous bool tensor (copied)"] == "1"
+    assert listed["integer betas of Adam"] == "1"
+    assert listed["DistributedSampler without set_epoch (only a warning)"] == "1"
+    assert "harness.apex --modernize: bridged, because newer libraries refuse it (this process and" in done.stderr
+    (warning,) = [line for line in done.stderr.splitlines() if "set_epoch(epoch)" in line]
+    (line,) = [n for n, text in enumerate(SCRIPT.splitlines(), 1) if "in DataLoader(data" in text]
+    assert warning.startswith(f"{tmp_path}/train.py:{line}: UserWarning: ")
+    assert "--device cpu" not in done.stderr
+
+    done = run("-m", "harness.apex", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2].startswith("ImportError: cannot import name 'Iterable'")
+    assert done.stderr.splitlines()[-1] == (
+        "harness.apex: --modernize bridges this: collections.Iterable (removed in Python 3.10). "
+        "Put it before the script; "
+        "see docs/apex.md."
+    )
+    done = run("-m", "harness.apex", "--device", "cpu", "--modernize", "train.py", "--cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = (done.stderr.index(f"harness.apex {option}: ") for option in ("--device cpu", "--modernize"))
+    assert first < second
+    assert "Tensor.cuda" in done.stderr
+
+
+def test_suggestion_after_a_view_of_a_comparison():
+    for dtype, expected in ((torch.bool, True), (torch.float, False)):
+        correct = torch.ones(4, 2, dtype=dtype).t()
+        with pytest.raises(RuntimeError) as failed:
+            correct.view(-1)
+        assert (suggestion(failed.value) is not None) == expected
