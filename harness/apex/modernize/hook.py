@@ -6,6 +6,7 @@ import functools
 import inspect
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -32,11 +33,18 @@ def modernize() -> None:
 class _Finder(MetaPathFinder):
     """Leaves finding modules to the other finders, and has the table applied after a module of the table has run."""
 
+    def __init__(self) -> None:
+        self._search = threading.local()  # the module that this thread looks for: another finder may ask us for it
+
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _MODULES:
+        if name not in _MODULES or getattr(self._search, "name", None) == name:
             return None
         others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
-        spec = next((found for each in others if (found := each.find_spec(name, path, target)) is not None), None)
+        self._search.name = name
+        try:
+            spec = next((found for each in others if (found := each.find_spec(name, path, target)) is not None), None)
+        finally:
+            self._search.name = None
         if spec is None:  # the library removed the whole module
             return ModuleSpec(name, _RemovedModule())
         if spec.loader is not None and not inspect.isclass(spec.loader):
