@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.runs.run_dir import RunFolder
-from harness.training import build, memory
+from harness.training import build, memory, precision
 from harness.training.evaluate import prepare
 from harness.training.loop import step
 from harness.training.run import Run
@@ -152,8 +152,10 @@ def measure(part: Part) -> dict[str, Any]:
     torch.set_flush_denormal(True)  # without communication, gradients may become denormal, which would be slow
     barriers = Barriers(part)
     config = loader.load(part.config, part.overrides)
-    with _runtime(part, config.runtime.device) as runtime:
+    with ExitStack() as stack:
+        runtime = stack.enter_context(_runtime(part, config.runtime.device))
         device = runtime.device
+        stack.enter_context(precision.float16_on_cpu(config.precision, device))
         folder = RunFolder(Path(part.folder) / f"run-{part.rank}")
         folder.checkpoints.folder.mkdir(parents=True)
         before = _start_of_memory(device)

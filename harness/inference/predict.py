@@ -119,7 +119,7 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
         stop = Stop(runtime)
         reporter = ExitReporter(runtime, stop)
         watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked)
-        with on_signals(stop, "no predictions are written"), watching as watchdog, _one_thread(runtime.device):
+        with on_signals(stop, "no predictions are written"), watching as watchdog, _as_trained(config, runtime.device):
             try:
                 return _predict(request, config, runtime, stop)
             except (Exception, SystemExit) as error:
@@ -162,6 +162,7 @@ def _model(
     model = model.to(device)
     if config.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
+    precision.set_tf32(config.precision)
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
     optimizer = optim.build(config.optimizer, precision.trainable(model.parameters()), config.optimizer.lr)
     model, _ = chosen.initialize(model, optimizer)
@@ -171,14 +172,15 @@ def _model(
 
 
 @contextmanager
-def _one_thread(device: torch.device) -> Any:
-    """Context in which a CPU rank computes on one thread. The number of threads may change the last digits of a result,
-    and more ranks use the cores at least as well."""
+def _as_trained(config: Config, device: torch.device) -> Any:
+    """Context in which a rank computes as in training, but on a CPU on one thread. The number of threads may change the
+    last digits of a result, and more ranks use the cores at least as well."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        yield
+        with precision.float16_on_cpu(config.precision, device):
+            yield
     finally:
         torch.set_num_threads(before)
 

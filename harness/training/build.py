@@ -209,7 +209,7 @@ def describe(
         "batch": f"{size.per_rank} per rank, {size.global_batch} in total{micro_batches}",
         "steps": f"{size.steps_per_epoch} per epoch, {size.total_steps} in total",
         "learning rate": f"{size.lr:g}{scaled}",
-        "amp": f"{config.precision.opt_level} by {backend}",
+        "amp": precision.described(config.precision, device, backend),
         "preset": presets.nearest(config),
         "deterministic": determinism.described(config.train.deterministic),
         "shards": config.data.shard,

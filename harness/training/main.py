@@ -106,7 +106,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     run: Run | None = None
     code = EXIT_FAILURE
     watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked, step=reporter.step)
-    with on_signals(stop), watching as watchdog:
+    with on_signals(stop), watching as watchdog, precision.float16_on_cpu(config.precision, runtime.device):
         try:
             prepare_folder(config, runtime, folder)
             run = reporter.run = build.build(config, runtime, folder, stop)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 import types
 
 import pytest
 import torch
 from torch import nn
 
+from harness.apex import amp
 from harness.config.schema import PrecisionSection
 from harness.errors import ConfigError
-from harness.training.precision import Precision, choose, installed_apex, trainable
+from harness.training.precision import Precision, choose, described, float16_on_cpu, installed_apex, trainable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = ("initialize", "scale_loss", "master_params", "state_dict")
@@ -138,3 +140,58 @@ def test_trainable_keeps_the_order_and_leaves_out_the_frozen():
     model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 3))
     model[0].weight.requires_grad_(False)
     assert [id(p) for p in trainable(model.parameters())] == [id(p) for p in [model[0].bias, *model[1].parameters()]]
+
+
+def seconds_per_step(level):
+    """Of the fastest of a few steps of a convolution on one thread, as a run does them."""
+    section = PrecisionSection(opt_level=level)
+    precision = choose(section, CPU)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 14 * 14, 4))
+    optimizer = torch.optim.SGD(trainable(model.parameters()), lr=0.1)
+    model, optimizer = precision.initialize(model, optimizer)
+    images, times = torch.rand(32, 16, 16, 16), []
+    with float16_on_cpu(section, CPU):
+        for _ in range(6):
+            began = time.perf_counter()
+            with precision.scale_loss(model(images).float().square().mean(), optimizer, delay_unscale=False) as scaled:
+                scaled.backward()
+            times.append(time.perf_counter() - began)
+    amp.reset()
+    return min(times)
+
+
+NEEDS_KERNELS = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch cannot replace kernels")
+
+
+@NEEDS_KERNELS
+def test_float16_on_a_cpu_is_not_much_slower_than_float32():
+    """torch's own float16 kernels need 15 to 60 times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert min(seconds_per_step("O1") for _ in range(2)) < 5 * seconds_per_step("O0")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@NEEDS_KERNELS
+def test_products_of_float16_on_a_cpu():
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(64, 512, generator=generator).half() for _ in range(2))
+    rounded = (left.float() @ right.float().T).half()
+    with float16_on_cpu(PrecisionSection(), CPU):
+        assert torch.equal(left @ right.T, rounded)
+    with float16_on_cpu(PrecisionSection(opt_level="O4"), CPU), torch.profiler.profile() as profile:
+        left @ right.T
+    assert not any("to_copy" in event.name for event in profile.events())  # O4 leaves torch's kernels alone
+    texts = [described(PrecisionSection(opt_level=level), CPU, "harness.apex") for level in ("O0", "O1", "O4")]
+    assert texts[::2] == ["O0 by harness.apex", "O4 by harness.apex"]
+    assert texts[1] == "O1 by harness.apex; on this CPU, products in float32, rounded to float16"
+    assert described(PrecisionSection(), torch.device("cuda"), "harness.apex") == "O1 by harness.apex"
+
+
+def test_old_torch_says_that_float16_is_slow(monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
+    text = described(PrecisionSection(opt_level="O2"), CPU, "harness.apex")
+    assert "15 to 60 times as slow" in text
+    assert "precision.opt_level=O4" in text
