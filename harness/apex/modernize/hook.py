@@ -105,13 +105,16 @@ def _add_names_to_module(module: ModuleType, rows: Sequence[Names]) -> None:
 
     def __getattr__(attribute: str) -> Any:
         target = next((row.target(attribute) for row in rows if row.target(attribute)), None)
-        if target is not None:
-            value = pkgutil.resolve_name(target)
-            call_counter.count(f"{name}.{attribute}", call_counter.MODERNIZE)
-            return value
-        if original is not None:
-            return original(attribute)
-        raise AttributeError(f"module {name!r} has no attribute {attribute!r}", name=attribute, obj=module)
+        try:
+            if original is not None:
+                return original(attribute)
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}", name=attribute, obj=module)
+        except AttributeError:
+            if target is None:
+                raise
+        value = pkgutil.resolve_name(target)
+        call_counter.count(f"{name}.{attribute}", call_counter.MODERNIZE)
+        return value
 
     patches.set(module, "__getattr__", __getattr__)
 
