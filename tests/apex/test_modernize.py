@@ -341,6 +341,10 @@ BRIDGES = {
         assert df.append(pd.Series({"a": 2}, name="y")).index.tolist() == ["x", "y"]
         assert df.append([df, df], ignore_index=True).shape == (3, 1) and df.append(df).a.dtype == "int64"
         assert df.append({"b": 0.5}, ignore_index=True).columns.tolist() == ["a", "b"]
+        log = pd.DataFrame(columns=["epoch", "loss"]).append({"epoch": 1, "loss": 0.5}, ignore_index=True)
+        log = log.append({"epoch": 2, "loss": None}, ignore_index=True)
+        assert (log.loss.dtype, log.epoch.tolist(), log.loss.sum()) == ("float64", [1, 2], 0.5)
+        assert pd.Series(dtype=object).append(pd.Series([1])).dtype == "int64"
         for wrong in ({"a": 2}, pd.Series({"a": 2})):
             try: df.append(wrong)
             except TypeError: pass

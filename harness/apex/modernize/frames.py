@@ -25,7 +25,24 @@ def append_to_frame(
             other.index.name = self.index.name
     parts = [self, *other] if isinstance(other, list | tuple) else [self, other]
     result = pd.concat(parts, ignore_index=ignore_index, verify_integrity=verify_integrity, sort=sort)
-    return result.__finalize__(self, method="append")
+    return _without_empty_parts(result, parts).__finalize__(self, method="append")
+
+
+def _without_empty_parts(result: Any, parts: list[Any]) -> Any:
+    """``result`` of concatenating ``parts`` with the dtypes that pandas gave until 2.1.
+
+    Parts without values, such as the empty frame that a loop starts with, did not make a column of floating-point
+    numbers or dates one of objects.
+    """
+    import pandas as pd
+
+    for name in [name for name in result.columns if result[name].ndim == 1 and result[name].dtype == object]:
+        columns = [part[name] for part in parts if name in part]
+        filled = [column for column in columns if not column.isna().all()]
+        dtype = pd.concat(filled).dtype if 0 < len(filled) < len(columns) else result[name].dtype
+        if dtype.kind in "fcmM":
+            result[name] = result[name].astype(dtype)
+    return result
 
 
 def append_to_series(self: Any, to_append: Any, ignore_index: bool = False, verify_integrity: bool = False) -> Any:
@@ -33,7 +50,8 @@ def append_to_series(self: Any, to_append: Any, ignore_index: bool = False, veri
     import pandas as pd
 
     parts = [self, *to_append] if isinstance(to_append, list | tuple) else [self, to_append]
-    return pd.concat(parts, ignore_index=ignore_index, verify_integrity=verify_integrity)
+    filled = [part for part in parts if len(part)]  # empty ones did not count for the dtype
+    return pd.concat(filled or parts, ignore_index=ignore_index, verify_integrity=verify_integrity)
 
 
 def as_matrix(self: Any, columns: Any = None) -> Any:
