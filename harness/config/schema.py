@@ -51,9 +51,17 @@ class DataSection(Section):
 
 class ModelSection(Section):
     name: str = "small_cnn"
-    """A built-in model (small_cnn, mlp, linear, ...), a torchvision model (resnet18, ...), or package.module.Class."""
+    """A built-in model (small_cnn, mlp, linear, ...), a torchvision model (resnet18, ...), timm:NAME, or
+    package.module.Class.
+    """
     args: Arguments = {}
     """Keyword arguments of the model; null: none."""
+    weights: str | None = None
+    """Weights to start from: a file (.safetensors, .pth), a run folder, a URL, or DEFAULT, which are the best that
+    torchvision or timm publish for this model; null: random ones.
+    """
+    strict: bool = True
+    """true: the weights must be those of the model, no more and no less; false: what is missing starts random."""
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
     compile: bool = False

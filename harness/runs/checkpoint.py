@@ -11,7 +11,6 @@ does `latest` name it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from harness.errors import CheckpointError, reason, remedy, require_regular_file
 from harness.runs import layout
-from harness.runs.files import commit, read_json, read_text, replacing, temporary_for, write_atomically
+from harness.runs.files import commit, read_json, read_text, replacing, sha256, temporary_for, write_atomically
 
 log = logging.getLogger("harness")
 
@@ -65,7 +64,7 @@ class Checkpoints:
                 torch.save({"format": FORMAT, **content}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            manifest = {"format": FORMAT, "step": step, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+            manifest = {"format": FORMAT, "step": step, "bytes": path.stat().st_size, "sha256": sha256(path)}
             write_atomically(temporary / layout.MANIFEST, json.dumps(manifest) + "\n")
             if final.exists():  # damaged, or abandoned by a resume from an earlier step
                 shutil.rmtree(final)
@@ -247,7 +246,7 @@ def damage(path: Path) -> str:
         return "state.pt is missing" if isinstance(error, FileNotFoundError) else f"state.pt: {error.strerror}"
     if file.stat().st_size != size:
         return f"state.pt is truncated: {file.stat().st_size} of {size} bytes"
-    if _sha256(file) != digest:
+    if sha256(file) != digest:
         return "state.pt is damaged: its SHA-256 differs from the one in manifest.json"
     return ""
 
@@ -276,14 +275,6 @@ def _refusal(error: Exception) -> str:
     found = _GLOBAL.search(str(error))
     what = f"names {found[1]}" if found else "holds something else, or is damaged"
     return f"state.pt is refused: a checkpoint holds only tensors and plain data, but this file {what}"
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _free(folder: Path) -> str:

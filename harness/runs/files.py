@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -60,6 +61,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace ``path`` by a file with ``content`` (text as UTF-8)."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of the file ``path``, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def make_folder(path: Path) -> None:

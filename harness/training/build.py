@@ -22,7 +22,7 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, determinism, optim, precision, rng, strategy
+from harness.training import checkpointing, determinism, optim, precision, rng, strategy, weights
 from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
@@ -49,9 +49,14 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     warn_of_skew(config, task, runtime)
     with runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
-        model = build_model(config, task).to(runtime.device)
+        model = build_model(config, task)
+    given = weights.start(model, config, runtime, folder.checkpoints.folder)
+    with runtime.together("moving the model to its device"):
+        model = model.to(runtime.device)
         if config.model.channels_last:
             model = model.to(memory_format=torch.channels_last)  # before amp, which copies weights as they are
+    if given:
+        weights.share(model)
     # Before the optimizer, which holds the parameters that this makes: it replaces batch norms and shards weights.
     model = strategy.prepare(model, config.parallel, chosen, runtime.device, runtime.world_size)
     with runtime.together("building the optimizer"):
@@ -95,6 +100,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         coverage=Coverage(len(task.train)),
         skipped_rows=Coverage(len(task.train)),
         started=time.perf_counter(),
+        weights=given,
     )  # fmt: skip
     checkpointing.resume(run)
     return run

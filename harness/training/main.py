@@ -196,7 +196,10 @@ def announce(run: Run) -> None:
         if runtime.rank == 0:
             if not run.finished():
                 run.folder.write_config()
-            for warning in run.folder.add_start(provenance.of_start(runtime, run.precision.backend, topology, code)):
+            start = provenance.of_start(runtime, run.precision.backend, topology, code)
+            if run.weights:
+                start["weights"] = run.weights
+            for warning in run.folder.add_start(start):
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():

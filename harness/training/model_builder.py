@@ -1,4 +1,4 @@
-"""Build a model by name: built-in, torchvision's, or the user's own class."""
+"""Build a model by name: built-in, torchvision's, timm's, or the user's own class."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from harness.config import plugins
-from harness.errors import ConfigError, first_line
+from harness.errors import ConfigError, first_line, similar
 from harness.training import determinism
+
+TIMM = "timm:"  # before the name of a model of timm
 
 
 def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
@@ -25,14 +28,16 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
     model gets those that its signature has. ``example`` is one prepared batch. It initializes lazy layers, and a model
     that cannot process it raises ConfigError here instead of crashing at the first step.
     """
-    make, from_torchvision = _find(name)
+    make, library = _find(name)
     accepted = inspect.signature(make).parameters
     defaults = {key: value for key, value in known.items() if key in accepted}
-    if from_torchvision:  # its builders take **kwargs, and all of its models want 3 channels
+    if library == "torchvision":  # its builders take **kwargs, and all of its models want 3 channels
         defaults = {key: value for key, value in known.items() if key != "in_channels"}
+    elif library == "timm":
+        defaults = {"in_chans" if key == "in_channels" else key: value for key, value in known.items()}
     given = {**defaults, **args}
     takes = ", ".join(key for key in accepted if key not in ("args", "kwargs", "self"))
-    built_in = from_torchvision or "." not in name
+    built_in = bool(library) or "." not in name
     try:
         inspect.signature(make).bind(**given)
         with _parameters_in_memory(name):
@@ -116,19 +121,38 @@ def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor)
         )
 
 
-def _find(name: str) -> tuple[Callable[..., nn.Module], bool]:
-    """(the class or function that makes the model, whether it is torchvision's)."""
+def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
+    """(the class or function that makes the model, "torchvision" or "timm" if it is theirs)."""
+    if name.startswith(TIMM):
+        return _timm(name.removeprefix(TIMM)), "timm"
     if name in plugins.names("model") or "." in name:
         make = plugins.find("model", name, "model.name")
         if not plugins.makes(make, nn.Module):
             raise plugins.wrong_kind(name, "torch.nn.Module", "model.name")
-        return make, False
+        return make, ""
     from torchvision.models import get_model_builder, list_models
 
     if name in list_models():
-        return get_model_builder(name), True
+        return get_model_builder(name), "torchvision"
     error = plugins.unknown("model", name, [*plugins.names("model"), *list_models()], "model.name")
     if "did you mean" not in error.hint:
         built_in = ", ".join(plugins.names("model"))
-        error.hint = f"use one of {built_in}, a torchvision model such as resnet18, or package.module.Class"
+        error.hint = f"use one of {built_in}, a torchvision model such as resnet18, timm:NAME, or package.module.Class"
     raise error
+
+
+def _timm(name: str) -> Callable[..., nn.Module]:
+    """The function that makes timm's model ``name``. Raises ConfigError."""
+    try:
+        import timm
+    except ImportError:
+        raise ConfigError(
+            f"model {TIMM}{name} needs timm, which is not installed",
+            where="model.name",
+            hint="pip install 'apex-harness[timm]'",
+        ) from None
+    if not timm.is_model(name):
+        near = similar(name.partition(".")[0], timm.list_models())
+        hint = f"did you mean {TIMM}{near}?" if near else "timm.list_models() lists them"
+        raise ConfigError(f"timm has no model {name!r}", where="model.name", hint=hint)
+    return partial(timm.create_model, name)

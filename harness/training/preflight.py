@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, determinism, optim, precision, strategy
+from harness.training import build, determinism, optim, precision, strategy, weights
 from harness.training.task import OpenedTask
 
 
@@ -56,6 +56,8 @@ def examine(
     attempt(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     if model is not None:
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
+        if config.model.weights is not None and (given := attempt(weights.load, model, config)):
+            facts["weights"] = "; ".join(filter(None, [given["summary"], given["warning"]]))
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of its rank"
             facts["batch norm"] = f"over {rows}"

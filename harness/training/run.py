@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Run:
     saved_step: int = -1
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
+    weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
 
     @property
     def module(self) -> nn.Module:

@@ -414,7 +414,7 @@ task.name task.train_csv task.eval_csv task.root task.path_column task.label_col
 task.std task.augment task.augment.crop_padding task.augment.random_resized_crop task.augment.horizontal_flip
 task.augment.rotation task.label_smoothing task.on_bad_image
 data data.shard data.num_workers data.tail data.cache_dir
-model model.name model.args model.channels_last model.compile
+model model.name model.args model.weights model.strict model.channels_last model.compile
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank
 optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay optimizer.args optimizer.lr_scaling
 optimizer.fused optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip

@@ -1,0 +1,316 @@
+"""Start a model from given weights (``model.weights``): published ones, a file, a URL, or a run of this harness.
+
+Rank 0 reads them; the other ranks get them from it. A run that resumes takes its weights from its checkpoint instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import filelock
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.config.schema import Config, ModelSection
+from harness.distributed.runtime import Runtime
+from harness.errors import ConfigError, first_line, reason, similar
+from harness.runs import checkpoint, layout
+from harness.runs.files import is_url, replacing, sha256
+from harness.training.model_builder import TIMM
+
+log = logging.getLogger("harness")
+
+TIMEOUT_S = 30.0  # without any data from the server
+_LOCK_S = 3600.0  # for another process that downloads the same file
+PRETRAINED = ("DEFAULT", "pretrained")  # torchvision's and timm's word for the best published weights
+_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+# Where training scripts keep a state dict in a file, the one to use first: timm also prefers the moving average.
+_NESTED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "state_dict", "model_state_dict", "model", "net")
+_KEY = "model.weights"
+_MAX_LISTED = 5
+
+
+class WeightsFile(NamedTuple):
+    """Weights that exist on this machine."""
+
+    name: str  # for messages
+    path: Path
+    statistics: tuple[Any, Any] | None = None  # mean and standard deviation of the images that they expect
+
+
+def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:
+    """Load ``model.weights`` into ``model`` (on the CPU) on rank 0; return what was loaded, for provenance, on every
+    rank. Empty without ``model.weights``, and if the run is about to resume. Collective; ``share`` must follow.
+
+    Raises ConfigError if the weights cannot be had or do not fit.
+    """
+    resume = config.checkpoint.resume
+    if config.model.weights is None:
+        return {}
+
+    def loaded() -> dict[str, Any]:
+        if runtime.rank or resume not in ("auto", "never") or checkpoint.steps(checkpoints):
+            return {}
+        facts = load(model, config)
+        log.info("%14s: %s", "weights", facts["summary"])
+        if facts["warning"]:
+            log.warning("%s", facts["warning"])
+        return facts
+
+    return runtime.from_first(runtime.patiently("reading the weights to start from", loaded))
+
+
+def share(model: nn.Module) -> None:
+    """Give every rank the weights and buffers of rank 0. Collective."""
+    if dist.is_initialized():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def load(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Load ``model.weights`` into ``model``; return the source, its SHA-256, and a summary and a warning for the user.
+
+    Raises ConfigError if a weight is missing, unexpected (unless ``section.strict`` is false) or has another shape. The
+    last layer may have another number of outputs: it keeps its initial values.
+    """
+    section = config.model
+    assert section.weights is not None
+    source = find(section.weights, section.name)
+    given, part = _matched(read(source), model, source)
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    heads = _other_head(given, own, source)
+    missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
+    _require_fit(missing, unexpected, own, section, source)
+    usable = {name: value for name, value in given.items() if name in own and name not in heads}
+    if bad := [name for name, value in usable.items() if not value.isfinite().all() and own[name].isfinite().all()]:
+        raise ConfigError(
+            f"the weights are infinite or NaN in {bad[0]} ({len(bad)} of {len(usable)} tensors)",
+            where=f"{_KEY}: {source.name}", hint="use other weights: the training that wrote these diverged",
+        )  # fmt: skip
+    model.load_state_dict(usable, strict=False)
+    summary = f"{source.name}{part}, {len(usable)} of {len(own)} tensors"
+    if heads:
+        there, here = next(iter(heads.values()))
+        summary += f"; the last layer ({_listed(list(heads))}) starts fresh: {there} outputs in the file, {here} here"
+    if missing:
+        summary += f"; not in the file, starts fresh: {_listed(missing)}"
+    if unexpected:
+        summary += f"; in the file only: {_listed(unexpected)}"
+    return {
+        "source": source.name, "sha256": sha256(source.path), "summary": summary,
+        "warning": _other_statistics(source, config.task),
+    }  # fmt: skip
+
+
+def find(weights: str, model: str) -> WeightsFile:
+    """The file of ``weights``, downloaded if necessary. Raises ConfigError."""
+    if is_url(weights):
+        return WeightsFile(weights, _downloaded(weights, Path(urlsplit(weights).path).name))
+    path = Path(weights).expanduser()
+    if path.is_dir():
+        path /= layout.WEIGHTS
+    if path.is_file():
+        return WeightsFile(weights, path)
+    if path.suffix in _FILES or "/" in weights:
+        hint = "give a file of weights, a run folder, a URL, or DEFAULT for a model's published weights"
+        raise ConfigError(f"no such file: {path}", where=_KEY, hint=hint)
+    return _published(weights, model)
+
+
+def _published(weights: str, model: str) -> WeightsFile:
+    """Weights that the library of ``model`` publishes. Raises ConfigError."""
+    from torchvision.models import get_model_weights, list_models
+
+    if model.startswith(TIMM):
+        return _of_timm(weights, model)
+    if model not in list_models():
+        raise ConfigError(
+            f"model {model} has no published weights, and {weights} is not a file",
+            where=_KEY, hint="give a file of weights, a run folder, or a URL",
+        )  # fmt: skip
+    known = get_model_weights(model)
+    name = "DEFAULT" if weights in PRETRAINED else weights
+    if name not in known.__members__:
+        near = similar(name, list(known.__members__))
+        hint = f"did you mean {near}?" if near else f"use one of {', '.join(known.__members__)}, or a file"
+        raise ConfigError(f"torchvision has no weights {name} of {model}", where=_KEY, hint=hint)
+    chosen = known[name]
+    file = Path(urlsplit(chosen.url).path).name
+    digest = Path(file).stem.rpartition("-")[2]  # the first digits of the SHA-256, by torchvision's rule
+    transforms = chosen.transforms()
+    statistics = (transforms.mean, transforms.std) if hasattr(transforms, "mean") else None
+    return WeightsFile(f"{model} {chosen.name} ({file})", _downloaded(chosen.url, file, digest), statistics)
+
+
+def _of_timm(weights: str, model: str) -> WeightsFile:
+    from timm.models import get_pretrained_cfg  # the model was built with timm
+
+    wanted = model.removeprefix(TIMM)
+    known = get_pretrained_cfg(wanted, allow_unregistered=False)
+    if weights not in PRETRAINED or known is None or not (known.hf_hub_id or known.url):
+        what = "timm has no pretrained weights of this model" if weights in PRETRAINED else f"no such file: {weights}"
+        raise ConfigError(
+            what, where=_KEY, hint="use pretrained, a file, a run folder or a URL; timm.list_pretrained() lists models"
+        )
+    try:
+        if known.hf_hub_id:
+            from huggingface_hub import hf_hub_download
+
+            hub, _, revision = known.hf_hub_id.partition("@")
+            file = known.hf_hub_filename or "model.safetensors"
+            path = Path(hf_hub_download(hub, file, revision=revision or None, etag_timeout=TIMEOUT_S))
+            return WeightsFile(f"{model} {known.hf_hub_id}", path, (known.mean, known.std))
+    except Exception as error:  # of the hub's many kinds
+        raise _unreachable(known.hf_hub_id, error) from None
+    path = _downloaded(known.url, Path(urlsplit(known.url).path).name)
+    return WeightsFile(f"{model} {known.url}", path, (known.mean, known.std))
+
+
+def _downloaded(url: str, name: str, digest: str = "") -> Path:
+    """The file at ``url`` in torch's folder of downloads, which is read first. ``digest``: how its SHA-256 begins."""
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    # Another file of the same name may be there already: only the URL tells them apart.
+    target = folder / (name if digest else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{target}.lock", timeout=_LOCK_S):  # for other runs that start from it
+            if not target.exists():
+                log.info("downloading %s", url)
+                with replacing(target) as temporary:
+                    _download(url, temporary)
+                    if not sha256(temporary).startswith(digest):
+                        raise ValueError("the file is damaged: its SHA-256 is not the published one")
+    except Exception as error:  # of any fsspec back end
+        raise _unreachable(url, error) from None
+    return target
+
+
+def _download(url: str, path: Path) -> None:
+    if url.startswith(("http://", "https://")):
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, open(path, "wb") as file:
+            while block := answer.read(1 << 20):
+                file.write(block)
+    else:
+        import fsspec
+
+        filesystem, place = fsspec.core.url_to_fs(url)
+        filesystem.get_file(place, str(path))
+
+
+def _unreachable(place: str, error: Exception) -> ConfigError:
+    shown = reason(error) if isinstance(error, OSError) else first_line(error)
+    return ConfigError(
+        f"the weights cannot be downloaded: {shown}", where=f"{_KEY}: {place}",
+        hint="check the name and the network; or download the file elsewhere and set model.weights=FILE",
+    )  # fmt: skip
+
+
+def read(source: WeightsFile) -> Mapping[str, Any]:
+    """The content of a file of weights. Raises ConfigError, also for a file that could run code."""
+    try:
+        if source.path.suffix == ".safetensors":
+            return safetensors.torch.load_file(source.path)
+        content = torch.load(source.path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "weights_only" in str(error):
+            what, hint = "it is damaged, or holds more than tensors and plain data, and could run code", (
+                "if you trust it, write its weights to another file: torch.save(model.state_dict(), FILE)"
+            )  # fmt: skip
+        else:
+            what, hint = (
+                f"it cannot be read: {first_line(error)}",
+                "use a .safetensors file, or one that torch.save wrote",
+            )
+        raise ConfigError(what, where=f"{_KEY}: {source.name}", hint=hint) from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"it holds a {type(content).__name__}, not a dictionary of weights", where=f"{_KEY}: {source.name}",
+            hint="write it with torch.save(model.state_dict(), FILE)",
+        )  # fmt: skip
+    return content
+
+
+def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) -> tuple[dict[str, Tensor], str]:
+    """(the state dict in ``content`` by the names of ``model``, where it was). Wrappers such as DDP, torch.compile and
+    moving averages put a prefix before every name; it is removed."""
+    part = next((key for key in _NESTED if isinstance(content.get(key), Mapping)), None)
+    found = {key: value for key, value in (content[part] if part else content).items() if isinstance(value, Tensor)}
+    own = model.state_dict().keys()
+    while found and not own & found.keys():
+        found.pop("n_averaged", None)  # of torch's AveragedModel
+        prefixes = {name.partition(".")[0] for name in found}
+        if len(prefixes) != 1 or not all("." in name for name in found):
+            break
+        found = {name.partition(".")[2]: value for name, value in found.items()}
+    if not own & found.keys():
+        names = _listed(list(found)) if found else f"no tensors; its keys are {_listed(list(map(str, content)))}"
+        raise ConfigError(
+            f"it has no weight of this model: it holds {names}", where=f"{_KEY}: {source.name}",
+            hint=f"this model has {_listed(list(own))}; check model.name and model.args",
+        )  # fmt: skip
+    return found, f" ({part})" if part and "ema" in part else ""
+
+
+def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], source: WeightsFile) -> dict[str, tuple[int, int]]:
+    """{name: (outputs in the file, outputs here)} of a last layer with another number of outputs. Raises ConfigError if
+    other shapes differ."""
+    differing = [name for name in own if name in given and given[name].shape != own[name].shape]
+    heads = {
+        name: (len(given[name]), len(own[name])) for name in differing
+        if given[name].dim() and own[name].dim() and given[name].shape[1:] == own[name].shape[1:]
+    }  # fmt: skip
+    if len(heads) < len(differing) or len(set(heads.values())) > 1:
+        lines = [f"{name}: {tuple(given[name].shape)} in the file, {tuple(own[name].shape)} here" for name in differing]
+        raise ConfigError(
+            "\n  ".join([f"{len(differing)} weights have another shape", *_shortened(lines)]),
+            where=f"{_KEY}: {source.name}",
+            hint="check model.name and model.args; only the last layer may have another number of outputs",
+        )  # fmt: skip
+    return heads
+
+
+def _require_fit(
+    missing: list[str], unexpected: list[str], own: Mapping[str, Tensor], section: ModelSection, source: WeightsFile
+) -> None:
+    if not section.strict or not (missing or unexpected):
+        return
+    lines = [f"missing: {name}{_near(name, unexpected)}" for name in missing]
+    lines += [f"unexpected: {name}" for name in unexpected if not similar(name, missing)]
+    raise ConfigError(
+        "\n  ".join([f"the file and the model differ in {len(missing) + len(unexpected)} of {len(own)} weights",
+                     *_shortened(lines)]),
+        where=f"{_KEY}: {source.name}",
+        hint="check model.name and model.args; or set model.strict=false, and what is missing starts fresh",
+    )  # fmt: skip
+
+
+def _near(name: str, names: list[str]) -> str:
+    near = similar(name, names)
+    return f" (the file has {near})" if near else ""
+
+
+def _other_statistics(source: WeightsFile, task: Any) -> str:
+    """A warning if published weights expect images of another mean and standard deviation than ``task`` makes."""
+    if source.statistics is None or not hasattr(task, "mean"):
+        return ""
+    mean, std = map(list, source.statistics)
+    if [mean, std] == [list(task.mean or ()), list(task.std or ())]:
+        return ""
+    return f"these weights expect images with other statistics: set task.mean={mean} task.std={std}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(_shortened(names))
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return [*lines[:_MAX_LISTED], *more]

@@ -1,0 +1,184 @@
+"""``model.weights``: what is loaded, what is refused, and how a run starts from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from harness.cli import main
+from harness.config import loader
+from harness.errors import ConfigError
+from harness.runs.files import sha256
+from harness.training import model_builder, weights
+from tests.end_to_end.experiment import run, run_folder, train, write_config, write_images
+
+
+def model(num_classes: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, num_classes))
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Load a configuration with these keys in its section ``model``."""
+    path = write_config(tmp_path, write_images(tmp_path / "data"))
+
+    def make(**section: object):
+        return loader.load(path, [f"model.{key}={value}" for key, value in section.items()])
+
+    return make
+
+
+def wrapped(state: dict, *prefixes: str) -> dict:
+    for prefix in prefixes:
+        state = {f"{prefix}.{name}": value for name, value in state.items()}
+    return state
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda state: state,
+        lambda state: wrapped(state, "module"),
+        lambda state: {"state_dict": wrapped(state, "_orig_mod", "module"), "epoch": 3},
+        lambda state: {"model": {name: value * 0 for name, value in state.items()}, "model_ema": state},
+        lambda state: {"n_averaged": torch.tensor(5), **wrapped(state, "module")},
+    ],
+    ids=["plain", "ddp", "nested", "moving average", "averaged model"],
+)
+def test_a_file_as_training_scripts_write_it(tmp_path, config, kept):
+    there, here = model(), model()
+    torch.save(kept(there.state_dict()), tmp_path / "given.pth")
+    facts = weights.load(here, config(weights=tmp_path / "given.pth"))
+    assert all(torch.equal(value, here.state_dict()[name]) for name, value in there.state_dict().items())
+    assert facts["summary"].endswith("9 of 9 tensors")
+    assert len(facts["sha256"]) == 64
+
+
+def test_last_layer_with_other_outputs_starts_fresh(tmp_path, config):
+    there, here = model(10), model(3)
+    torch.save(there.state_dict(), tmp_path / "given.pth")
+    before = here[3].weight.clone()
+    facts = weights.load(here, config(weights=tmp_path / "given.pth"))
+    assert torch.equal(here[0].weight, there[0].weight)
+    assert torch.equal(here[3].weight, before)
+    assert "the last layer (3.weight, 3.bias) starts fresh: 10 outputs in the file, 3 here" in facts["summary"]
+
+
+def test_what_is_missing_or_unexpected(tmp_path, config):
+    state = model().state_dict()
+    state["3.weights"] = state.pop("3.weight")
+    torch.save(state, tmp_path / "given.pth")
+    with pytest.raises(ConfigError, match=r"missing: 3\.weight \(the file has 3\.weights\)"):
+        weights.load(model(), config(weights=tmp_path / "given.pth"))
+    facts = weights.load(model(), config(weights=tmp_path / "given.pth", strict="false"))
+    assert "not in the file, starts fresh: 3.weight; in the file only: 3.weights" in facts["summary"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            lambda state: {**state, "0.weight": torch.zeros(4, 3, 3, 3)},
+            r"0\.weight: \(4, 3, 3, 3\) in the file, \(4, 1,",
+        ),
+        (lambda state: {**state, "0.bias": torch.full((4,), float("nan"))}, r"infinite or NaN in 0\.bias"),
+        (
+            lambda state: {"head.w": torch.zeros(1), "tail.w": torch.zeros(1)},
+            "no weight of this model: it holds head.w",
+        ),
+        (lambda state: {"epoch": 3}, "no tensors; its keys are epoch"),
+        (lambda state: [1, 2], "it holds a list, not a dictionary of weights"),
+        (lambda state: {"model": Path("x")}, "it is damaged, or holds more than tensors and plain data"),
+    ],
+    ids=["other shape", "nan", "other model", "no tensors", "list", "code"],
+)
+def test_a_file_that_does_not_fit(tmp_path, config, content, message):
+    torch.save(content(model().state_dict()), tmp_path / "given.pth")
+    with pytest.raises(ConfigError, match=message):
+        weights.load(model(), config(weights=tmp_path / "given.pth"))
+
+
+def test_places_that_do_not_exist(tmp_path, config, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    (tmp_path / "damaged.pth").write_bytes(b"x")
+    for place, name, message in [
+        (tmp_path / "none.pth", "mlp", "no such file"),
+        (tmp_path / "damaged.pth", "mlp", "it is damaged, or holds more"),
+        ("DEFAULT", "mlp", "model mlp has no published weights"),
+        ("IMAGENET1K_V3", "resnet50", "use one of IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
+        ("http://127.0.0.1:9/a.pth", "mlp", "the weights cannot be downloaded: Connection refused"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            weights.load(model(), config(weights=place, name=name))
+
+
+def test_published_weights_are_verified_and_kept(tmp_path, config, monkeypatch):
+    """A download that stands for torchvision's server."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    torch.save(model_builder.build("resnet18", {}, {"num_classes": 1000}, torch.zeros(1, 3, 32, 32)).state_dict(),
+               tmp_path / "published.pth")  # fmt: skip
+    asked = []
+
+    def download(url: str, path: Path) -> None:
+        asked.append(url)
+        path.write_bytes((tmp_path / "published.pth").read_bytes())
+
+    monkeypatch.setattr(weights, "_download", download)
+    here = model_builder.build("resnet18", {}, {"num_classes": 7}, torch.zeros(1, 3, 32, 32))
+    with pytest.raises(ConfigError, match="its SHA-256 is not the published one"):
+        weights.load(here, config(weights="DEFAULT", name="resnet18"))
+    monkeypatch.setattr(weights, "sha256", lambda path: "f37072fd")
+    for _ in range(2):
+        facts = weights.load(here, config(weights="DEFAULT", name="resnet18"))
+    assert asked == ["https://download.pytorch.org/models/resnet18-f37072fd.pth"] * 2  # the refused one, and one
+    assert facts["summary"].startswith("resnet18 IMAGENET1K_V1 (resnet18-f37072fd.pth), 120 of 122 tensors; the last")
+    assert facts["warning"].endswith("set task.mean=[0.485, 0.456, 0.406] task.std=[0.229, 0.224, 0.225]")
+
+
+def test_a_model_of_timm(tmp_path, config):
+    pytest.importorskip("timm", reason="timm is not installed: pip install 'apex-harness[timm]'")
+    known, example = {"num_classes": 5, "in_channels": 1}, torch.zeros(2, 1, 32, 32)
+    there = model_builder.build("timm:resnet10t", {}, known, example)
+    torch.save({"state_dict": there.state_dict()}, tmp_path / "given.pth")
+    here = model_builder.build("timm:resnet10t", {}, {**known, "num_classes": 3}, example)
+    facts = weights.load(here, config(weights=tmp_path / "given.pth", name="timm:resnet10t"))
+    assert "the last layer (fc.weight, fc.bias) starts fresh: 5 outputs in the file, 3 here" in facts["summary"]
+    with pytest.raises(ConfigError, match="did you mean timm:resnet10t"):
+        model_builder.build("timm:resnet10", {}, known, example)
+
+
+def test_missing_timm_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(ConfigError, match=r"pip install 'apex-harness\[timm\]'"):
+        model_builder.build("timm:resnet10t", {}, {}, torch.zeros(1))
+
+
+@pytest.mark.parametrize(("world_size", "level"), [(1, "O2"), (2, "O0")])
+def test_a_run_starts_from_another_runs_weights(tmp_path, capsys, world_size, level):
+    """On rank 0, and on all ranks from there; not when it resumes, when they need not exist any more."""
+    data = write_images(tmp_path / "data")
+    sections = {"model": {"name": "mlp", "args": {"hidden": 8}}, "precision": {"opt_level": level}}
+    given = tmp_path / "given"
+    train(tmp_path / "first", data, world_size, **sections, train={"epochs": 2}).rename(given)
+    tuned = {**sections, "model": {**sections["model"], "weights": str(given)}}
+    config = write_config(tmp_path / "second", data, **tuned, train={"epochs": 1}, optimizer={"lr": 1e-6})
+    assert main(["check", "-c", str(config)]) == 0
+    assert f"{given}, 4 of 4 tensors" in capsys.readouterr().out
+    assert run(config, world_size) == [0] * world_size
+    logs = run_folder(config) / "logs"
+    assert [(logs / f"rank-{rank}.log").read_text().count("4 of 4 tensors") for rank in range(world_size)] == [
+        int(rank == 0) for rank in range(world_size)
+    ]
+    best, tuned_weights = (load_file(folder / "weights.safetensors") for folder in (given, run_folder(config)))
+    for name, weight in best.items():
+        torch.testing.assert_close(tuned_weights[name].float(), weight.float(), rtol=0, atol=1e-3)
+    (start,) = json.loads((run_folder(config) / "provenance.json").read_text())
+    assert start["weights"]["sha256"] == sha256(given / "weights.safetensors")
+    given.rename(tmp_path / "gone")
+    assert run(config, world_size, "train.epochs=2") == [0] * world_size
+    assert "resumed from" in (logs / "rank-0.log").read_text()
