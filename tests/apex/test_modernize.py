@@ -573,6 +573,7 @@ SCRIPT = """\
 """
 
 
+@pytest.mark.slow
 def test_script_of_2019(tmp_path):
     """Nothing runs before the script imports it; loader workers and spawned processes are bridged and listed, too."""
     write(tmp_path, "train.py", SCRIPT)
