@@ -28,6 +28,7 @@ VERBS = {
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --node-rank --nproc --rendezvous "
     "--scheduler --stopped-code key=value",
+    "port": "--to --write SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
     "report": "-o --format --out --target --trust RUN_OR_SWEEP",
     "schema": "--of --out",

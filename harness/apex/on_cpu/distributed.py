@@ -30,6 +30,8 @@ def replacements() -> Iterator[Replacement]:
         distributed = nn.parallel.DistributedDataParallel
         yield distributed, "__init__", _distributed(distributed.__init__)
         yield nn.SyncBatchNorm, "forward", _sync_batchnorm_forward
+        # torch's wrapper refuses SyncBatchNorm on the CPU, which works with the forward above
+        yield distributed, "_passing_sync_batchnorm_handle", lambda self, module: None
         for name, wrap in (
             ("init_process_group", _init_process_group),
             ("new_group", _new_group),
