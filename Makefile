@@ -41,9 +41,9 @@ campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them
 oracle: $(VENV)/.test  ## compare with NVIDIA's own Apex, bit for bit; APEX_CHECKOUT is a checkout of it, at a tag up to 25.05
 	$(BIN)/python -m benchmarks.oracle $(or $(APEX_CHECKOUT),$(error type: make oracle APEX_CHECKOUT=DIR))
 
-gpu-check: $(VENV)/.test  ## needs a CUDA device: the Apex tests and benchmarks on it
-	$(BIN)/python -m pytest tests/apex --device cuda
-	$(BIN)/python -m benchmarks.apex_models --device cuda
+# Without .venv it uses PYTHON with the packages that it has, so that it works without a network.
+gpu-check:  ## needs a CUDA device: training, engines, resume, export, speed and the Apex tests on it; writes a table
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check
 
 data/digits/train.csv: | $(VENV)/.train
 	$(BIN)/harness data digits data/digits

@@ -1,0 +1,337 @@
+"""Runs what the harness does on this machine's GPUs, a few steps each, and writes one table.
+
+    python -m benchmarks.gpu_check                         # writes benchmarks/results/gpu.md; exits with 1 on a failure
+    python -m benchmarks.gpu_check --only config resume     # checks whose names contain one of these words
+    python -m benchmarks.gpu_check --device cpu --out FILE  # a rehearsal without a GPU
+
+Every check is a command in a process of its own, with a time limit. The table is written after each, and a later call
+continues it: checks of the same commit that passed are not repeated, so the whole may be run in parts (``--limit-s``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks import machine, made_up_data
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECK_S = 400.0  # limit of one command
+HARNESS = [sys.executable, "-m", "harness"]
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+VARIANTS = {
+    "modern preset": ["precision.opt_level=O4", "parallel.delay_allreduce=false", "model.channels_last=true",
+                      "optimizer.fused=true", "precision.tf32=true", "train.deterministic=false"],
+    "compile": ["model.compile=true"],
+    "channels-last": ["model.channels_last=true"],
+    "accumulation, clipping, average": ["batch.accumulate=2", "train.clip_norm=1", "train.ema_decay=0.9"],
+    "LARC": ["optimizer.larc={}"],
+    "skip on NaN": ["train.on_nan=skip"],
+    "fused_adam": ["optimizer.name=fused_adam", "optimizer.momentum=null"],
+    "fused_lamb": ["optimizer.name=fused_lamb", "optimizer.momentum=null"],
+}  # fmt: skip
+ON_SEVERAL = {
+    "overlapped": ["parallel.delay_allreduce=false"],
+    "fsdp": ["parallel.strategy=fsdp"],
+    "synchronized batch norm": ["parallel.sync_batchnorm=true"],
+}
+_NO_GPU = """error: torch sees no CUDA device, so nothing was checked or written
+  -> harness doctor shows why; python -m benchmarks.gpu_check --device cpu --out FILE rehearses on the CPU"""
+_NCCL = """
+import torch, torch.distributed as dist
+dist.init_process_group({backend!r}, rank=0, world_size=1, store=dist.HashStore())
+x = torch.ones(1 << 20, device={device!r})
+dist.all_reduce(x)
+assert x.sum().item() == 1 << 20
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Commands that must all exit with 0. ``result``: what they measured, for the table."""
+
+    name: str
+    commands: list[list[str]]
+    result: Callable[[], str] = lambda: ""
+    skipped: str = ""  # the reason
+    after: str = ""  # the check whose run it uses
+
+
+@dataclass
+class Row:
+    name: str
+    outcome: str  # passed, failed or skipped
+    seconds: float = 0.0
+    result: str = ""
+
+
+@dataclass
+class Plan:
+    """The checks for a machine with ``world`` devices of the kind ``device``."""
+
+    device: str
+    world: int
+    steps: int
+    folder: Path
+    data: dict[str, list[str] | None] = field(default_factory=dict)
+
+    def checks(self) -> Iterator[Check]:
+        yield Check("collectives", [[sys.executable, "-c", _NCCL.format(
+            backend="nccl" if self.device == "cuda" else "gloo", device=self.device)]])  # fmt: skip
+        worlds = sorted({1, self.world})
+        for path in sorted((ROOT / "configs").glob("*.yaml")):
+            for world in worlds:
+                yield self.training(f"config {path.stem}, {_ranks(world)}", path, world)
+        digits = ROOT / "configs" / "digits.yaml"
+        for level in LEVELS:
+            yield self.training(f"level {level}", digits, 1, f"precision.opt_level={level}")
+        for name, settings in VARIANTS.items():
+            yield self.training(name, digits, 1, *settings)
+        yield self.training("dp", digits, 1, "parallel.strategy=dp")
+        for name, settings in ON_SEVERAL.items():
+            skipped = "" if self.world > 1 else "needs two GPUs"
+            yield self.training(f"{name}, {_ranks(max(2, self.world))}", digits, self.world, *settings, skipped=skipped)
+        yield from self.engines(digits)
+        yield from self.resumes(digits)
+        yield from self.uses(digits)
+        yield from self.speeds(digits)
+        yield from self.apex()
+
+    def words(self, path: Path, world: int) -> list[str] | None:
+        """The overrides with which the configuration ``path`` runs here on made-up data; None without data for it."""
+        task = _task(path)
+        if task not in self.data:
+            self.data[task] = made_up_data.write(self.folder / "data", task)
+        found = self.data[task]
+        own = [f"output={self.folder / 'runs'}", f"runtime.device={self.device}", f"batch.global={16 * world}"]
+        own += ["batch.per_rank=null", "batch.eval_per_rank=null", "data.num_workers=0", "train.log_every=1"]
+        return None if found is None else [*found, *own]
+
+    def training(self, name: str, path: Path, world: int, *settings: str, launch: Sequence[str] = (), skipped: str = "",
+                 run: str = "") -> Check:  # fmt: skip
+        words = self.words(path, world)
+        run = run or "".join(letter if letter.isalnum() else "_" for letter in name)
+        if words is None:
+            missing = f"benchmarks/made_up_data.py has no data for the task {_task(path)}"
+            return Check(name, [[sys.executable, "-c", f"raise SystemExit({missing!r})"]])
+        command = [*HARNESS, "launch", "-c", str(path), *(launch or ["--nproc", str(world)]), *words, f"name={run}"]
+        command += [f"train.max_steps={self.steps}", *settings]
+        return Check(name, [command], lambda: self.trained(self.folder / "runs" / run, world), skipped)
+
+    def trained(self, run: Path, world: int) -> str:
+        """Loss and rows per second of the run, which must have used the device and finite numbers."""
+        start = json.loads((run / "provenance.json").read_text())[-1]
+        assert len(start["ranks"]) == world, start["ranks"]
+        assert all(f": {self.device}" in rank for rank in start["ranks"]), start["ranks"]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if line["split"] == "train"]
+        assert steps[-1]["step"] == self.steps, steps[-1]
+        losses = [line["loss"] for line in steps if line["loss"] is not None]
+        return f"loss {losses[-1]:.3f}" if losses else "all steps skipped, while the loss scale falls"
+
+    def engines(self, path: Path) -> Iterator[Check]:
+        """Each engine that works on one machine, and that it gives the weights of the first, bit for bit."""
+        for engine, needs in (("local", ""), ("torchrun", ""), ("dask", "distributed"), ("flyte", "flytekit")):
+            missing = "" if not needs or importlib.util.find_spec(needs) else f"{needs} is not installed"
+            launch = ["--engine", engine, "--nproc", str(self.world)]
+            check = self.training(f"engine {engine}", path, self.world, launch=launch, skipped=missing, run=engine)
+            if engine == "local":
+                yield check
+            else:
+                runs = [str(self.folder / "runs" / run) for run in ("local", engine)]
+                commands = [*check.commands, [*HARNESS, "compare", *runs]]
+                yield replace(check, commands=commands, after="engine local")
+
+    def resumes(self, path: Path) -> Iterator[Check]:
+        for world in sorted({1, self.world}):
+            command = [*HARNESS, "verify-resume", "-c", str(path), "--nproc", str(world), "--kills", "2", "--steps",
+                       str(max(6, self.steps)), *(self.words(path, world) or [])]  # fmt: skip
+            yield Check(f"resume after kills, {_ranks(world)}", [command], lambda: "equal bit for bit")
+
+    def uses(self, path: Path) -> Iterator[Check]:
+        run = str(self.folder / "runs" / "local")
+        for kind in ("safetensors", "torch_export", "onnx"):
+            missing = "" if kind != "onnx" or importlib.util.find_spec("onnxscript") else "onnxscript is not installed"
+            command = [*HARNESS, "export", run, "--format", kind, "--out", str(self.folder / f"model.{kind}")]
+            yield Check(f"export {kind}", [command], skipped=missing, after="engine local")
+        out = self.folder / "predictions.csv"
+        command = [*HARNESS, "predict", run, "--csv", str(self.folder / "data" / "image_csv" / "eval.csv"), "--out"]
+        yield Check("predict", [[*command, str(out)]], lambda: f"{len(out.read_text().splitlines()) - 1} rows",
+                    after="engine local")  # fmt: skip
+
+    def speeds(self, path: Path) -> Iterator[Check]:
+        """Rows per second of a training step on one batch, without a loader: the presets, and the strategies."""
+        small = self.device == "cpu"
+        size, rows, model = (8, 16, "small_cnn") if small else (224, 128, "resnet50")
+        data = [*(self.words(path, 1) or []), "task.color=rgb", f"task.image_size=[{size},{size}]", "task.augment={}"]
+        data += [f"model.name={model}", "model.args=null", f"batch.global={rows * self.world}"]
+        presets = {"apex-2019 preset": [], "modern preset": VARIANTS["modern preset"],
+                   "modern preset, compiled": [*VARIANTS["modern preset"], "model.compile=true"]}  # fmt: skip
+        for name, settings in presets.items():
+            out = self.folder / name.replace(" ", "_").replace(",", "")
+            worlds = ["1"] if small else [str(world) for world in sorted({1, self.world})]
+            command = [*HARNESS, "bench", "strategies", "-c", str(path), "--world", *worlds, "--rounds", "1", "--steps",
+                       str(2 if small else 30), "--out", str(out), *data, *settings]  # fmt: skip
+            yield Check(f"speed of {model}, {size} x {size}, {name}", [command], lambda out=out: _speeds(out))
+
+    def apex(self) -> Iterator[Check]:
+        tests = [sys.executable, "-m", "pytest", "-q", "--device", self.device]
+        missing = "" if importlib.util.find_spec("pytest") else "pytest is not installed"
+        yield Check("tests marked gpu", [[*tests, "-m", "gpu", "tests"]], skipped=missing)
+        yield Check("tests of harness.apex", [[*tests, "tests/apex", "-m", "not slow"]], skipped=missing)
+        tiny = ["--tiny", "--steps", "2", "--rounds", "1"] if self.device == "cpu" else []
+        yield Check("amp on large models", [[sys.executable, "-m", "benchmarks.apex_models", "--device", self.device,
+                                             *tiny]])  # fmt: skip
+
+
+def _ranks(world: int) -> str:
+    return "1 rank" if world == 1 else f"{world} ranks"
+
+
+def _task(path: Path) -> str:
+    """The task that a configuration names, itself or in the file that it extends."""
+    tree: dict[str, Any] = yaml.safe_load(path.read_text())
+    if name := (tree.get("task") or {}).get("name"):
+        return str(name)
+    bases = tree.get("extends") or []
+    files = [base for base in ([bases] if isinstance(bases, str) else bases) if not base.startswith("preset:")]
+    return _task(path.parent / files[-1]) if files else ""
+
+
+def _speeds(out: Path) -> str:
+    """Rows per second of each strategy that ``harness bench`` measured with communication, or alone."""
+    cases = json.loads((out / "strategies.json").read_text())["cases"]
+    found = []
+    for case in cases:
+        if case["communication"] == "real" or case["processes"] == 1:
+            rows = case["rows"] * case["processes"] / min(figures["train_s"] for figures in case["rounds"])
+            found.append(f"{case['name']} on {case['processes']} ({case['rows']} rows each): {rows:.0f} rows/s")
+    return "; ".join(found)
+
+
+def perform(check: Check, folder: Path) -> Row:
+    """Run the commands of ``check`` in a process group, which is ended with it."""
+    if check.skipped:
+        return Row(check.name, "skipped", result=check.skipped)
+    began = time.monotonic()
+    log = folder / "output.txt"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "APEX_HARNESS_CACHE": str(folder / "cache")}
+    for command in check.commands:
+        with open(log, "w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code: int | str = process.wait(CHECK_S)
+            except subprocess.TimeoutExpired:
+                code = f"no end after {CHECK_S:g} s"
+            finally:
+                _end(process)
+        if code != 0:
+            text = log.read_text(encoding="utf-8", errors="replace")
+            print(text, file=sys.stderr)
+            lines = [line for line in text.splitlines() if "rror" in line] or text.splitlines() or [""]
+            return Row(check.name, "failed", time.monotonic() - began, f"{code}: {lines[-1].strip():.300}")
+    try:
+        return Row(check.name, "passed", time.monotonic() - began, check.result())
+    except Exception as error:  # a run that ended well but is not what was asked for
+        return Row(check.name, "failed", time.monotonic() - began, f"{type(error).__name__}: {error!s:.300}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End ``process`` and what it started."""
+    if process.poll() is None:
+        process.terminate()  # harness launch passes it on
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def page(rows: Sequence[Row], device: str, commit: str) -> str:
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
+    what = f"{len(cards)} x {cards[0]}" if cards else "no GPU: a rehearsal on the CPU, which shows nothing about GPUs"
+    count = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("passed", "failed", "skipped")}
+    lines = [[row.name, row.outcome, f"{row.seconds:.0f}", row.result.replace("|", "/")] for row in rows]
+    facts = f"{machine.describe()}; CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    when = f"Date: {time.strftime('%Y-%m-%d')}, commit {commit}"
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
+    return (
+        f"# Checks on GPUs\n\nDevices: {what}. Machine: {facts}. {when}.\n\n{counts}. Each training check runs a few "
+        "steps on made-up data, so its loss only shows that it ran.\n\n"
+        f"{machine.table(['check', 'outcome', 's', 'result'], lines)}\n"
+    )
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # a copy without its repository
+
+
+def run_all(arguments: argparse.Namespace, out: Path) -> int:
+    """Perform the checks, write the table after each, and return the exit code."""
+    count = torch.cuda.device_count() if arguments.device == "cuda" else arguments.world
+    kept, commit, began = out.with_suffix(".json"), _commit(), time.monotonic()
+    earlier = json.loads(kept.read_text()) if kept.exists() else {}
+    same = earlier.get("commit") == commit and earlier.get("device") == arguments.device
+    rows = {row["name"]: Row(**row) for row in earlier["rows"]} if same else {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        plan = Plan(arguments.device, count, arguments.steps, Path(folder))
+        checks, done = {check.name: check for check in plan.checks()}, set[str]()
+        for check in checks.values():
+            wanted = not arguments.only or any(word in check.name for word in arguments.only)
+            late = arguments.limit_s is not None and time.monotonic() - began > arguments.limit_s
+            passed = check.name in rows and rows[check.name].outcome == "passed"
+            if not wanted or late or passed or check.name in done:
+                continue
+            first = [checks[check.after]] if check.after and check.after not in done else []
+            for each in [*first, check]:
+                row = rows[each.name] = perform(each, Path(folder))
+                done.add(each.name)
+                print(f"{row.outcome:8} {row.seconds:5.0f} s  {row.name}  {row.result}", flush=True)
+            content = {"commit": commit, "device": arguments.device, "rows": [asdict(row) for row in rows.values()]}
+            kept.write_text(json.dumps(content, indent=1) + "\n")
+            out.write_text(page(list(rows.values()), arguments.device, commit))
+    print(out)
+    return 1 if any(row.outcome == "failed" for row in rows.values()) else 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--world", type=int, default=2, help="ranks of a rehearsal on the CPU (default: 2)")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each training check (default: 6)")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="checks whose names contain one of these words")
+    parser.add_argument("--limit-s", type=float, metavar="S", help="start no further check after this many seconds")
+    parser.add_argument("--out", type=Path, help="file to write (default: benchmarks/results/gpu.md)")
+    arguments = parser.parse_args(words)
+    if arguments.device == "cpu" and arguments.out is None:
+        parser.error("--device cpu needs --out FILE: benchmarks/results/gpu.md is for figures of GPUs")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print(_NO_GPU, file=sys.stderr)
+        return 2
+    return run_all(arguments, arguments.out or machine.RESULTS / "gpu.md")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""``make gpu-check``: a rehearsal on the CPU, so that it works when a GPU is at hand; and a machine without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import gpu_check, machine, made_up_data
+from benchmarks.gpu_check import Check, Plan, perform
+from tests.conftest import ROOT
+
+
+def call(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_without_a_gpu_nothing_is_written():
+    before = {path: path.read_bytes() for path in machine.RESULTS.iterdir()}
+    done = call()
+    assert done.returncode == 2
+    assert "torch sees no CUDA device, so nothing was checked or written" in done.stderr
+    assert "harness doctor" in done.stderr
+    assert {path: path.read_bytes() for path in machine.RESULTS.iterdir()} == before
+    assert "--device cpu needs --out FILE" in call("--device", "cpu").stderr
+
+
+@pytest.mark.slow
+def test_rehearsal_on_a_cpu(tmp_path):
+    """A training on one and two ranks, an engine compared with another, a use of the run; the page, and continuing."""
+    out = tmp_path / "gpu.md"
+    words = ["--device", "cpu", "--steps", "2", "--out", str(out)]
+    done = call(*words, "--only", "collectives", "config mnist", "engine torchrun", "predict", "export safetensors")
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = out.read_text()
+    assert "no GPU: a rehearsal on the CPU" in page
+    assert "8 passed, 0 failed, 0 skipped" in page
+    for row in ("config mnist, 1 rank | passed", "config mnist, 2 ranks | passed", "predict | passed"):
+        assert f"| {row}" in page
+    seconds = {row["name"]: row["seconds"] for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
+    assert call(*words, "--only", "collectives", "fsdp").returncode == 0
+    rows = {row["name"]: row for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
+    assert rows["collectives"]["seconds"] == seconds["collectives"]  # not repeated
+    assert rows["fsdp, 2 ranks"]["outcome"] == "passed"
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return Plan("cuda", 2, 4, tmp_path)
+
+
+def test_plan_covers_what_is_shipped(plan):
+    checks = {check.name: check for check in plan.checks()}
+    for path in (ROOT / "configs").glob("*.yaml"):
+        assert plan.words(path, 1), f"add data for the task {gpu_check._task(path)} to benchmarks/made_up_data.py"
+        assert {f"config {path.stem}, 1 rank", f"config {path.stem}, 2 ranks"} <= checks.keys()
+    for name in ("collectives", "level O1", "compile", "channels-last", "modern preset", "fsdp, 2 ranks", "dp",
+                 "engine local", "engine torchrun", "resume after kills, 2 ranks", "export torch_export",
+                 "speed of resnet50, 224 x 224, modern preset, compiled", "tests of harness.apex"):  # fmt: skip
+        assert name in checks
+    assert all("runtime.device=cuda" in command for check in checks.values() for command in check.commands
+               if "launch" in command)  # fmt: skip
+    assert "nccl" in checks["collectives"].commands[0][-1]
+    alone = {check.name: check for check in Plan("cuda", 1, 4, plan.folder).checks()}
+    assert alone["fsdp, 2 ranks"].skipped == "needs two GPUs"
+    assert "config digits, 1 rank" in alone
+
+
+def test_modern_preset_of_the_plan_is_the_preset():
+    import yaml
+
+    from harness.config import presets
+    from harness.config.schema import flatten
+
+    settings = flatten(yaml.safe_load(presets.path("modern").read_text()))
+    given = dict(word.split("=") for word in gpu_check.VARIANTS["modern preset"])
+    assert {key: yaml.safe_load(value) for key, value in given.items()} | {"model.compile": False} == settings
+
+
+def test_failed_command_is_a_failed_row(tmp_path, capfd):
+    python = [sys.executable, "-c"]
+    row = perform(Check("x", [[*python, "raise ValueError('planned')"]]), tmp_path)
+    assert (row.outcome, row.result) == ("failed", "1: ValueError: planned")
+    row = perform(Check("x", [[*python, "pass"]], lambda: json.loads("{")), tmp_path)
+    assert row.outcome == "failed"
+    assert "JSONDecodeError" in row.result
+    assert perform(Check("x", [[*python, "raise SystemExit(1)"]], skipped="no dask"), tmp_path).outcome == "skipped"
+    assert "1 failed" in gpu_check.page([row], "cpu", "abc")
+
+
+def test_run_on_another_device_or_with_fewer_steps_is_not_accepted(plan):
+    run = plan.folder / "run"
+    run.mkdir()
+    (run / "provenance.json").write_text('[{"ranks": ["host: cpu (cpu)", "host: cpu (cpu)"]}]')
+    (run / "metrics.jsonl").write_text('{"split": "train", "step": 4, "loss": 1.0}\n')
+    with pytest.raises(AssertionError, match="host: cpu"):
+        plan.trained(run, 2)
+    (run / "provenance.json").write_text('[{"ranks": ["host: cuda:0 (H200)"]}]')
+    assert plan.trained(run, 1) == "loss 1.000"
+    (run / "metrics.jsonl").write_text('{"split": "train", "step": 3, "loss": 1.0}\n')
+    with pytest.raises(AssertionError, match="'step': 3"):
+        plan.trained(run, 1)
+
+
+def test_made_up_data_for_an_unknown_task(tmp_path):
+    assert made_up_data.write(tmp_path, "no_such_task") is None
