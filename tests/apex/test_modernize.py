@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 import sysconfig
-import textwrap
 
 import numpy as np
 import pytest
@@ -367,7 +366,8 @@ def undone():
 @pytest.mark.parametrize("name", BRIDGES)
 def test_bridge(name, undone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = compile(textwrap.dedent(BRIDGES[name]), "train.py", "exec")
+    path = write(tmp_path, "train.py", BRIDGES[name])
+    code = compile(path.read_text(), path, "exec")
     with pytest.raises((AttributeError, ImportError, TypeError, ValueError, RuntimeError)) as failed:
         exec(code, {"__name__": "train"})
     line = suggestion(failed.value)
@@ -608,11 +608,13 @@ def test_script_of_2019(tmp_path):
 
 
 def test_suggestion_after_a_view_of_a_comparison():
+    mask = torch.ones(2, 4).t() > 0  # also in scope, but not what is viewed
     for dtype, expected in ((torch.bool, True), (torch.float, False)):
         correct = torch.ones(4, 2, dtype=dtype).t()
         with pytest.raises(RuntimeError) as failed:
-            correct.view(-1)
+            correct[:2].view(-1).float().sum(0)
         assert (suggestion(failed.value) is not None) == expected
+    assert not mask.is_contiguous()
 
 
 def test_docs_name_every_bridge():

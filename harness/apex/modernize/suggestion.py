@@ -56,10 +56,10 @@ def _name(module: str, name: str, classes: list[str] | None = None) -> tuple[str
 
 
 def _views_a_comparison(error: BaseException) -> bool:
-    """True if ``view`` failed where the only tensors that have gaps in memory are results of comparisons."""
+    """True if the failed line calls ``name.view`` or ``name[...].view``, where ``name`` is a tensor of booleans."""
     if "view size is not compatible" not in str(error) or error.__traceback__ is None:
         return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    values = list(frames[-1].f_locals.values())
-    dtypes = [str(each.dtype) for each in values if hasattr(each, "is_contiguous") and not each.is_contiguous()]
-    return "torch.bool" in dtypes
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    viewed = [frame.f_locals.get(name) for name in re.findall(r"(\w+)(?:\[[^]]*])?\.view\(", line)]
+    return any(str(getattr(each, "dtype", "")) == "torch.bool" for each in viewed)
