@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from harness.port.context import BY_HAND, CHANGED, Context
 from harness.port.losses import Backward, Losses
+from harness.port.precision import is_wrapper
+from harness.port.steps import LOOPS
 
 # Calls that only move or count data: not a reason to begin a region of autocast.
 _MOVES = {
@@ -28,6 +30,8 @@ def rewrite(context: Context, losses: Losses) -> None:
                 do = f"put the forward pass and the loss under `with {context.autocast}:`"
                 context.by_hand(backward.statement, "no forward pass found before this loss", do)
             regions += found
+        for backward in losses.plain.get(function, []):
+            regions += _regions(context, losses, function, backward)
     for call in _model_calls(context):
         statement = context.source.statement(call)
         if _is_covered(context, statement, regions) or "autocast" in _withs_above(context, statement):
@@ -45,8 +49,8 @@ def rewrite(context: Context, losses: Losses) -> None:
 def _regions(context: Context, losses: Losses, function: ast.AST, backward: Backward) -> Iterator[Region]:
     """The statements before ``backward`` that compute its loss, block by block, up to those that call a model."""
     needed, statement = _reads(backward.loss), backward.statement
-    ends = {each.statement for each in losses.backwards.get(function, [])}
-    ends |= {each.statement for each in losses.steps.get(function, [])}
+    passes = losses.backwards.get(function, []) + losses.plain.get(function, [])
+    ends = {each.statement for each in passes} | {each.statement for each in losses.steps.get(function, [])}
     seen = False
     while True:
         block = context.source.block(statement)
@@ -69,9 +73,12 @@ def _regions(context: Context, losses: Losses, function: ast.AST, backward: Back
         above = context.source.parents[statement]
         while isinstance(above, ast.ExceptHandler):
             above = context.source.parents[above]
+        seen = seen or bool(found)
         if with_model or above is function or not isinstance(above, ast.stmt):
             return
-        statement, seen = above, seen or bool(found)
+        if seen and isinstance(above, LOOPS):
+            return
+        statement = above
 
 
 def _region(context: Context, block: list[ast.stmt], found: list[int]) -> Iterator[Region]:
@@ -131,7 +138,7 @@ def _is_model_call(context: Context, node: ast.AST) -> bool:
 def _uses_model(context: Context, statement: ast.stmt) -> bool:
     """Whether a statement calls a model, or passes one to a function."""
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    passed = {ast.unparse(argument) for call in calls for argument in call.args}
+    passed = {ast.unparse(argument) for call in calls if not is_wrapper(call) for argument in call.args}
     return bool(passed & context.models) or any(_is_model_call(context, call) for call in calls)
 
 

@@ -18,7 +18,8 @@ def rewrite(context: Context, losses: Losses) -> None:
     """
     by_hand: set[ast.AST] = set()
     for function, steps in losses.steps.items():
-        backwards = [each.statement for each in losses.backwards.get(function, [])] + losses.plain.get(function, [])
+        found = losses.backwards.get(function, []) + losses.plain.get(function, [])
+        backwards = [each.statement for each in found]
         for step in steps:
             before = sorted(
                 (each for each in backwards if each.lineno < step.call.lineno), key=lambda each: each.lineno

@@ -72,7 +72,8 @@ def _undo_tries(context: Context, statements: dict[ast.stmt, list[Imported]], ke
         if not isinstance(node, ast.Try) or node.finalbody or not any(each in statements for each in node.body):
             continue
         body = [each for each in node.body if not (each in statements and not _new_imports(statements[each]))]
-        simple = all(isinstance(each, (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)) for each in node.body)
+        # Other imports in it may be optional, too.
+        simple = all(each in statements or isinstance(each, (ast.Assign, ast.Expr)) for each in node.body)
         if (
             any(each in kept for each in node.body)
             or not simple

@@ -33,7 +33,7 @@ class Losses:
     """The backward passes and steps of a script by function, in the order of the text."""
 
     backwards: dict[ast.AST, list[Backward]] = field(default_factory=dict)
-    plain: dict[ast.AST, list[ast.stmt]] = field(default_factory=dict)  # scaled ones that were not under scale_loss
+    plain: dict[ast.AST, list[Backward]] = field(default_factory=dict)  # scaled ones that were not under scale_loss
     steps: dict[ast.AST, list[Step]] = field(default_factory=dict)
 
 
@@ -142,7 +142,7 @@ def _plain_backwards(context: Context, losses: Losses) -> None:
                 context.edits.replace(loss, f"{context.scaler}.scale({context.source.source(loss)})")
                 do = "scaled, too, so that the step may divide; without effect while the scaler is off"
                 context.note(node, SAME, "backward without scale_loss", do)
-                losses.plain.setdefault(function, []).append(context.source.statement(node))
+                losses.plain.setdefault(function, []).append(Backward(context.source.statement(node), loss))
             else:
                 do = f"if an optimizer under amp uses its gradients, write {context.scaler}.scale(...).backward()"
                 context.note(node, BY_HAND, f"backward of {ast.unparse(loss)} without scale_loss", do)

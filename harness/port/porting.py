@@ -67,6 +67,7 @@ def port(path: Path, to: str) -> Port:
         precision.find_models(context)
         precision.rewrite(context)
         fp16_optimizer.rewrite(context)
+        precision.find_wrapped_models(context)
         if context.has_scaler:
             found = losses.rewrite(context)
             steps.rewrite(context, found)

@@ -47,6 +47,23 @@ def find_models(context: Context) -> None:
         context.optimizers |= {text for node in optimizers for text in _texts(context, node)}
 
 
+def find_wrapped_models(context: Context) -> None:
+    """Add the names that are assigned a model, or a parallel wrapper of one."""
+    assignments = [node for node in ast.walk(context.source.tree) if isinstance(node, ast.Assign)]
+    before = -1
+    while before < len(context.models):
+        before = len(context.models)
+        for node in assignments:
+            value = node.value.args[0] if is_wrapper(node.value) else node.value  # type: ignore[attr-defined]
+            if ast.unparse(value) in context.models:
+                context.models |= {text for target in node.targets for text in _texts(context, target)}
+
+
+def is_wrapper(node: ast.AST) -> bool:
+    """Whether ``node`` is a call such as ``nn.DataParallel(model)``."""
+    return isinstance(node, ast.Call) and bool(node.args) and ast.unparse(node.func).endswith(("DataParallel", "DDP"))
+
+
 def _targets(statement: ast.Assign, with_optimizers: bool) -> tuple[ast.expr | None, ast.expr | None]:
     target = statement.targets[0]
     if not with_optimizers:

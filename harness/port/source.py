@@ -155,6 +155,7 @@ class Edits:
     _insertions: list[_Insertion] = field(default_factory=list)
     _removed: list[ast.stmt] = field(default_factory=list)
     _replaced: list[ast.stmt] = field(default_factory=list)
+    _gone: set[int] = field(default_factory=set)
     _shifts: list[tuple[int, int, int]] = field(default_factory=list)  # first and last line; 1 level, or -characters
 
     def replace(self, node: ast.AST, text: str) -> None:
@@ -200,6 +201,7 @@ class Edits:
             self.insert_before(statement, lines)
 
     def remove_lines(self, first: int, last: int) -> None:
+        self._gone |= set(range(first, last + 1))
         self._edits.append((self.source.start_of_line(first), 2, self.source.start_of_line(last + 1), ""))
 
     def unwrap(self, statements: list[ast.stmt], first: int, last: int, indent: str) -> None:
@@ -210,7 +212,9 @@ class Edits:
     def result(self) -> str:
         """The edited text."""
         self._resolve_removed()
-        edits = [self._resolved(each) for each in self._insertions] + self._edits
+        gone = {self.source.start_of_line(line) for line in self._gone}
+        edits = [self._resolved(each) for each in self._insertions]
+        edits += [each for each in self._edits if each[1] != 1 or each[0] not in gone]  # no indent for removed lines
         text, parts, position = self.source.text, [], 0
         for start, _, end, new in sorted(edits, key=lambda edit: edit[:2]):
             if start >= position:

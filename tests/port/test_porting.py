@@ -178,6 +178,10 @@ CASES = {
          "    y = y + 1\n    loss = c(out, y) / 2\n",
          ["    with torch.amp.autocast(\"cuda\", dtype=torch.float16):\n        if a:\n            out = model(x)\n",
           "        loss = c(out, y) / 2\n    scaler"]),
+        ("for x, y in data:\n    loss = criterion(model(x), y)",
+         "if a:\n    net = nn.DataParallel(model)\nelse:\n    net = model\nfor x, y in data:\n    out = net(x)\n"
+         "    assert multi_tensor_applier.available\n    loss = criterion(out, y)",
+         ["\nelse:\n    net = model\nfor", "16):\n        out = net(x)\n        loss = criterion(out, y)\n    scaler"]),
         ("for x, y", "with torch.no_grad():\n    model(1)\nfor x, y", ["no_grad(), torch.amp.autocast"]),
     ],
 }  # fmt: skip
@@ -192,6 +196,8 @@ def test_idioms(kind, tmp_path):
             old, new, expected = case
             assert old in LOOP
             text, absent = LOOP.replace(old, new), []
+            if "applier" in new:
+                text = f"from apex.multi_tensor_apply import multi_tensor_applier\n{text}"
         port = ported(tmp_path, text)
         assert port.is_complete, port.report()
         assert "apex" not in imports(port.text)
@@ -340,6 +346,11 @@ def f(amp):
     amp.anything()
 """
     )
+
+
+def test_other_optional_imports_stay_optional(tmp_path):
+    text = "try:\n    import finder\n    from apex import amp\nexcept ImportError:\n    print('no finder')\nf()\n"
+    assert ported(tmp_path, text).text == text.replace("    from apex import amp\n", "")
 
 
 def test_to_harness(tmp_path):
