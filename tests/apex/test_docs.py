@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
 import harness.apex
+from benchmarks import compatibility
 from harness.apex import amp
 from harness.config import loader
 from tests.conftest import ROOT
@@ -127,3 +129,27 @@ def test_links_lead_somewhere():
     for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
         if not link.startswith("http"):
             assert (ROOT / "docs" / link).exists(), link
+
+
+def test_compatibility_page_shows_the_record():
+    assert compatibility.PAGE.read_text() == compatibility.page(compatibility.read()), "type: make compatibility"
+
+
+def test_compatibility_counts_what_was_run():
+    run = compatibility.Run("a/b", "0" * 40, "trains", "train.py", "2026-11-22", steps=2, first_loss=2.0, last_loss=1.0)
+    record = {**compatibility.read(), "projects": [run, replace(run, last_loss=3.0, resumed="yes")], "libraries": []}
+    page = compatibility.page(record)
+    for line in (
+        "chosen | 2",
+        "the loss falls | 1",
+        "the script can resume | 2",
+        "own checkpoint | 1",
+        "*not run* | 0",
+    ):
+        assert f"{line} |" in page
+    with pytest.raises(ValueError, match=r"compatibility.json: record of a/b: no command, date, steps"):
+        replace(run, steps=0)
+    with pytest.raises(ValueError, match="outcome 'works'"):
+        replace(run, outcome="works")
+    with pytest.raises(ValueError, match="no reason in note"):
+        replace(run, outcome="other")

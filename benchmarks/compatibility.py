@@ -1,0 +1,160 @@
+"""Writes docs/compatibility.md from ``compatibility.json``, the record of what was run.
+
+    python -m benchmarks.compatibility
+
+After a run, edit its record; nothing on the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import table
+
+RECORDS = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+
+OUTCOMES = {
+    "trains": "takes at least two steps, and every loss that it prints is finite",
+    "starts": "gets past `amp.initialize`, but took no two steps within the time limit",
+    "ours": "stopped by `harness.apex`",
+    "other": "stopped by something that has nothing to do with Apex",
+    "not run": "",
+}
+RESUMES = {"yes": "yes", "no": "not tried", "cannot": "its script cannot"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A project or a library, and what happened when it was run."""
+
+    name: str
+    version: str
+    """Commit of a project, version of a library."""
+    outcome: str
+    command: str = ""
+    date: str = ""
+    ranks: int = 1
+    steps: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    resumed: str = "no"
+    """A key of RESUMES."""
+    idioms: tuple[str, ...] = ()
+    bridges: tuple[str, ...] = ()
+    """Names that other libraries have removed, and that were put back for the run."""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        problems = [
+            self.outcome not in OUTCOMES and f"outcome {self.outcome!r}",
+            self.resumed not in RESUMES and f"resumed {self.resumed!r}",
+            self.outcome == "trains"
+            and not (self.command and self.date and self.steps >= 2)
+            and "no command, date, steps",
+            self.outcome not in ("trains", "not run") and not self.note and "no reason in note",
+        ]
+        if any(problems):
+            raise ValueError(f"{RECORDS}: record of {self.name}: {', '.join(p for p in problems if p)}")
+
+    @property
+    def learns(self) -> bool:
+        """True if it trains and the last loss is below the first."""
+        losses = self.first_loss is not None and self.last_loss is not None
+        return self.outcome == "trains" and losses and self.last_loss < self.first_loss  # type: ignore[operator]
+
+
+def read(records: Path = RECORDS) -> dict[str, Any]:
+    """The record: runs under "projects" and "libraries", the rest as in the file."""
+    content = json.loads(records.read_text())
+    for part in ("projects", "libraries"):
+        content[part] = [
+            Run(**{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}) for r in content[part]
+        ]
+    return dict(content)
+
+
+def page(record: dict[str, Any]) -> str:
+    """The whole page as Markdown."""
+    projects, libraries = record["projects"], record["libraries"]
+    return (
+        "\n\n".join(
+            [
+                "# Public Apex projects and libraries",
+                "<!-- Written by make compatibility from benchmarks/compatibility.json: edit that file. -->",
+                record["introduction"],
+                record["choice"],
+                _counts(projects),
+                record["limits"],
+                "## By idiom",
+                table(["idiom", "trained"], _by_idiom([*projects, *libraries])),
+                "## By library",
+                record["about libraries"],
+                table(
+                    ["library", "version", "result", "steps", "loss", "resumed", "date"], [_row(r) for r in libraries]
+                ),
+                "## By project",
+                record["about projects"],
+                table(["project", "commit", "result", "steps", "loss", "resumed", "date"], [_row(r) for r in projects]),
+                "## Commands",
+                "Each follows `python -m harness.apex --device cpu`. Two ranks run under a launcher of torch.",
+                table(
+                    ["project or library", "command"],
+                    [[r.name, f"`{r.command}`"] for r in (*libraries, *projects) if r.command],
+                ),
+                "## What was missing",
+                table(["what stopped them", "projects", "now"], record["missing"]),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _counts(projects: Sequence[Run]) -> str:
+    trains = [run for run in projects if run.outcome == "trains"]
+    able = [run for run in trains if run.resumed != "cannot"]
+    rows = [["chosen", len(projects)], ["*trains*: " + OUTCOMES["trains"], len(trains)]]
+    rows += [["of these, the loss falls", sum(run.learns for run in trains)]]
+    rows += [["of these, the script can resume", len(able)]]
+    rows += [["of these, resumed from its own checkpoint", sum(run.resumed == "yes" for run in able)]]
+    for outcome in ("starts", "ours", "other", "not run"):
+        text = f"*{outcome}*" + (f": {OUTCOMES[outcome]}" if OUTCOMES[outcome] else "")
+        rows += [[text, sum(run.outcome == outcome for run in projects)]]
+    return table(["", "projects"], [[text, str(number)] for text, number in rows])
+
+
+def _by_idiom(runs: Iterable[Run]) -> list[list[str]]:
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        for idiom in run.idioms if run.outcome == "trains" else ():
+            names.setdefault(idiom, []).append(run.name.split(",")[0].rpartition("/")[2])
+    return [[idiom, ", ".join(dict.fromkeys(names[idiom]))] for idiom in sorted(names, key=lambda i: -len(names[i]))]
+
+
+def _row(run: Run) -> list[str]:
+    parts = [run.outcome, "two ranks" if run.ranks == 2 and run.outcome == "trains" else "", run.note]
+    parts += ["put back: " + ", ".join(run.bridges) if run.bridges else ""]
+    losses = "" if run.first_loss is None or run.last_loss is None else f"{run.first_loss:.4g} to {run.last_loss:.4g}"
+    resumed = RESUMES[run.resumed] if run.outcome == "trains" else ""
+    text = ": ".join(["; ".join(p for p in parts[:2] if p), "; ".join(p for p in parts[2:] if p)]).removesuffix(": ")
+    return [
+        run.name,
+        run.version[:7] if len(run.version) == 40 else run.version,
+        text,
+        str(run.steps or ""),
+        losses,
+        resumed,
+        run.date,
+    ]
+
+
+def main() -> None:
+    PAGE.write_text(page(read()))
+
+
+if __name__ == "__main__":
+    main()
