@@ -62,6 +62,10 @@ class ModelSection(Section):
     """
     strict: bool = True
     """true: the weights must be those of the model, no more and no less; false: what is missing starts random."""
+    freeze: tuple[str, ...] = Field(default=(), strict=False)
+    """Patterns such as "layer1.*" for the names of parameters that are not trained. Batch norms below them still adapt
+    their statistics.
+    """
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
     compile: bool = False
@@ -102,6 +106,19 @@ class LarcSection(Section):
     """Added to the denominator of the rate."""
 
 
+class GroupSection(Section):
+    """Parameters that are trained with other values."""
+
+    match: str
+    """A pattern such as "layer1.*" for the names of the parameters; `1d`: all with one dimension, which are biases and
+    the weights of norms.
+    """
+    lr_scale: Annotated[float, Field(ge=0)] = 1.0
+    """Factor of the learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay; null: as for the others."""
+
+
 class OptimizerSection(Section):
     name: str = "sgd"
     """A class of torch.optim in lower case (sgd, adam, adamw, ...), one of Apex's (fused_adam, fused_lamb, fused_sgd,
@@ -115,6 +132,8 @@ class OptimizerSection(Section):
     """Weight decay; null: the optimizer's default."""
     args: Arguments = {}
     """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
+    groups: tuple[GroupSection, ...] = Field(default=(), strict=False)
+    """Parameters with another learning rate or weight decay; the first group that matches a parameter gets it."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None

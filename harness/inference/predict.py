@@ -164,7 +164,7 @@ def _model(
         model = model.to(memory_format=torch.channels_last)
     precision.set_tf32(config.precision)
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
-    optimizer = optim.build(config.optimizer, precision.trainable(model.parameters()), config.optimizer.lr)
+    optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, 1.0), config.optimizer.lr)
     model, _ = chosen.initialize(model, optimizer)
     if config.model.compile:
         model.compile()

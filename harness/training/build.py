@@ -60,7 +60,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     # Before the optimizer, which holds the parameters that this makes: it replaces batch norms and shards weights.
     model = strategy.prepare(model, config.parallel, chosen, runtime.device, runtime.world_size)
     with runtime.together("building the optimizer"):
-        optimizer = optim.build(config.optimizer, precision.trainable(model.parameters()), size.lr)
+        optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, size.lr), size.lr)
+        trained = [param for group in optimizer.param_groups for param in group["params"]]
         if config.optimizer.larc is not None:
             optimizer = chosen.larc(optimizer, config.optimizer.larc)
         model, optimizer = chosen.initialize(model, optimizer)
@@ -68,7 +69,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     parallel = strategy.wrap(model, config.parallel, chosen, runtime.device, runtime.world_size)
     ema = None
     if config.train.ema_decay:
-        ema = optim.Ema(model, list(chosen.master_params(optimizer)), config.train.ema_decay)
+        ema = optim.Ema(trained, list(chosen.master_params(optimizer)), config.train.ema_decay)
     if config.model.compile:
         model.compile()  # after amp, whose casts are to be compiled too; keeps parameters and their names
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
@@ -179,7 +180,9 @@ def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float =
 def build_model(config: Config, task: OpenedTask) -> nn.Module:
     """Build the model on the CPU in float32. Its initial weights depend only on the seed."""
     rng.seed_all(INITIAL_WEIGHTS, config.seed)
-    return task.model(config.model)
+    model = task.model(config.model)
+    optim.freeze(model, config.model.freeze)
+    return model
 
 
 def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:

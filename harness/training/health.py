@@ -117,9 +117,9 @@ class Health:
             yield from layer.named_parameters(prefix, recurse=False)
             yield from layer.named_buffers(prefix, recurse=False)
         if self.ema is not None:
-            names = [name for name, param in self.module.named_parameters() if param.requires_grad]
-            for name, average in zip(names, self.ema.average, strict=True):
-                yield f"the moving average of {name}", average
+            names = {id(param): name for name, param in self.module.named_parameters()}
+            for param, average in zip(self.ema.params, self.ema.average, strict=True):
+                yield f"the moving average of {names[id(param)]}", average
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """What the optimizer keeps for each element of the weights, such as exp_avg_sq, with names."""

@@ -26,7 +26,7 @@ from harness.distributed.watchdog import Watchdog, exits_without_launcher
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError
 from harness.runs import exit_files, provenance, remote
 from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, console, determinism, loop, precision, prediction_writer
+from harness.training import build, console, determinism, loop, optim, precision, prediction_writer
 from harness.training.exit_report import ExitReporter, explained, lost_peer
 from harness.training.run import Run
 from harness.training.task import SupportsLearned
@@ -187,6 +187,7 @@ def announce(run: Run) -> None:
     topology = runtime.gather(f"{runtime.host}: {runtime.device} ({card})")
     size = build.sizes(config, run.train_data.num_rows, runtime.world_size)
     facts = build.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
+    facts |= optim.described(run.optimizer, run.module)
     facts |= {"parallel": run.parallel.strategy, "launched by": runtime.launch.by, "run folder": run.folder.where}
     for name, value in facts.items():
         log.info("%14s: %s", name, value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from harness.config import plugins
 from harness.config.schema import OptimizerSection, ScheduleSection
-from harness.errors import ConfigError
+from harness.errors import ConfigError, similar
 from harness.training.fsdp import local, part_like
 
 
@@ -30,8 +31,67 @@ def scaled_lr(section: OptimizerSection, global_batch: int) -> float:
     return section.lr * (ratio if section.lr_scaling == "linear" else math.sqrt(ratio))
 
 
-def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """The optimizer of ``section`` over ``params``, in one group. Raises ConfigError."""
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Stop the training of the parameters whose names match one of ``patterns``. Raises ConfigError if a pattern
+    matches none, or if all are frozen."""
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        for name in _matching(pattern, named, "model.freeze"):
+            named[name].requires_grad_(False)
+    if named and not any(param.requires_grad for param in named.values()):
+        hint = "leave out a pattern: the last layer is usually trained"
+        raise ConfigError("every parameter is frozen", where="model.freeze", hint=hint)
+
+
+def groups(section: OptimizerSection, model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model`` for ``build``: those that no group of ``section`` matches, then the groups
+    in their order. Raises ConfigError if a group matches no parameter."""
+    left = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    every, found = dict(left), []
+    for number, group in enumerate(section.groups):
+        matching = _matching(group.match, every, f"optimizer.groups.{number}.match")
+        params = [left.pop(name) for name in matching if name in left]
+        values: dict[str, Any] = {"match": group.match, "lr": lr * group.lr_scale, "lr_scale": group.lr_scale}
+        if group.weight_decay is not None:
+            values["weight_decay"] = group.weight_decay
+        found += [{"params": params, **values}] if params else []
+    return [{"params": list(left.values())}, *found] if left else found
+
+
+def _matching(pattern: str, named: Mapping[str, nn.Parameter], where: str) -> list[str]:
+    """The names that match ``pattern``. Raises ConfigError if there is none."""
+    found = [
+        name for name, param in named.items()
+        if (param.dim() <= 1 if pattern == "1d" else fnmatch.fnmatchcase(name, pattern))
+    ]  # fmt: skip
+    if not found:
+        near = similar(pattern, [*named, *{f"{name.partition('.')[0]}.*" for name in named}])
+        hint = f"did you mean {near}?" if near else f"the model has {', '.join(list(named)[:5])}, ..."
+        raise ConfigError(f"no trained parameter matches {pattern!r}", where=where, hint=hint)
+    return found
+
+
+def described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, str]:
+    """The groups and what is frozen, for the log and ``harness check``. Empty if everything is trained alike."""
+    facts = {}
+    if frozen := [param for param in model.parameters() if not param.requires_grad]:
+        facts["frozen"] = _size(frozen, f" of {sum(param.numel() for param in model.parameters()):,}")
+    if any("match" in group for group in optimizer.param_groups):
+        for number, group in enumerate(optimizer.param_groups):
+            values = [f"{key} {group[key]:g}" for key in ("lr", "weight_decay") if key in group]
+            which = group.get("match", "the others")
+            facts[f"group {number}"] = f"{', '.join(values)}: {which} ({_size(group['params'])})"
+    return facts
+
+
+def _size(params: Sequence[Tensor], of: str = "") -> str:
+    return f"{sum(p.numel() for p in params):,}{of} parameters in {len(params)} tensor{'s' if len(params) > 1 else ''}"
+
+
+def build(
+    section: OptimizerSection, params: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float
+) -> torch.optim.Optimizer:
+    """The optimizer of ``section`` over ``params``, parameters or ``groups`` of them. Raises ConfigError."""
     make = _find(section.name)
     accepted = inspect.signature(make).parameters
     given: dict[str, Any] = {"lr": lr, **section.args}
@@ -41,7 +101,8 @@ def build(section: OptimizerSection, params: Iterable[nn.Parameter], lr: float) 
     if section.fused is not None and "fused" in accepted:
         given.setdefault("fused", section.fused)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    if wrong := [] if takes_all else [key for key in given if key not in accepted]:
+    wanted = [*given, *(["weight_decay"] if any(group.weight_decay is not None for group in section.groups) else [])]
+    if wrong := [] if takes_all else [key for key in wanted if key not in accepted]:
         takes = ", ".join(key for key in accepted if key != "params")
         hint = f"its arguments are: {takes}"
         raise ConfigError(f"{section.name} has no argument {', '.join(wrong)}", where="optimizer", hint=hint)
@@ -112,21 +173,22 @@ class Schedule:
         return self.peak
 
     def set_lr(self, optimizer: torch.optim.Optimizer, applied: int) -> float:
+        """Set the learning rate of each group; return that of the parameters without a group of their own."""
         lr = self.lr(applied)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr
 
 
 class Ema:
-    """An exponential moving average of the trainable parameters of ``module``, in float32.
+    """An exponential moving average of the trainable parameters ``params``, in float32.
 
-    ``sources`` are the tensors that the optimizer updates (masters, if there are any), in the order of the parameters.
+    ``sources`` are the tensors that the optimizer updates (masters, if there are any), in the order of ``params``.
     The decay after n updates is min(decay, (1 + n) / (10 + n)), so that the average forgets the initial weights.
     """
 
-    def __init__(self, module: nn.Module, sources: list[Tensor], decay: float) -> None:
-        self.params: list[Tensor] = [param for param in module.parameters() if param.requires_grad]
+    def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor], decay: float) -> None:
+        self.params = list(params)
         self.decay = decay
         self.num_updates = 0
         self.average = [source.detach().float().clone() for source in sources]  # sharded where the sources are

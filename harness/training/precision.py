@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -178,8 +178,3 @@ def _options(section: PrecisionSection) -> dict[str, Any]:
         if key in chosen:
             chosen[key] = getattr(torch, chosen[key])
     return {**chosen, "verbosity": 0}
-
-
-def trainable(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The trainable parameters, in the model's order, for the optimizer's one group."""
-    return [param for param in params if param.requires_grad]

@@ -53,11 +53,15 @@ def examine(
     model = attempt(build.build_model, config, task) if task else None
     attempt(metrics_log.require, config.trackers)
     attempt(_reach, config)
-    attempt(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
+    if model is None or size is None:
+        attempt(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     if model is not None:
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         if config.model.weights is not None and (given := attempt(weights.load, model, config)):
             facts["weights"] = "; ".join(filter(None, [given["summary"], given["warning"]]))
+        if size is not None and (groups := attempt(optim.groups, config.optimizer, model, size.lr)):
+            optimizer = attempt(optim.build, config.optimizer, groups, size.lr)
+            facts |= optim.described(optimizer, model) if optimizer else {}
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of its rank"
             facts["batch norm"] = f"over {rows}"

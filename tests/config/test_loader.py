@@ -414,9 +414,10 @@ task.name task.train_csv task.eval_csv task.root task.path_column task.label_col
 task.std task.augment task.augment.crop_padding task.augment.random_resized_crop task.augment.horizontal_flip
 task.augment.rotation task.label_smoothing task.on_bad_image
 data data.shard data.num_workers data.tail data.cache_dir
-model model.name model.args model.weights model.strict model.channels_last model.compile
+model model.name model.args model.weights model.strict model.freeze model.channels_last model.compile
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank
 optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay optimizer.args optimizer.lr_scaling
+optimizer.groups optimizer.groups.match optimizer.groups.lr_scale optimizer.groups.weight_decay
 optimizer.fused optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
 optimizer.larc.eps
 schedule schedule.name schedule.warmup_epochs schedule.min_lr schedule.milestones schedule.gamma schedule.power

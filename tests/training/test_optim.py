@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.config.schema import OptimizerSection, ScheduleSection
+from harness.config.schema import GroupSection, OptimizerSection, ScheduleSection
 from harness.errors import ConfigError
-from harness.training.optim import Ema, Schedule, build, scaled_lr
+from harness.training.optim import Ema, Schedule, build, described, freeze, groups, scaled_lr
 
 
 def params() -> list[nn.Parameter]:
@@ -36,6 +36,47 @@ def test_by_name_with_arguments():
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.4, 0.9, 0.1, True)
     assert len(optimizer.param_groups) == 1
+
+
+def test_groups_and_frozen_parameters():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    freeze(model, ["0.*"])
+    section = OptimizerSection(
+        name="adamw", weight_decay=0.1,
+        groups=(GroupSection(match="1d", weight_decay=0.0), GroupSection(match="2.0.*", lr_scale=0.5)),
+    )  # fmt: skip
+    optimizer = build(section, groups(section, model, 0.4), 0.4)
+    names = {param: name for name, param in model.named_parameters()}
+    found = [
+        ([names[param] for param in group["params"]], group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+    ]
+    assert found == [
+        (["2.1.weight"], 0.4, 0.1),
+        (["1.weight", "1.bias", "2.0.bias", "2.1.bias"], 0.4, 0.0),
+        (["2.0.weight"], 0.2, 0.1),
+    ]
+    assert schedule(warmup_epochs=1).set_lr(optimizer, 4) == 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.25]
+    assert described(optimizer, model) == {
+        "frozen": "20 of 39 parameters in 2 tensors",
+        "group 0": "lr 0.5, weight_decay 0.1: the others (6 parameters in 1 tensor)",
+        "group 1": "lr 0.5, weight_decay 0: 1d (9 parameters in 4 tensors)",
+        "group 2": "lr 0.25, weight_decay 0.1: 2.0.* (4 parameters in 1 tensor)",
+    }
+
+
+def test_patterns_that_match_nothing():
+    model = nn.Sequential(nn.Linear(2, 2))
+    for pattern, message in [("0.weigth", "did you mean 0.weight"), ("zzz", "the model has 0.weight, 0.bias")]:
+        section = OptimizerSection(groups=(GroupSection(match=pattern),))
+        with pytest.raises(ConfigError, match=rf"optimizer\.groups\.0\.match: no trained.*[\s\S]*{message}"):
+            groups(section, model, 0.1)
+    with pytest.raises(ConfigError, match="every parameter is frozen"):
+        freeze(model, ["*"])
+    section = OptimizerSection(name="rprop", groups=(GroupSection(match="1d", weight_decay=0.0),))
+    with pytest.raises(ConfigError, match="rprop has no argument weight_decay"):
+        build(section, groups(section, nn.Linear(2, 2), 0.1), 0.1)
 
 
 def test_null_is_the_default_of_the_optimizer():
@@ -167,7 +208,7 @@ def test_average_by_hand():
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    ema = Ema(model, [model.weight], decay=0.5)
+    ema = Ema([model.weight], [model.weight], decay=0.5)
     expected, weight = torch.tensor([1.0, 1.0]), model.weight
     for update in range(12):
         with torch.no_grad():
@@ -183,8 +224,9 @@ def test_average_by_hand():
 def test_swapped_in_restores_the_weights_exactly(dtype):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype)
     model[1].weight.requires_grad_(False)
-    sources = [param.detach().float() for param in model.parameters() if param.requires_grad]
-    ema = Ema(model, sources, 0.9)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    sources = [param.detach().float() for param in trained]
+    ema = Ema(trained, sources, 0.9)
     ema.update([source + 1 for source in sources])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with suppress(ZeroDivisionError), ema.swapped_in():
@@ -199,7 +241,7 @@ def test_swapped_in_restores_the_weights_exactly(dtype):
 
 def test_average_survives_a_checkpoint():
     model = nn.Linear(2, 1)
-    first, second = (Ema(model, list(model.parameters()), 0.9) for _ in range(2))
+    first, second = (Ema(list(model.parameters()), list(model.parameters()), 0.9) for _ in range(2))
     for _ in range(3):
         first.update([param + 1 for param in model.parameters()])
     second.load_state_dict(first.state_dict())
