@@ -133,7 +133,7 @@ def insert(context: Context) -> None:
     if lines:
         last = first
         for node in body[start:]:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)) or _uses_scaler(context, node):
                 break
             if isinstance(node, (ast.Import, ast.ImportFrom)) or _has_import(node):
                 last = node
@@ -141,6 +141,13 @@ def insert(context: Context) -> None:
         if not lines[-1] and not "".join(source.lines[end : end + 2]).strip():
             lines.pop()
         context.edits.insert_after(last, lines, is_first=True)
+
+
+def _uses_scaler(context: Context, node: ast.stmt) -> bool:
+    """Whether a statement of the module may use the scaler or autocast once it is ported."""
+    inner = list(ast.walk(node))
+    of_apex = any(context.names.path(each) for each in inner if isinstance(each, (ast.Name, ast.Attribute)))
+    return of_apex or any(isinstance(each, ast.Call) and ast.unparse(each.func) in context.models for each in inner)
 
 
 def _has_import(node: ast.AST) -> bool:

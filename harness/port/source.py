@@ -78,6 +78,14 @@ class SourceFile:
         line = self.lines[node.lineno - 1]  # type: ignore[attr-defined]
         return line[: len(line) - len(line.lstrip())]
 
+    def unit_at(self, line: int) -> str:
+        """One level of indentation around ``line``: a script may mix blocks with tabs and blocks with spaces."""
+        text = self.lines[line - 1]
+        indent = text[: len(text) - len(text.lstrip())]
+        if not indent:
+            return self.unit
+        return "\t" if "\t" in indent else self.unit.replace("\t", "    ")
+
     def is_alone(self, node: ast.AST) -> bool:
         """Whether no other statement shares a statement's lines."""
         start, end = self.span(node)
@@ -176,7 +184,7 @@ class Edits:
         self._shifts.append((first, last, 1))
         for line in self._shiftable(first, last):
             start = self.source.start_of_line(line)
-            self._edits.append((start, 1, start, self.source.unit))
+            self._edits.append((start, 1, start, self.source.unit_at(first)))
 
     def shift_left(self, first: int, last: int, indent: str, to: str) -> None:
         """Indent lines ``first`` to ``last`` by ``to`` instead of ``indent``, which begins with it."""
@@ -251,7 +259,7 @@ class Edits:
         indent = line[: len(line) - len(line.lstrip())]
         right = sum(by for first, last, by in self._shifts if by > 0 and first < insertion.before <= last)
         left = sum(-by for first, last, by in self._shifts if by < 0 and first <= insertion.like <= last)
-        indent = source.unit * right + indent[: len(indent) - left]
+        indent = source.unit_at(insertion.like) * right + indent[: len(indent) - left]
         start = source.start_of_line(insertion.before)
         lead = newline if start and not source.text[:start].endswith(("\n", "\r")) else ""
         text = lead + "".join((indent + each if each else "") + newline for each in insertion.lines)

@@ -401,6 +401,19 @@ def test_format_survives(newline, unit, tmp_path):
     assert not ported(tmp_path, port.text).uses_apex
 
 
+def test_scaler_exists_before_it_is_used(tmp_path):
+    text = "import torch\nif tabs:\n\tpass\nmodel(x)\nif fp16:\n    from apex import amp\n    "
+    text += "model, opt = amp.initialize(model, opt)\n" + LOOP.partition('"O1")\n')[2]
+    text = text.replace("    loss = criterion(model(x), y)\n", "    if x:\n        loss = criterion(model(x), y)\n")
+    lines = ported(tmp_path, text).text.splitlines()
+    assert lines[1:3] == [
+        "",
+        'scaler = torch.amp.GradScaler("cuda", enabled=False)  # replaced where amp was initialized',
+    ]
+    assert lines.index('    scaler = torch.amp.GradScaler("cuda")') > 3
+    assert "            loss = criterion(model(x), y)" in lines, "spaces in a block that has spaces"
+
+
 def test_patch_applies_to_a_script_without_a_final_newline(tmp_path):
     port = ported(tmp_path, LOOP.rstrip())
     assert port.patch().count("\\ No newline at end of file") == 1
