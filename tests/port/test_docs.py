@@ -94,6 +94,7 @@ def test_conversion_of_a_scale_from_apex(redirected):
     names: dict = {}
     exec(BLOCKS["convert"], names)
     state = amp.state_dict()
+    amp.reset()  # before another replacement of the same methods of Tensor
     redirect_cuda()
     scaler = torch.amp.GradScaler("cuda")
     scaler.load_state_dict(names["from_apex"](state))

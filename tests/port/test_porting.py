@@ -82,7 +82,7 @@ def run(tmp_path, monkeypatch, capfd):
         ("imagenet_style", "--deterministic --opt-level O1 --loss-scale 128.0", 1e-6),
         ("gan_style", "--opt_level O0", 1e-6),
         # One loss scale instead of three skips other steps.
-        ("gan_style", "--opt_level O1", 1e-2),
+        ("gan_style", "--opt_level O1", 5e-2),
         # Autocast for the CPU leaves F.normalize in float16; for CUDA it casts to float32, as Apex did.
         ("selfsup_style", "", 3e-3),
     ],
