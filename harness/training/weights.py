@@ -176,7 +176,7 @@ def _of_timm(weights: str, model: str) -> WeightsFile:
 
 def _downloaded(url: str, name: str, digest: str = "") -> Path:
     """The file at ``url`` in torch's folder of downloads, which is read first. ``digest``: how its SHA-256 begins."""
-    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    folder = Path(torch.hub.get_dir(), "checkpoints")  # where torchvision keeps its own
     # Another file of the same name may be there already: only the URL tells them apart.
     target = folder / (name if digest else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}")
     try:

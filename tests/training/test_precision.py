@@ -14,7 +14,7 @@ from torch import nn
 from harness.apex import amp
 from harness.config.schema import PrecisionSection
 from harness.errors import ConfigError
-from harness.training.precision import Precision, choose, described, float16_on_cpu, installed_apex, trainable
+from harness.training.precision import Precision, choose, described, float16_on_cpu, installed_apex
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = ("initialize", "scale_loss", "master_params", "state_dict")
@@ -119,7 +119,7 @@ def test_one_step(level, scale):
     torch.manual_seed(0)
     precision = choose(PrecisionSection(opt_level=level), CPU)
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(trainable(model.parameters()), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = precision.initialize(model, optimizer)
     before = [param.detach().clone() for param in precision.master_params(optimizer)]
     loss = model(torch.ones(3, 4)).float().square().mean()
@@ -136,18 +136,12 @@ def test_one_step(level, scale):
     assert precision.state_dict() == state
 
 
-def test_trainable_keeps_the_order_and_leaves_out_the_frozen():
-    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 3))
-    model[0].weight.requires_grad_(False)
-    assert [id(p) for p in trainable(model.parameters())] == [id(p) for p in [model[0].bias, *model[1].parameters()]]
-
-
 def seconds_per_step(level):
     """Of the fastest of a few steps of a convolution on one thread, as a run does them."""
     section = PrecisionSection(opt_level=level)
     precision = choose(section, CPU)
     model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 14 * 14, 4))
-    optimizer = torch.optim.SGD(trainable(model.parameters()), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = precision.initialize(model, optimizer)
     images, times = torch.rand(32, 16, 16, 16), []
     with float16_on_cpu(section, CPU):
