@@ -30,21 +30,21 @@ def test_without_a_gpu_nothing_is_written():
 
 @pytest.mark.slow
 def test_rehearsal_on_a_cpu(tmp_path):
-    """A training on one and two ranks, an engine compared with another, a use of the run; the page, and continuing."""
+    """A training on two ranks, an engine and a use of its run; the page, and continuing."""
     out = tmp_path / "gpu.md"
     words = ["--device", "cpu", "--steps", "2", "--out", str(out)]
-    done = call(*words, "--only", "collectives", "config mnist", "engine torchrun", "predict", "export safetensors")
+    done = call(*words, "--only", "collectives", "config mnist, 2", "predict")
     assert done.returncode == 0, done.stdout + done.stderr
     page = out.read_text()
     assert "no GPU: a rehearsal on the CPU" in page
-    assert "7 passed, 0 failed, 0 skipped" in page
-    for row in ("config mnist, 1 rank | passed", "config mnist, 2 ranks | passed", "predict | passed"):
+    assert "4 passed, 0 failed, 0 skipped" in page
+    for row in ("config mnist, 2 ranks | passed", "engine local | passed", "predict | passed"):
         assert f"| {row}" in page
     seconds = {row["name"]: row["seconds"] for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
-    assert call(*words, "--only", "collectives", "fsdp").returncode == 0
+    assert call(*words, "--only", "collectives", "level O0").returncode == 0
     rows = {row["name"]: row for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
     assert rows["collectives"]["seconds"] == seconds["collectives"]  # not repeated
-    assert rows["fsdp, 2 ranks"]["outcome"] == "passed"
+    assert rows["level O0"]["outcome"] == "passed"
 
 
 @pytest.fixture

@@ -392,7 +392,7 @@ def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data):
 @pytest.mark.parametrize(("signalled", "every_steps", "code"), [(0, 1, EXIT_STOPPED), (1, None, 143)])
 def test_stop_while_one_of_several_ranks_gets_no_data(tmp_path, data, signalled, every_steps, code):
     """The other rank waits for it in the gradient exchange, also if it is the only one that got the signal."""
-    settings = {**SLOW, "runtime": {"device": "cpu", "timeout_s": 16}, "checkpoint": {"every_steps": every_steps}}
+    settings = {**SLOW, "runtime": {"device": "cpu", "timeout_s": 30}, "checkpoint": {"every_steps": every_steps}}
     config, terminal = write_config(tmp_path, data, **settings), tmp_path / "terminal.txt"
     folder, ranks = run_folder(config), drivers(2, ["-c", str(config)], terminal)
     try:

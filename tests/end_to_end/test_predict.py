@@ -289,7 +289,7 @@ def test_ranks_that_differ_are_named(trained, tmp_path, case):
     folder, data = trained
     own, codes, words = DIFFERENT_RANKS[case]
     out = tmp_path / "x.csv"
-    found, output = predict(folder, out, "--csv", data / "eval.csv", "runtime.timeout_s=20", world=2, **own)
+    found, output = predict(folder, out, "--csv", data / "eval.csv", "runtime.timeout_s=60", world=2, **own)
     assert found == codes, output
     for word in words:
         assert output.count(word) == 1, output

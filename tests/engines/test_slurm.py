@@ -21,7 +21,7 @@ from tests.end_to_end.experiment import assert_same_run, run, write_config, writ
 from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
 from tests.engines import slurm_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 MODELS = "tests.end_to_end.models"
 EACH_STEP = {"log_every": 1}
