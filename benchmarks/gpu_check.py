@@ -119,6 +119,7 @@ class Plan:
         found = self.data[task]
         own = [f"output={self.folder / 'runs'}", f"runtime.device={self.device}", f"batch.global={16 * world}"]
         own += ["batch.per_rank=null", "batch.eval_per_rank=null", "data.num_workers=0", "train.log_every=1"]
+        own += ["model.weights=null"]
         return None if found is None else [*found, *own]
 
     def training(self, name: str, path: Path, world: int, *settings: str, launch: Sequence[str] = (), skipped: str = "",

@@ -27,6 +27,7 @@ from tests.ranks import run_ranks, wait_for
 CONFIGS = {
     "digits": (1, ["train.ema_decay=0.9", "model.channels_last=true"]),
     "fashion_mnist": (1, ["task.train_rows=300", "task.eval_rows=100", "precision.opt_level=O2"]),
+    "finetune": (1, ["model.weights=null"]),
     "mnist": (2, ["task.train_rows=300", "task.eval_rows=100", "optimizer.larc={}"]),
     "pet_names": (1, ["batch.global=64"]),
     "pet_names_gru": (1, ["batch.global=64", "precision.opt_level=O4"]),
@@ -45,7 +46,7 @@ def trained(arguments: list[str]) -> tuple[set[str], set[str]]:
 def test_shipped_configuration(tmp_path, name):
     """Forward, backward, exchange, update, evaluation, metrics and checkpoint of two steps."""
     ranks, overrides = CONFIGS[name]
-    if name == "digits":
+    if name in ("digits", "finetune"):
         digits.write(tmp_path)
         where = [f"task.{key}_csv={tmp_path}/{key}.csv" for key in ("train", "eval")] + [f"task.root={tmp_path}"]
         where += ["data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
