@@ -16,7 +16,10 @@ from pathlib import Path
 from benchmarks import machine
 
 SEEDS = range(5)
-RATES = ("0.01", "0.03", "0.1")  # training from scratch may want another one
+VARIANTS: dict[str, tuple[list[str], list[str]]] = {  # {title: (learning rates, overrides)}; at 0.1, MNIST's diverges
+    "from MNIST": (["0.003", "0.01", "0.03"], []),
+    "from scratch": (["0.01", "0.03", "0.05"], ["model.weights=null"]),
+}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,8 +35,8 @@ def best(folder: Path, seed: int, lr: str, *overrides: str) -> float:
 def main() -> None:
     folder = ROOT / "runs" / "fine_tuning"
     rows, means = [], {}
-    for title, overrides in (("from MNIST", []), ("from scratch", ["model.weights=null"])):
-        for lr in RATES:
+    for title, (rates, overrides) in VARIANTS.items():
+        for lr in rates:
             found = [best(folder, seed, lr, *overrides) for seed in SEEDS]
             means[title, lr] = statistics.mean(found)
             rows.append([title, lr, f"{means[title, lr]:.4f}", f"{min(found):.4f}", f"{max(found):.4f}"])

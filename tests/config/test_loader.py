@@ -497,7 +497,14 @@ def test_schema_has_the_keys_of_the_yaml():
 
 def test_every_experiment_refers_to_the_schema_and_loads():
     files = sorted((ROOT / "configs").glob("*.yaml"))
-    assert [path.stem for path in files] == ["digits", "fashion_mnist", "mnist", "pet_names", "pet_names_gru"]
+    assert [path.stem for path in files] == [
+        "digits",
+        "fashion_mnist",
+        "finetune",
+        "mnist",
+        "pet_names",
+        "pet_names_gru",
+    ]
     for path in files:
         first = path.read_text().splitlines()[0]
         assert first.startswith("# yaml-language-server: $schema="), path
