@@ -164,7 +164,8 @@ def _model(
         model = model.to(memory_format=torch.channels_last)
     precision.set_tf32(config.precision)
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
-    optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, 1.0), config.optimizer.lr)
+    section = config.optimizer
+    optimizer = optim.build(section, optim.groups(section, model, section.lr), section.lr)
     model, _ = chosen.initialize(model, optimizer)
     if config.model.compile:
         model.compile()

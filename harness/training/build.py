@@ -22,7 +22,7 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, determinism, optim, precision, rng, strategy, weights
+from harness.training import checkpointing, determinism, fsdp, optim, precision, rng, strategy, weights
 from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
@@ -56,7 +56,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         if config.model.channels_last:
             model = model.to(memory_format=torch.channels_last)  # before amp, which copies weights as they are
     if given:
-        weights.share(model)
+        fsdp.replicate(model)
     # Before the optimizer, which holds the parameters that this makes: it replaces batch norms and shards weights.
     model = strategy.prepare(model, config.parallel, chosen, runtime.device, runtime.world_size)
     with runtime.together("building the optimizer"):

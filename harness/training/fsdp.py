@@ -65,14 +65,20 @@ def shard(model: nn.Module, device: torch.device, at_least: int = MIN_BLOCK) -> 
     All ranks get rank 0's weights and buffers. Call it before the optimizer is built, which then holds the shards.
     Collective; needs a process group.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
+    replicate(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parts = blocks(model, at_least)
     for part in parts:
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return len(parts)
+
+
+def replicate(model: nn.Module) -> None:
+    """Give every rank the weights and buffers of rank 0. Does nothing without a process group. Collective."""
+    if dist.is_initialized():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
 
 
 def local(tensor: Tensor) -> Tensor:

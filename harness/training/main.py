@@ -222,11 +222,8 @@ def finish(run: Run, done: bool) -> None:
     log.info("validation: %s", shown)
     if state.best is not None:
         log.info("best %s %.4f at step %d", config.best_metric, state.best, state.best_step)
-    skipped = (
-        f" ({state.rows_skipped} of them in {state.skipped} skipped step{'s' if state.skipped > 1 else ''})"
-        if state.skipped
-        else ""
-    )
+    steps = f"{state.skipped} skipped step{'s' if state.skipped > 1 else ''}"
+    skipped = f" ({state.rows_skipped} of them in {steps})" if state.skipped else ""
     log.info(
         "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
         run.throughput(), state.rows, skipped, run.wall_s(),

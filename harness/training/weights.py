@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import filelock
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.config.schema import Config, ModelSection
@@ -48,7 +47,8 @@ class WeightsFile(NamedTuple):
 
 def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:
     """Load ``model.weights`` into ``model`` (on the CPU) on rank 0; return what was loaded, for provenance, on every
-    rank. Empty without ``model.weights``, and if the run is about to resume. Collective; ``share`` must follow.
+    rank. Empty without ``model.weights``, and if the run is about to resume. Collective; call
+    ``fsdp.replicate`` next.
 
     Raises ConfigError if the weights cannot be had or do not fit.
     """
@@ -68,17 +68,10 @@ def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path)
     return runtime.from_first(runtime.patiently("reading the weights to start from", loaded))
 
 
-def share(model: nn.Module) -> None:
-    """Give every rank the weights and buffers of rank 0. Collective."""
-    if dist.is_initialized():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
-
-
 def load(model: nn.Module, config: Config) -> dict[str, Any]:
     """Load ``model.weights`` into ``model``; return the source, its SHA-256, and a summary and a warning for the user.
 
-    Raises ConfigError if a weight is missing, unexpected (unless ``section.strict`` is false) or has another shape. The
+    Raises ConfigError if a weight is missing, unexpected (unless ``model.strict`` is false) or has another shape. The
     last layer may have another number of outputs: it keeps its initial values.
     """
     section = config.model
@@ -127,10 +120,10 @@ def find(weights: str, model: str) -> WeightsFile:
 
 def _published(weights: str, model: str) -> WeightsFile:
     """Weights that the library of ``model`` publishes. Raises ConfigError."""
-    from torchvision.models import get_model_weights, list_models
-
     if model.startswith(TIMM):
         return _of_timm(weights, model)
+    from torchvision.models import get_model_weights, list_models
+
     if model not in list_models():
         raise ConfigError(
             f"model {model} has no published weights, and {weights} is not a file",
@@ -241,7 +234,7 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
 def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) -> tuple[dict[str, Tensor], str]:
     """(the state dict in ``content`` by the names of ``model``, where it was). Wrappers such as DDP, torch.compile and
     moving averages put a prefix before every name; it is removed."""
-    part = next((key for key in _NESTED if isinstance(content.get(key), Mapping)), None)
+    part = next((key for key in _NESTED if _has_tensors(content.get(key))), None)
     found = {key: value for key, value in (content[part] if part else content).items() if isinstance(value, Tensor)}
     own = model.state_dict().keys()
     while found and not own & found.keys():
@@ -257,6 +250,10 @@ def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) 
             hint=f"this model has {_listed(list(own))}; check model.name and model.args",
         )  # fmt: skip
     return found, f" ({part})" if part and "ema" in part else ""
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 
 def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], source: WeightsFile) -> dict[str, tuple[int, int]]:
@@ -282,19 +279,15 @@ def _require_fit(
 ) -> None:
     if not section.strict or not (missing or unexpected):
         return
-    lines = [f"missing: {name}{_near(name, unexpected)}" for name in missing]
-    lines += [f"unexpected: {name}" for name in unexpected if not similar(name, missing)]
+    near = {name: similar(name, unexpected) for name in missing[:_MAX_LISTED]}
+    lines = [f"missing: {name}" + (f" (the file has {near[name]})" if near.get(name) else "") for name in missing]
+    lines += [f"unexpected: {name}" for name in unexpected if name not in near.values()]
     raise ConfigError(
         "\n  ".join([f"the file and the model differ in {len(missing) + len(unexpected)} of {len(own)} weights",
                      *_shortened(lines)]),
         where=f"{_KEY}: {source.name}",
         hint="check model.name and model.args; or set model.strict=false, and what is missing starts fresh",
     )  # fmt: skip
-
-
-def _near(name: str, names: list[str]) -> str:
-    near = similar(name, names)
-    return f" (the file has {near})" if near else ""
 
 
 def _other_statistics(source: WeightsFile, task: Any) -> str:

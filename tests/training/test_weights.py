@@ -46,9 +46,14 @@ def wrapped(state: dict, *prefixes: str) -> dict:
         lambda state: wrapped(state, "module"),
         lambda state: {"state_dict": wrapped(state, "_orig_mod", "module"), "epoch": 3},
         lambda state: {"model": {name: value * 0 for name, value in state.items()}, "model_ema": state},
+        lambda state: {
+            "ema": {"num_updates": 3, "average": list(state.values())},
+            "model": state,
+            "ema_state_dict": {},
+        },
         lambda state: {"n_averaged": torch.tensor(5), **wrapped(state, "module")},
     ],
-    ids=["plain", "ddp", "nested", "moving average", "averaged model"],
+    ids=["plain", "ddp", "nested", "moving average", "checkpoint", "averaged model"],
 )
 def test_a_file_as_training_scripts_write_it(tmp_path, config, kept):
     there, here = model(), model()
