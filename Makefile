@@ -20,9 +20,8 @@ train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC proces
 test: $(VENV)/.test  ## all tests that need no daemon and no browser
 	$(PYTEST) -m "not slow"
 
-# Many slow tests measure time on a machine that they share: one that fails is repeated alone, and both results are shown.
 test-all: $(VENV)/.test  ## the whole suite: also clusters, launchers, browser and kill campaigns
-	$(PYTEST) || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none; }
+	$(PYTEST)
 
 check: $(VENV)/.dev  ## lint and types
 	$(BIN)/ruff check .

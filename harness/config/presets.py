@@ -14,7 +14,7 @@ PREFIX = "preset:"
 DEFAULT = "apex-2019"
 EFFECTS = {
     "apex-2019": "float16 products with a loss scale, gradients reduced after the backward pass, only deterministic "
-    "algorithms: a resume is exact on GPUs too, and numbers are comparable with NVIDIA's Apex",
+    "algorithms, which an exact resume on a GPU needs; numbers are comparable with NVIDIA's Apex",
     "modern": "bfloat16 products without a loss scale, gradients reduced during the backward pass, channels-last "
     "images, fused optimizer, TF32, the fastest cuDNN algorithms: for GPUs since Ampere; two equal runs on a GPU, or a "
     "resume there, may differ in the last bits",

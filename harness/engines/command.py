@@ -59,10 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     nproc = arguments.nproc
     if isinstance(nproc, str):
+        from harness.config import loader
         from harness.distributed import devices
 
+        on_cpu = loader.load(arguments.config, arguments.overrides).runtime.device == "cpu"
         most = int(nproc.partition(":")[2] or 0) or None
-        nproc = devices.fitting_ranks(most, on_cpu="runtime.device=cpu" in arguments.overrides)
+        nproc = devices.fitting_ranks(most, on_cpu)
     options = {
         "engine": arguments.engine,
         "nproc": nproc,

@@ -127,7 +127,7 @@ class MetricsLog:
         return self._file.tell()
 
     def _restore(self) -> None:
-        """Write the log again if someone removed or replaced it. What replaced it is kept beside it."""
+        """Write the log again if it was removed or replaced, and keep the file that replaced it under another name."""
         if self._file is None or self._path is None:
             return
         self._file.flush()

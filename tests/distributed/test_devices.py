@@ -54,6 +54,8 @@ def test_launch_starts_the_ranks_that_fit(with_devices, capsys, devices, typed, 
     command = ["launch", "-c", str(ROOT / "configs" / "digits.yaml"), "--nproc", typed, "--dry-run"]
     assert cli.main(command) == 0
     assert f"WORLD_SIZE={ranks} " in capsys.readouterr().out
+    assert cli.main([*command, "runtime.device=cpu"]) == 0
+    assert "WORLD_SIZE=2 " in capsys.readouterr().out
 
 
 def test_make_train_starts_the_ranks_that_fit():
