@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from harness.config.schedule import USED_BY, ScheduleSection
 from harness.config.schema import Config
 
 
@@ -79,6 +80,32 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         )
     if list(schedule.milestones) != sorted(set(schedule.milestones)):
         yield Conflict(("schedule.milestones",), "milestones must increase", "sort them and remove duplicates")
+    yield from _unused(schedule)
+    if (schedule.name == "cosine_restarts") != (schedule.cycle_epochs is not None):
+        yield Conflict(
+            ("schedule.name", "schedule.cycle_epochs"),
+            f"schedule {schedule.name} with cycle_epochs {schedule.cycle_epochs}",
+            "use both or neither: schedule.name=cosine_restarts with the epochs of a period, such as "
+            "schedule.cycle_epochs=10",
+        )
+    warmups = [f"schedule.{key}" for key in ("warmup_epochs", "warmup_steps") if getattr(schedule, key)]
+    if len(warmups) == 2:
+        yield Conflict(tuple(warmups), "both are set, but there is one warm-up", "set one of them to 0")
+    elif warmups and schedule.name == "one_cycle":
+        yield Conflict(
+            (warmups[0], "schedule.name"),
+            "one_cycle has a warm-up of its own",
+            "set this one to 0, and use schedule.pct_start, its share of all updates",
+        )
+    if schedule.name == "one_cycle" and schedule.cycle_momentum:
+        yield from _cycled_momentum(config)
+    if schedule.name == "plateau" and config.train.patience and config.train.patience <= schedule.patience:
+        yield Conflict(
+            ("schedule.patience", "train.patience"),
+            f"the run stops after {config.train.patience} evaluations without a better metric, but the learning rate "
+            f"falls after {schedule.patience + 1}",
+            f"raise train.patience above {schedule.patience}, or lower schedule.patience",
+        )
     if schedule.warmup_epochs > epochs:
         yield Conflict(
             ("schedule.warmup_epochs", "train.epochs"),
@@ -90,6 +117,37 @@ def _schedule(config: Config) -> Iterator[Conflict]:
             ("schedule.min_lr", "optimizer.lr"),
             f"schedule.min_lr {schedule.min_lr} is above optimizer.lr {config.optimizer.lr}",
             "lower schedule.min_lr",
+        )
+
+
+def _unused(schedule: ScheduleSection) -> Iterator[Conflict]:
+    """Settings of other schedules. milestones and cycle_epochs have messages of their own."""
+    fields = type(schedule).model_fields
+    for key, names in USED_BY.items():
+        value = getattr(schedule, key)
+        unused = schedule.name not in names and key not in ("milestones", "cycle_epochs")
+        if unused and value != fields[key].default:
+            yield Conflict(
+                (f"schedule.{key}", "schedule.name"),
+                f"schedule {schedule.name} does not use {key}={value}",
+                f"remove schedule.{key}, or use schedule.name={' or '.join(names)}",
+            )
+
+
+def _cycled_momentum(config: Config) -> Iterator[Conflict]:
+    schedule, optimizer = config.schedule, config.optimizer
+    low, high = schedule.base_momentum, schedule.max_momentum
+    if low > high:
+        yield Conflict(
+            ("schedule.base_momentum", "schedule.max_momentum"),
+            f"base_momentum {low} is above max_momentum {high}",
+            "swap them",
+        )
+    if optimizer.momentum is not None:
+        yield Conflict(
+            ("optimizer.momentum", "schedule.cycle_momentum"),
+            f"one_cycle sets the momentum, from {high} to {low} and back, so {optimizer.momentum} would not be used",
+            "use optimizer.momentum=null, or schedule.cycle_momentum=false",
         )
 
 

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from harness.config.base import Arguments, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.launch import LaunchSection
+from harness.config.schedule import ScheduleSection
 
 if TYPE_CHECKING:
     from harness.training.task import OpenedTask
@@ -143,23 +144,6 @@ class OptimizerSection(Section):
     """
     larc: LarcSection | None = None
     """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""
-
-
-class ScheduleSection(Section):
-    name: Literal["constant", "cosine", "step", "polynomial"] = "constant"
-    """Shape of the learning rate after the warm-up. It counts applied updates: a step that the loss scaler skips does
-    not advance it.
-    """
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
-    """Epochs of linear warm-up from almost zero; may be a fraction."""
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Final learning rate of cosine and polynomial, scaled as optimizer.lr is."""
-    milestones: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), strict=False)
-    """Epochs at which `step` multiplies the learning rate by gamma."""
-    gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Factor of `step`."""
-    power: Annotated[float, Field(gt=0)] = 1.0
-    """Exponent of `polynomial`; 1 is a straight line."""
 
 
 _LEVELS = {  # by the names of other tools

@@ -27,6 +27,7 @@ from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
+from harness.training.schedule import Schedule
 from harness.training.task import OpenedTask, SupportsFileCheck, require_members
 
 log = logging.getLogger("harness")
@@ -64,6 +65,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         if config.optimizer.larc is not None:
             optimizer = chosen.larc(optimizer, config.optimizer.larc)
+        size.schedule.require_momentum(optimizer)
         model, optimizer = chosen.initialize(model, optimizer)
     # After amp, which changes the types of the weights whose gradients are averaged.
     parallel = strategy.wrap(model, config.parallel, chosen, runtime.device, runtime.world_size)
@@ -75,7 +77,6 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
     train_loader, eval_loader = Loader(task.train, *waits), Loader(task.eval, *waits)
-    final_lr = config.schedule.min_lr * size.lr / config.optimizer.lr  # scaled as lr is
     run = Run(
         config=config,
         runtime=runtime,
@@ -89,7 +90,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         parallel=parallel,
         precision=chosen,
         optimizer=optimizer,
-        schedule=optim.Schedule(config.schedule, size.lr, final_lr, size.steps_per_epoch, size.total_steps),
+        schedule=size.schedule,
         ema=ema,
         health=Health(config, runtime, chosen, parallel.module, ema, optimizer, folder.where),
         checkpoints=folder.checkpoints,
@@ -117,10 +118,12 @@ class Sizes:
     steps_per_epoch: int
     total_steps: int
     lr: float
+    schedule: Schedule
 
 
 def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
-    """Raises ConfigError if ``world_size`` ranks cannot share the global batch, DataError if there are too few rows."""
+    """Raises ConfigError if ``world_size`` ranks cannot share the global batch or if the warm-up does not fit into the
+    run, DataError if there are too few rows."""
     batch = config.batch
     if misfit := batch.misfit(world_size):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
@@ -138,13 +141,19 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
             hint="make the batch smaller, or set data.tail=use",
         )
     total = steps * config.train.epochs
+    num_steps_of_run = min(total, config.train.max_steps or total)
+    lr = optim.scaled_lr(config.optimizer, per_rank * world_size)
+    floor = config.schedule.min_lr * lr / config.optimizer.lr  # scaled as lr is
+    schedule = Schedule(config.schedule, lr, floor, steps, num_steps_of_run)
+    schedule.require_fit(total)
     return Sizes(
         per_rank=per_rank,
         global_batch=per_rank * world_size,
         eval_batch=batch.eval_per_rank or per_rank // batch.accumulate,
         steps_per_epoch=steps,
-        total_steps=min(total, config.train.max_steps or total),
-        lr=optim.scaled_lr(config.optimizer, per_rank * world_size),
+        total_steps=num_steps_of_run,
+        lr=lr,
+        schedule=schedule,
     )
 
 
@@ -218,6 +227,7 @@ def describe(
         "batch": f"{size.per_rank} per rank, {size.global_batch} in total{micro_batches}",
         "steps": f"{size.steps_per_epoch} per epoch, {size.total_steps} in total",
         "learning rate": f"{size.lr:g}{scaled}",
+        "schedule": size.schedule.described(),
         "amp": precision.described(config.precision, device, backend),
         "preset": presets.nearest(config),
         "deterministic": determinism.described(config.train.deterministic),

@@ -171,7 +171,8 @@ def _remedies(config: Config, batches: bool) -> str:
     found = [f"lower optimizer.lr (now {config.optimizer.lr:g})"]
     if config.train.clip_norm is None:
         found.append("set train.clip_norm=1")
-    if not config.schedule.warmup_epochs:
+    schedule = config.schedule
+    if not (schedule.warmup_epochs or schedule.warmup_steps or schedule.name == "one_cycle"):
         found.append("set schedule.warmup_epochs=1")
     if config.precision.opt_level in ("O1", "O2", "O3"):
         found.append("use precision.opt_level=O4 (bfloat16)")

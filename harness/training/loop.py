@@ -43,9 +43,9 @@ def epoch(run: Run) -> None:
     run.meter.restart_clock()
     left = data.steps_left(state.segments)
     run.progress.start(state.epoch, config.train.epochs, data.steps_per_epoch() - left, data.steps_per_epoch())
-    lr = run.schedule.lr(state.applied)
+    lr = run.schedule.lr(state.applied, state.plateau.reductions)
     for group in data.groups(state.epoch, state.segments):
-        lr = run.schedule.set_lr(run.optimizer, state.applied)
+        lr = run.schedule.set_lr(run.optimizer, state.applied, state.plateau.reductions)
         step(run, group)
         data.advance(state.segments)
         left -= 1
@@ -140,8 +140,11 @@ def evaluation(run: Run) -> None:
         keep_best(run)
     else:
         state.since_best += 1
+    lowered = run.schedule.evaluated(state.plateau, value, increases, state.applied)
     run.report(found)
     when = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
     shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
     rows = f"{found['rows_used']} of {found['rows']} rows"
     log.info("%s: validation: %s  (%s)%s", when, shown, rows, "  best so far" if better else "")
+    if lowered:
+        log.info("learning rate lowered to %.3g", run.schedule.lr(state.applied, state.plateau.reductions))

@@ -1,4 +1,4 @@
-"""Optimizer by name, learning-rate schedule, and moving average of the weights."""
+"""Optimizer by name, and moving average of the weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.config import plugins
-from harness.config.schema import OptimizerSection, ScheduleSection
+from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, similar
 from harness.training.fsdp import local, part_like
 
@@ -141,43 +139,6 @@ def built_in() -> dict[str, type[torch.optim.Optimizer]]:
         if key != "FusedMixedPrecisionLamb":  # it keeps masters and unscales gradients itself, as amp does
             found[f"fused_{key.removeprefix('Fused').lower()}"] = getattr(apex, key)
     return found
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate, a pure function of the number of applied updates."""
-
-    section: ScheduleSection
-    peak: float
-    floor: float
-    steps_per_epoch: int
-    total_steps: int
-
-    @cached_property
-    def warmup_steps(self) -> int:
-        return round(self.section.warmup_epochs * self.steps_per_epoch)
-
-    def lr(self, applied: int) -> float:
-        """The learning rate of the update after ``applied`` others."""
-        warmup = self.warmup_steps
-        if applied < warmup:
-            return self.peak * (applied + 1) / warmup
-        progress = min(1.0, (applied - warmup) / max(1, self.total_steps - warmup))
-        if self.section.name == "cosine":  # https://arxiv.org/abs/1608.03983, one period
-            return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * progress)) / 2
-        if self.section.name == "polynomial":
-            return self.floor + (self.peak - self.floor) * (1 - progress) ** self.section.power
-        if self.section.name == "step":
-            passed = sum(applied >= round(epoch * self.steps_per_epoch) for epoch in self.section.milestones)
-            return self.peak * self.section.gamma**passed
-        return self.peak
-
-    def set_lr(self, optimizer: torch.optim.Optimizer, applied: int) -> float:
-        """Set the learning rate of each group; return that of the parameters without a group of their own."""
-        lr = self.lr(applied)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        return lr
 
 
 class Ema:

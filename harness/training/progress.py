@@ -16,6 +16,7 @@ from torch import Tensor
 
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
+from harness.training.schedule import Plateau
 from harness.training.step_timer import PHASES, step_timer
 
 
@@ -41,6 +42,7 @@ class State:
     wall_s: float = 0.0
     train_s: float = 0.0  # the part of it spent in training, on this rank
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per evaluation
+    plateau: Plateau = field(default_factory=Plateau)
 
     def add_step(self, skipped: bool) -> None:
         self.step += 1
@@ -60,6 +62,7 @@ class State:
     def forget_best(self) -> None:
         """Make the next evaluation the best so far."""
         self.best, self.best_step, self.since_best = None, 0, 0
+        self.plateau.forget_best()
 
     def next_epoch(self) -> None:
         self.epoch, self.segments = self.epoch + 1, []
@@ -74,7 +77,9 @@ class State:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:
-        return cls(**{**values, "segments": [Segment(**segment) for segment in values["segments"]]})
+        segments = [Segment(**segment) for segment in values["segments"]]
+        plateau = Plateau(**values.get("plateau", {}))  # absent in checkpoints of older versions
+        return cls(**{**values, "segments": segments, "plateau": plateau})
 
 
 class Coverage:

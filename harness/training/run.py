@@ -20,9 +20,10 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.console import ProgressBar
 from harness.training.health import Health
-from harness.training.optim import Ema, Schedule
+from harness.training.optim import Ema
 from harness.training.precision import Precision
 from harness.training.progress import Coverage, Meter, State
+from harness.training.schedule import Schedule
 from harness.training.strategy import ParallelModel
 from harness.training.task import OpenedTask
 

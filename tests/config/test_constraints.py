@@ -33,7 +33,34 @@ CASES = {
     "warm-up longer than the run": (
         {"schedule": {"warmup_epochs": 11}}, ["schedule.warmup_epochs"], "warm-up of 11.0 epochs", "train.epochs",
     ),
-    "min_lr above lr": ({"schedule": {"min_lr": 0.2}}, ["schedule.min_lr"], "0.2 is above", "lower"),
+    "two warm-ups": (
+        {"schedule": {"warmup_epochs": 1, "warmup_steps": 10}}, ["schedule.warmup_epochs"], "one warm-up", "to 0",
+    ),
+    "warm-up of one_cycle": (
+        {"schedule": {"name": "one_cycle", "warmup_steps": 10}}, ["schedule.warmup_steps"], "its own", "pct_start",
+    ),
+    "momentum of one_cycle": (
+        {"schedule": {"name": "one_cycle"}, "optimizer": {"momentum": 0.9}},
+        ["optimizer.momentum"], "from 0.95 to 0.85 and back", "momentum=null",
+    ),
+    "momenta swapped": (
+        {"schedule": {"name": "one_cycle", "base_momentum": 0.96}}, ["schedule.base_momentum"], "is above", "swap",
+    ),
+    "restarts without a period": (
+        {"schedule": {"name": "cosine_restarts"}}, ["schedule.name"], "None", "schedule.cycle_epochs=10",
+    ),
+    "a period without restarts": (
+        {"schedule": {"name": "cosine", "cycle_epochs": 2}}, ["schedule.name"], "2.0", "schedule.cycle_epochs=10",
+    ),
+    "plateau after the end": (
+        {"schedule": {"name": "plateau", "patience": 3}, "train": {"patience": 3}},
+        ["schedule.patience"], "falls after 4", "train.patience above 3",
+    ),
+    "a setting of another schedule": (
+        {"schedule": {"name": "plateau", "gamma": 0.5}}, ["schedule.gamma"], "does not use gamma", "schedule.name=step",
+    ),
+    "min_lr without an end": ({"schedule": {"min_lr": 0.01}}, ["schedule.min_lr"], "constant does not", "cosine"),
+    "min_lr above lr": ({"schedule": {"name": "wsd", "min_lr": 0.2}}, ["schedule.min_lr"], "0.2 is above", "lower"),
     "O1 with masters": (
         {"precision": {"opt_level": "O1", "master_weights": True}}, ["precision.opt_level"], "master_weights", "O2",
     ),
@@ -123,6 +150,9 @@ def test_every_conflict_in_the_code_has_a_case():
         {"optimizer": {"lr_scaling": "sqrt", "lr_base_batch": 256}},
         {"schedule": {"name": "step", "milestones": [1, 2.5]}},
         {"schedule": {"name": "cosine", "warmup_epochs": 10, "min_lr": 0.1}},
+        {"schedule": {"name": "one_cycle", "cycle_momentum": False}, "optimizer": {"momentum": 0.9}},
+        {"schedule": {"name": "plateau", "patience": 2, "warmup_steps": 5}, "train": {"patience": 3}},
+        {"schedule": {"name": "cosine_restarts", "cycle_epochs": 0.5, "cycle_mult": 2}},
         {"precision": {"opt_level": "O2", "master_weights": False, "cast_model_type": "float16"}},
         {"precision": {"opt_level": "O0", "keep_batchnorm_fp32": True}},
         {"precision": {"min_loss_scale": 4.0, "max_loss_scale": 4.0}},

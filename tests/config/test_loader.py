@@ -421,6 +421,9 @@ optimizer.groups optimizer.groups.match optimizer.groups.lr_scale optimizer.grou
 optimizer.fused optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
 optimizer.larc.eps
 schedule schedule.name schedule.warmup_epochs schedule.min_lr schedule.milestones schedule.gamma schedule.power
+schedule.warmup_steps schedule.cycle_epochs schedule.cycle_mult schedule.decay_ratio schedule.decay_type schedule.factor
+schedule.patience schedule.threshold schedule.cooldown schedule.pct_start schedule.div_factor schedule.final_div_factor
+schedule.cycle_momentum schedule.base_momentum schedule.max_momentum
 precision precision.opt_level precision.backend precision.loss_scale precision.min_loss_scale precision.max_loss_scale
 precision.tf32 precision.keep_batchnorm_fp32 precision.master_weights precision.cast_model_type
 precision.cast_model_outputs

@@ -125,11 +125,17 @@ def test_nan_on_one_rank_can_be_skipped_by_all(tmp_path, data, strategy):
     assert all(tensor.isfinite().all() for tensor in last_checkpoint(folder)["model"].values())
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "polynomial"])
-def test_schedules_end_at_their_rate(tmp_path, data, name):
-    folder = train(tmp_path, data, model={"channels_last": True}, schedule={"name": name, "min_lr": 0.001})
-    rate = of_split(folder, "train")[-1]["lr"]
-    assert rate == pytest.approx(0.05 if name == "constant" else 0.001, abs=3e-3)
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [({"name": "constant"}, 0.05), ({"name": "cosine", "min_lr": 0.001}, 0.001), ({"name": "wsd"}, 0.025),
+     ({"name": "one_cycle", "warmup_epochs": 0.0, "final_div_factor": 2.0}, 0.001)],
+)  # fmt: skip
+def test_schedules_end_at_their_rate(tmp_path, data, schedule, rate):
+    settings = {"model": {"channels_last": True}, "schedule": schedule, "optimizer": {"momentum": None}}
+    folder = train(tmp_path, data, **settings)
+    assert of_split(folder, "train")[-1]["lr"] == pytest.approx(rate, abs=2e-3)
+    if schedule["name"] == "one_cycle":
+        assert last_checkpoint(folder)["optimizer"]["param_groups"][0]["momentum"] == pytest.approx(0.95)
 
 
 def test_label_smoothing_changes_the_training_loss(tmp_path, data):

@@ -79,6 +79,24 @@ def test_modern_preset_is_resumed_exactly_on_a_cpu(tmp_path, data):
     assert_same_run(unbroken, run_folder(broken))
 
 
+def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
+    """A rate too small to learn from is lowered at every second evaluation, equally on both ranks."""
+    settings = {
+        "schedule": {"name": "plateau", "patience": 1, "warmup_epochs": 0.5}, "optimizer": {"lr": 1e-6},
+        "checkpoint": {"every_steps": 3}, "train": {"epochs": 7},
+    }  # fmt: skip
+    unbroken = train(tmp_path / "unbroken", data, 2, **settings)
+    rates = [line["lr"] for line in of_split(unbroken, "train")]
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert sorted({round(rate, 12) for rate in rates[3:]}, reverse=True)[:3] == pytest.approx([1e-6, 1e-7, 1e-8])
+    broken = write_config(tmp_path / "broken", data, **settings)
+    run(broken, 2, kill=Kill(1, 20, "evaluation"))
+    assert run(broken, 2, "train.epochs=4") == [0, 0]  # the same run with another end
+    run(broken, 2, kill=Kill(0, 43))
+    assert run(broken, 2) == [0, 0]
+    assert_same_run(unbroken, run_folder(broken))
+
+
 @pytest.mark.parametrize(("name", "workers"), [("adam", 2), ("sgd", 1)])
 def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data, name, workers):
     settings = {"optimizer": {"name": name, "lr": 0.01, "momentum": None}, "checkpoint": {"every_steps": 3}}

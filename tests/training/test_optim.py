@@ -1,17 +1,17 @@
-"""Optimizers by name, schedules at their boundaries, and the moving average of the weights."""
+"""Optimizers by name, and the moving average of the weights."""
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
-from harness.config.schema import GroupSection, OptimizerSection, ScheduleSection
+from harness.config.schema import GroupSection, OptimizerSection
 from harness.errors import ConfigError
-from harness.training.optim import Ema, Schedule, build, described, freeze, groups, scaled_lr
+from harness.training.optim import Ema, build, described, freeze, groups, scaled_lr
+from tests.training.test_schedule import schedule
 
 
 def params() -> list[nn.Parameter]:
@@ -145,60 +145,6 @@ def test_scaled_lr(scaling, expected):
     assert scaled_lr(section, 256) == pytest.approx(expected)
     assert scaled_lr(section, 64) == pytest.approx(0.1)
     assert scaled_lr(section, 16) == pytest.approx(0.1 * {"none": 1, "linear": 1 / 4, "sqrt": 1 / 2}[scaling])
-
-
-# Schedules
-
-
-def schedule(steps_per_epoch=10, epochs=5, peak=1.0, floor=0.0, **section) -> Schedule:
-    return Schedule(ScheduleSection(**section), peak, floor, steps_per_epoch, steps_per_epoch * epochs)
-
-
-def test_constant():
-    assert {schedule().lr(step) for step in range(60)} == {1.0}
-
-
-@pytest.mark.parametrize("name", ["constant", "cosine", "polynomial"])
-def test_warm_up_is_linear(name):
-    rates = [schedule(name=name, warmup_epochs=0.4, floor=0.2).lr(step) for step in range(6)]
-    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])  # never zero, and the peak is its last step
-    assert rates[4] == 1.0  # from which the shape starts
-    assert rates[5] == 1.0 if name == "constant" else rates[5] < 1.0
-
-
-def test_warm_up_of_all_epochs():
-    rates = [schedule(name="cosine", warmup_epochs=5).lr(step) for step in range(51)]
-    assert rates[:50] == pytest.approx([(step + 1) / 50 for step in range(50)])
-    assert rates[50] == 1.0  # not reached; and no division by zero
-
-
-def test_cosine_falls_from_peak_to_floor():
-    cosine = schedule(name="cosine", peak=2.0, floor=0.5)
-    assert cosine.lr(0) == 2.0
-    assert cosine.lr(25) == pytest.approx(1.25)
-    assert cosine.lr(50) == pytest.approx(0.5)
-    assert cosine.lr(80) == pytest.approx(0.5)  # stays there if train.epochs is raised later
-    assert cosine.lr(10) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 5)) / 2)
-    rates = [cosine.lr(step) for step in range(51)]
-    assert rates == sorted(rates, reverse=True)
-
-
-def test_polynomial():
-    line = schedule(name="polynomial", floor=0.1)
-    assert [line.lr(step) for step in (0, 25, 50, 60)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert schedule(name="polynomial", power=2.0).lr(25) == pytest.approx(0.25)
-
-
-def test_step_at_its_milestones():
-    steps = schedule(name="step", milestones=[1, 2.5], gamma=0.5, warmup_epochs=0.2)
-    assert [steps.lr(step) for step in (1, 2, 9, 10, 24, 25, 49)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
-    assert steps.lr(0) == 0.5
-
-
-def test_set_lr_reaches_all_groups():
-    optimizer = torch.optim.SGD([{"params": params()}, {"params": params(), "lr": 3.0}], lr=1.0)
-    assert schedule(warmup_epochs=1).set_lr(optimizer, 4) == 0.5
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 # Moving average
