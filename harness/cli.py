@@ -18,8 +18,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import importlib
+import importlib.metadata
 import io
 import os
+import platform
 import select
 import signal
 import sys
@@ -33,6 +35,7 @@ from harness.config import plugins
 from harness.distributed import signals
 from harness.distributed.launch_env import may_be_first
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, HarnessError, first_line, similar
+from harness.version import __version__
 
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
 LEAVE_DONE_S = 30.0  # the same after a success, when a thread may be sending results
@@ -91,12 +94,25 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         prog="harness",
         description="Train PyTorch models from YAML files; compare, export, report on and predict with runs.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of harness, torch and Python")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, command in sorted(commands.items()):
         verb_parser = verbs.add_parser(verb, help=command.HELP, description=command.HELP)
         command.add_arguments(verb_parser)
         verb_parser.set_defaults(run=command.run, keeps_running=getattr(command, "KEEPS_RUNNING", False))
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints versions without importing torch, which takes seconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        try:
+            torch = f"torch {importlib.metadata.version('torch')}"
+        except importlib.metadata.PackageNotFoundError:
+            torch = "torch is not installed"
+        print(f"harness {__version__} ({torch}, Python {platform.python_version()})")
+        parser.exit()
 
 
 def _commands(words: Sequence[str]) -> dict[str, Any]:

@@ -77,11 +77,13 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
 
 
 def train_command(working: str = "") -> list[str]:
-    """The arguments of python that train: ``driver.py`` of the folder ``working`` (default: the working folder) or of
-    the clone that the package is in, else ``-m harness train``, which an installed wheel has too."""
+    """The arguments of python that train: ``driver.py`` of the clone at ``working`` (default: the working folder) or of
+    the clone that the package is in, else ``-m harness train``, which an installed wheel has too. Another ``driver.py``
+    is a script of the user."""
     for folder in (Path(working), Path(__file__).resolve().parents[2]):
-        if (folder / "driver.py").is_file():
-            return [str(folder / "driver.py")]
+        driver = folder / "driver.py"
+        if driver.is_file() and b"from harness.cli import command" in driver.read_bytes():
+            return [str(driver)]
     return ["-m", "harness", "train"]
 
 

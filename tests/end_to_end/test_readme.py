@@ -170,13 +170,31 @@ def test_wheel_trains_without_a_clone(tmp_path):
         file.extractall(site)
     write_images(tmp_path / "pets")
     (tmp_path / "pets.yaml").write_text(block("yaml", "name: pets"))
+    (tmp_path / "sweep.yaml").write_text("name: sweep\nbase: pets.yaml\nspace: {optimizer.lr: [0.01, 0.1]}\n")
+    (tmp_path / "driver.py").write_text("raise SystemExit('a script of the user')\n")
     environ = {**os.environ, "PYTHONPATH": str(site), "APEX_HARNESS_CACHE": str(tmp_path)}
-    quick = ["train.max_steps=2", "batch.global=16", "data.num_workers=0"]
-    command = [sys.executable, "-m", "harness", "launch", "-c", "pets.yaml", "--nproc", "2", *quick]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    started = json.loads((tmp_path / "runs" / "pets" / "provenance.json").read_text())[-1]["command"]
-    assert started[1] == str(site / "harness" / "__main__.py")
+    quick = ["-c", "pets.yaml", "train.max_steps=2", "batch.global=16", "data.num_workers=0"]
+    for name, words in {
+        "launched": ["harness", "launch", "--nproc", "2", *quick],
+        "by_dask": ["harness", "launch", "--engine", "dask", *quick],
+        "by_torchrun": ["torch.distributed.run", "--nproc-per-node=2", "-m", "harness.train", *quick],
+        "swept": ["harness", "sweep", "-c", "sweep.yaml", *quick[2:]],
+        "version": ["harness", "--version"],
+    }.items():
+        words = [*words, f"name={name}"] if quick[1] in words else words
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        for provenance in (tmp_path / "runs" / name).glob("provenance.json"):
+            started = json.loads(provenance.read_text())[-1]["command"]
+            assert started[1].startswith(str(site / "harness")), started
+    assert re.fullmatch(r"harness \S+ \(torch \S+, Python \S+\)\n", done.stdout)
+    assert {path.parent.name for path in tmp_path.rglob("summary.json")} >= {
+        "launched",
+        "by_dask",
+        "by_torchrun",
+        "0001",
+    }
 
 
 def test_settings_named_in_the_readme_exist():

@@ -24,7 +24,7 @@ from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.launch_env import Launch, environment
 from harness.distributed.monitor import follow_until_done
-from harness.engines.base import Job, plan, refuse, shell
+from harness.engines.base import Job, plan, refuse, shell, train_command
 from harness.engines.dask.cluster_run import BY, ClusterRun, Event
 from harness.errors import LaunchError
 from harness.runs import layout
@@ -46,7 +46,7 @@ def render(job: Job) -> str:
     symbols: dict[str, Any] = {"rank": "R", "local_rank": "L", "local_world_size": "N", "master_port": "PORT"}
     launch = Launch(**symbols, world_size=world, master_addr="ADDRESS", by=BY, supervised=True)
     takes = f", resources={settings.resources}" if settings.resources else ""
-    command = [job.settings.python or "PYTHON", "driver.py", "-c", "CONFIG"]
+    command = [job.settings.python or "PYTHON", *train_command(), "-c", "CONFIG"]
     return (
         f"# {where}: {world} free worker(s) within {settings.timeout_s:g} s, or nothing starts\n"
         f"client.submit(supervise, RANK, workers=[WORKER], allow_other_workers=False, pure=False{takes})\n"
