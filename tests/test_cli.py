@@ -26,6 +26,7 @@ VERBS = {
     "doctor": "--json",
     "export": "--format --out --trust RUN key=value",
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
+    "init": "--out CSV",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --node-rank --nproc --rendezvous "
     "--scheduler --stopped-code key=value",
     "port": "--to --write SCRIPT",

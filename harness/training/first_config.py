@@ -1,0 +1,254 @@
+"""The configuration that ``harness init`` writes: what the annotations seem to hold, and settings to start with.
+
+Every guess is a line of YAML with its reason as a comment, so that a wrong one is seen and corrected in the file.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from torchvision.io import decode_image, read_file
+
+from harness.data.table import csv_reader, parquet_reader
+from harness.data.table.source import kind_of, locate
+from harness.errors import ConfigError, DataError, reason, remedy, require_regular_file
+from harness.runs.files import is_url
+
+_ROWS = 100_000  # looked at, from the start of a file
+_PATHS = 50  # looked for in the folders that may be the root
+_FOLDERS = 50  # that may be the root
+_IMAGES = 32  # decoded
+_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif)$", re.IGNORECASE)  # what torchvision decodes
+_EVAL = ("eval", "val", "valid", "validation", "dev", "test")
+_PATH_NAMES = ("path", "image", "file", "filename", "img", "filepath", "image_path")
+_LABEL_NAMES = ("label", "class", "target", "category", "y", "labels")
+_TYPICAL = 224  # height and width of images that most published models were trained on
+_SMALL = 64  # up to here a small network is enough
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The first rows of an annotation file, as text by column."""
+
+    source: str
+    columns: dict[str, list[str]]
+    more: bool  # than were looked at
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    @property
+    def described(self) -> str:
+        return f"{self.source} ({'more than ' if self.more else ''}{self.num_rows} rows)"
+
+
+def write(sources: Sequence[str], out: Path | None) -> str:
+    """Write the configuration for ``sources``, (training file, validation file) or what leads to them, to ``out``;
+    return a text that says how to go on. Raises ConfigError, also if ``out`` exists, and DataError."""
+    train, evaluation = (_read(source) for source in _pair(sources))
+    name = _name(train.source)
+    out = out or Path(f"{name}.yaml")
+    if missing := train.columns.keys() - evaluation.columns.keys():
+        raise DataError(
+            f"it has no column {', '.join(sorted(missing))}", where=evaluation.source, hint=f"{train.source} has"
+        )
+    lines = list(_task(train, evaluation))
+    text = _TEXT.format(
+        train=train.described, eval=evaluation.described, out=out, name=_plain(name), task="\n".join(lines)
+    )
+    try:
+        with open(out, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        hint = f"remove it, or write another file: --out {out.with_stem(out.stem + '-new')}"
+        raise ConfigError("this file exists, and is never overwritten", where=str(out), hint=hint) from None
+    except OSError as error:
+        raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
+    return f"{text}\nwrote {out}; now check it:\n  harness check -c {out}\n  harness train -c {out}"
+
+
+_TEXT = """\
+# Written by harness init from {train}
+# and {eval}. Correct what it guessed wrong, then:
+#   harness check -c {out}
+#   harness train -c {out}
+# harness schema lists every setting with its unit, range and default.
+name: {name}  # the run folder is runs/{name}
+extends: preset:modern  # bfloat16 and the fastest algorithms; preset:apex-2019: float16, and exact resume on GPUs too
+{task}
+"""
+
+
+def _pair(sources: Sequence[str]) -> tuple[str, str]:
+    """The training and the validation file."""
+    if len(sources) > 2:
+        raise ConfigError(f"{len(sources)} files", hint="harness init TRAIN.csv EVAL.csv")
+    given = [str(_in_folder(Path(source))) if not is_url(source) else source for source in sources or ["."]]
+    if len(given) == 2:
+        return given[0], given[1]
+    train = Path(given[0])
+    if not is_url(given[0]) and train.is_file():
+        for word in _EVAL:
+            other = train.with_name(re.sub("train(ing)?", word, train.name))
+            if other != train and other.is_file():
+                return str(train), str(other)
+    locate(given[0])  # raises DataError if there is none
+    raise ConfigError(
+        "there are no validation rows beside it",
+        where=given[0],
+        hint=f"harness data split {given[0]} --eval 0.1 sets some apart; or harness init {given[0]} EVAL.csv",
+    )
+
+
+def _in_folder(path: Path) -> Path:
+    """``path``, or the training file in it if it is a folder. Raises ConfigError if there is none."""
+    if not path.is_dir():
+        return path
+    found = [file for file in sorted(path.iterdir()) if file.suffix in (".csv", ".parquet", ".gz") and file.is_file()]
+    if train := [file for file in found if re.match("train", file.name)]:
+        return train[0]
+    if found:
+        raise ConfigError("a folder", where=str(path), hint=f"name a file: harness init {found[0]}")
+    splits = [path / word for word in ("train", *_EVAL) if (path / word).is_dir()] or [path]
+    commands = ", ".join(f"harness data folder {folder} {folder.resolve().name}.csv" for folder in splits[:2])
+    if not any(_IMAGE.search(str(file)) for file in _first(path.rglob("*"), 10_000)):
+        raise ConfigError("this folder has no CSV and no images", where=str(path), hint="harness init TRAIN.csv")
+    raise ConfigError("a folder of images, without a CSV", where=str(path), hint=f"write one first: {commands}")
+
+
+def _first(files: Iterator[Path], count: int) -> Iterator[Path]:
+    return (file for file, _ in zip(files, range(count), strict=False))
+
+
+def _read(source: str) -> Annotations:
+    """The first rows of ``source``. Raises DataError."""
+    found = locate(source)
+    if found.is_remote:
+        raise ConfigError("a URL", where=source, hint="copy the file here to look at it; the YAML may name the URL")
+    path = Path(found.identity)
+    reader = parquet_reader if kind_of(path, source) == "parquet" else csv_reader
+    names = reader.read_header(path, source)
+    columns: dict[str, list[str]] = {name: [] for name in names}
+    count, more = 0, False
+    for batch in reader.read_batches(path, source, names):
+        if more := count >= _ROWS:
+            break
+        count += batch.num_rows
+        for name in names:
+            columns[name] += batch.column(name).to_pylist()
+    if not count:
+        raise DataError("the file has a header and no rows", where=source)
+    return Annotations(source, columns, more)
+
+
+def _name(source: str) -> str:
+    """A name for the run: that of the data's folder, or of the file without "train"."""
+    stem = re.sub(r"[-_.]?train(ing)?[-_.]?", "", Path(source).name.split(".")[0])
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", stem or Path(source).resolve().parent.name).strip("_-") or "run"
+
+
+def _plain(value: object) -> str:
+    """``value`` as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+
+
+def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
+    """The lines of YAML below ``extends``."""
+    path_column, why_path = _path_column(train)
+    label_column, why_label = _label_column(train, path_column)
+    root, why_root = _root(train, path_column)
+    size, gray, why_size = _image_size(Path(root), train.columns[path_column])
+    small = (max(size) if size else _TYPICAL) <= _SMALL
+    yield "task:\n  name: image_csv  # an image and a label per row"
+    yield f"  train_csv: {_plain(train.source)}\n  eval_csv: {_plain(evaluation.source)}"
+    yield f"  root: {_plain(root)}  # {why_root}"
+    yield f"  path_column: {_plain(path_column)}  # {why_path}"
+    yield f"  label_column: {_plain(label_column)}  # {why_label}"
+    yield f"  image_size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}  # {why_size}"
+    if gray and small:
+        yield "  color: gray  # those images have one channel"
+    if small:
+        yield "model: {name: small_cnn}  # for small images; resnet18 and other models of torchvision work, too"
+    else:
+        yield "model: {name: resnet18}  # weights: DEFAULT starts from published weights, which it downloads"
+    batch = 1 << (max(2, min(64, train.num_rows // 8)).bit_length() - 1)
+    yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger ones use a GPU better"
+    yield "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.01}  # lr is the first setting to tune"
+    yield "schedule: {name: cosine, warmup_epochs: 1}"
+    yield f"train: {{epochs: {10 if train.num_rows > 5000 else 20}}}"
+
+
+def _path_column(rows: Annotations) -> tuple[str, str]:
+    """The column with the paths of images, and why. Raises ConfigError if there is none."""
+    counts = {name: sum(map(bool, map(_IMAGE.search, values))) for name, values in rows.columns.items()}
+    best = max(counts, key=lambda name: (counts[name], name.lower() in _PATH_NAMES))
+    if counts[best] > rows.num_rows / 2:
+        return best, f"{counts[best]} of {rows.num_rows} values end like the name of an image"
+    raise ConfigError(
+        f"no column has paths of images (.jpg, .png, .webp, .gif); the columns are {', '.join(rows.columns)}",
+        where=rows.source,
+        hint="add the file name extension if the values lack it; for other kinds of data see docs/add_a_task.md",
+    )
+
+
+def _label_column(rows: Annotations, path_column: str) -> tuple[str, str]:
+    """The column with the classes, why, and what else there is. Raises ConfigError if there is none."""
+    kinds = {name: len(set(values)) for name, values in rows.columns.items() if name != path_column}
+    possible = {name: count for name, count in kinds.items() if 2 <= count <= max(2, rows.num_rows / 2)}
+    if not possible:
+        found = ", ".join(f"{name} ({count} different values)" for name, count in kinds.items()) or "none"
+        raise ConfigError(
+            f"no column looks like classes: other columns are {found}, in {rows.num_rows} rows",
+            where=rows.source,
+            hint="add a column with one of a few values per row, such as label",
+        )
+    named = [name for wanted in _LABEL_NAMES for name in possible if name.lower() == wanted]
+    names = list(rows.columns)
+    after = [name for name in possible if names.index(name) > names.index(path_column)]  # where it usually stands
+    best = (named or after or list(possible))[0]
+    values = sorted(set(rows.columns[best]))
+    shown = ", ".join(_plain(value) for value in values[:3]) + (", ..." if len(values) > 3 else "")
+    others = [f"{name} ({count} values)" for name, count in kinds.items() if name != best]
+    return best, f"{len(values)} classes: {shown}; other columns: {', '.join(others) or 'none'}".replace("\n", " ")
+
+
+def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
+    """The folder below which most of the first paths exist, and how many."""
+    paths, folder = rows.columns[path_column][:_PATHS], Path(rows.source).parent
+    below = [path for path in sorted(folder.iterdir()) if path.is_dir()][:_FOLDERS]
+    found = {place: sum((place / path).is_file() for path in paths) for place in (folder, Path(), *below)}
+    best = max(found, key=lambda place: found[place])
+    if found[best]:
+        return str(best), f"{found[best]} of the first {len(paths)} paths exist below this folder"
+    return str(folder), f"correct it: none of the first {len(paths)} paths, such as {paths[0]}, exists here"
+
+
+def _image_size(root: Path, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
+    """((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
+    shapes = []
+    for path in paths[:: -(-len(paths) // _IMAGES)]:
+        try:
+            require_regular_file(root / path)
+            shapes.append(tuple(decode_image(read_file(str(root / path))).shape[-3:]))
+        except (OSError, RuntimeError):
+            continue
+    if not shapes:
+        return None, False, "[height, width]; no image could be read"
+    heights, widths = sorted(shape[1] for shape in shapes), sorted(shape[2] for shape in shapes)
+    seen = f"{heights[0]}x{widths[0]}"
+    gray = all(shape[0] == 1 for shape in shapes)
+    if heights[0] == heights[-1] and widths[0] == widths[-1]:
+        size = (heights[0], widths[0])
+        if max(size) <= _TYPICAL:
+            return size, gray, f"[height, width]: that of {len(shapes)} images looked at"
+    else:
+        seen += f" to {heights[-1]}x{widths[-1]}"
+    shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
+    side = _TYPICAL if shorter >= _TYPICAL else max(32, shorter // 32 * 32)
+    return (side, side), gray, f"[height, width]; {len(shapes)} images looked at have {seen}"

@@ -1,0 +1,29 @@
+"""``harness init``: look at annotations, and write a configuration for them with the reasons in comments."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from harness.errors import EXIT_DONE
+
+VERB = "init"
+HELP = "look at a CSV with annotations and write a commented configuration for it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "csv",
+        nargs="*",
+        metavar="CSV",
+        help="the training rows, and the validation rows (default: train.csv and eval.csv of the working folder)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: the name of the data)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file and print what it was derived from. Raises ConfigError, also if the file exists."""
+    from harness.training import first_config
+
+    print(first_config.write(arguments.csv, arguments.out))
+    return EXIT_DONE

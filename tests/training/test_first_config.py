@@ -1,0 +1,110 @@
+"""``harness init``: what it guesses, what it says about it, and that its file works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torchvision.io import write_jpeg, write_png
+
+from harness import cli
+from harness.config import loader
+from harness.errors import DataError
+from harness.training import first_config, preflight
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def photos(split: str, count: int, **columns: list[object]) -> None:
+    """Photos of mixed sizes, in a folder below that of the CSV, with columns before and after their names."""
+    from pathlib import Path
+
+    (data := Path("pets/photos")).mkdir(parents=True, exist_ok=True)
+    lines = ["id,place,file,breed,when"]
+    for row in range(count):
+        height, width = 70 + 5 * (row % 7), 120 - row % 3
+        pixels = torch.full((3, height, width), 20 * (row % 3), dtype=torch.uint8)
+        write_jpeg(pixels, str(data / f"{split} {row}.jpg"))
+        lines.append(f"{row},{'ab'[row % 2]},{split} {row}.jpg,{('pug', 'no', 'a: b')[row % 3]},day {row}")
+    (data.parent / f"{split}.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_photos_of_mixed_sizes(folder, capsys):
+    photos("train", 60)
+    photos("val", 12)
+    assert cli.main(["init", "pets"]) == 0
+    text = capsys.readouterr().out
+    config = loader.load("pets.yaml")
+    task = config.task
+    assert (task.train_csv, task.eval_csv, task.root) == ("pets/train.csv", "pets/val.csv", "pets/photos")
+    assert (task.path_column, task.label_column, task.image_size) == ("file", "breed", (64, 64))
+    assert (config.batch.global_, config.model.name) == (4, "small_cnn")
+    for reason in ("60 of 60 values", "3 classes: 'a: b', 'no', pug", "place (2 values)", "50 of the first 50 paths",
+                   "70x118 to 100x120", "extends: preset:modern", "harness check -c pets.yaml"):  # fmt: skip
+        assert reason in text, reason
+    facts, problems = preflight.examine("pets.yaml", ["runtime.device=cpu"], 2)
+    assert (problems, facts["train rows"], facts["eval rows"]) == ([], 60, 12)
+
+
+def test_an_existing_file_is_kept(folder, capsys):
+    photos("train", 8)
+    photos("eval", 4)
+    (folder / "pets.yaml").write_text("mine")
+    assert cli.main(["init", "pets/train.csv", "pets/eval.csv"]) == 2
+    assert "--out pets-new.yaml" in capsys.readouterr().err
+    assert (folder / "pets.yaml").read_text() == "mine"
+    assert cli.main(["init", "pets/train.csv", "--out", "other.yaml"]) == 0  # eval.csv is found beside it
+    assert loader.load("other.yaml").task.eval_csv == "pets/eval.csv"
+
+
+def test_small_gray_images_named_by_their_place(folder):
+    """Equal sizes are kept; numbers that differ in every row are no classes; paths may be relative to this folder."""
+    for split, count in (("train", 40), ("test", 10)):
+        for row in range(count):
+            write_png(torch.zeros(1, 8, 12, dtype=torch.uint8), str(folder / f"{split}{row}.png"))
+        rows = [f"{row * 0.5},{folder.name}/../{split}{row}.png,{row % 2}" for row in range(count)]
+        (folder / f"{split}.csv").write_text("\n".join(["weight,image,label", *rows]) + "\n")
+    first_config.write([], folder / "x.yaml")
+    text = (folder / "x.yaml").read_text()
+    assert re.search(r"correct it: none of the first 40 paths, such as \S+/../train0.png, exists here", text)
+    (folder / "train.csv").write_text((folder / "train.csv").read_text().replace(f"{folder.name}/../", ""))
+    first_config.write(["train.csv", "test.csv"], folder / "y.yaml")
+    task = loader.load("y.yaml").task
+    assert (task.image_size, task.color, task.label_column, task.root) == ((8, 12), "gray", "label", ".")
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "expected"),
+    [
+        ({}, ["nothing.csv"], "no such annotation file"),
+        ({"a.csv": "file,label\nx.png,1\n"}, ["a.csv"], "harness data split a.csv --eval 0.1"),
+        ({"photos/cat/1.jpg": "", "photos/dog/1.jpg": ""}, ["photos"], "harness data folder photos photos.csv"),
+        ({"p/train/cat/1.jpg": "", "p/val/cat/1.jpg": ""}, ["p"], "p/train train.csv, harness data folder p/val"),
+        ({"notes/a.txt": ""}, ["notes"], "this folder has no CSV and no images"),
+        ({"a.csv": "name,label\nx,1\ny,2\n"}, ["a.csv", "a.csv"], "no column has paths of images"),
+        ({"a.csv": "file,n\nx.png,1\ny.png,2\nz.png,3\n"}, ["a.csv", "a.csv"], "n (3 different values), in 3 rows"),
+        ({"a.csv": "file,n\n"}, ["a.csv", "a.csv"], "the file has a header and no rows"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_use_gets_one_clear_message(folder, capsys, files, words, expected):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    assert cli.main(["init", *words]) in (2, 65)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert expected in captured.err
+    assert not list(folder.glob("*.yaml"))
+
+
+def test_files_with_other_columns(folder):
+    (folder / "train.csv").write_text("file,label\nx.png,1\n")
+    (folder / "eval.csv").write_text("file\nx.png\n")
+    with pytest.raises(DataError, match="it has no column label"):
+        first_config.write([], None)
