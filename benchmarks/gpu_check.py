@@ -178,8 +178,13 @@ class Plan:
         """Rows per second of a training step on one batch, without a loader: the presets, and the strategies."""
         small = self.device == "cpu"
         size, rows, model = (8, 16, "small_cnn") if small else (224, 128, "resnet50")
-        data = [*(self.words(path, 1) or []), "task.color=rgb", f"task.image_size=[{size},{size}]", "task.augment={}"]
-        data += [f"model.name={model}", "model.args=null", f"batch.global={rows * self.world}"]
+        data = [*(self.words(path, 1) or []), "task.color=rgb", f"task.image_size=[{size},{size}]"]
+        data += [
+            "task.transforms={train: [], eval: []}",
+            f"model.name={model}",
+            "model.args=null",
+            f"batch.global={rows * self.world}",
+        ]
         presets = {"apex-2019 preset": [], "modern preset": VARIANTS["modern preset"],
                    "modern preset, compiled": [*VARIANTS["modern preset"], "model.compile=true"]}  # fmt: skip
         for name, settings in presets.items():

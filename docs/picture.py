@@ -24,7 +24,7 @@ from harness.data import digits
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = ((1, 30), (0, 81), (1, 120), (0, 171))  # rank, first logged step at which it is killed
 SETTINGS = (
-    "task.augment={crop_padding: 1, horizontal_flip: 0.0}", "model.args={width: 32, batch_norm: true}",
+    "task.transforms={train: [{RandomCrop: {size: 8, padding: 1}}]}", "model.args={width: 32, batch_norm: true}",
     "batch.global=64", "optimizer.lr=0.1", "schedule.warmup_epochs=1.0", "precision.opt_level=O1", "train.epochs=10",
     "train.log_every=3", "checkpoint.every_steps=10", "data.num_workers=0",
 )  # fmt: skip

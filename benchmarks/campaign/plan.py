@@ -110,7 +110,7 @@ def _task(rng: random.Random, strategy: str, level: str) -> tuple[str, dict[str,
         "color": "gray",
     }  # fmt: skip
     if augment:
-        images["augment"] = {"crop_padding": 1, "horizontal_flip": 0.5}
+        images["transforms"] = {"train": [{"RandomCrop": {"size": 8, "padding": 1}}, "RandomHorizontalFlip"]}
     model = {"name": "small_cnn", "args": {"width": 3, "dropout": dropout, "batch_norm": norm}}
     return "image_csv", images, model, {"augmentation": augment, "dropout": dropout > 0, "batch norm": norm}
 

@@ -13,6 +13,7 @@ from typing import Any
 from harness.config import presets
 from harness.config.merge import parsed
 from harness.config.schema import flatten
+from harness.config.transforms import own_code
 from harness.errors import ConfigError
 
 _PACKAGES = ("torch", "torchvision", "harness")  # only their models, optimizers and tasks pass the checks before use
@@ -42,6 +43,10 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key in _CODE:
         name = leaves.get(key)
         if isinstance(name, str) and "." in name and not _is_known(name):
+            yield key, f"imports {name}, which runs its code"
+    for split in ("train", "eval"):
+        key = f"task.transforms.{split}"
+        for name in own_code(leaves.get(key)):
             yield key, f"imports {name}, which runs its code"
     for key, value in leaves.items():
         if "${" in str(value):

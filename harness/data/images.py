@@ -1,7 +1,7 @@
-"""The dataset of images that an annotation table names: read, decoded and augmented, in batches of uint8.
+"""The dataset of images that an annotation table names: read, decoded and transformed, in batches.
 
 The augmentation of a row depends on (seed, epoch, row), not on the worker, the rank or the order, so a resumed run gets
-the same pixels. Normalization is done on the device, per batch.
+the same pixels. uint8 images are normalized on the device, per batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchvision.transforms.v2 import functional
 from harness.data.batch import Batch
 from harness.data.seeds import row_seed, seeded_torch
 from harness.data.table.table import Table
-from harness.errors import DataError, first_line, require_regular_file, similar
+from harness.errors import ConfigError, DataError, first_line, require_regular_file, similar
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 _AT_ONCE = 512  # paths that are read at once from the table
@@ -38,7 +38,7 @@ class ImageTable:
     """The images and labels of a table, as a dataset.
 
     targets: ``targets[code]`` is the class index of a label code of the table
-    augment, resize: applied to each training and evaluation image, uint8 (channels, height, width) -> the same kind
+    for_training, for_evaluation: applied to each image, uint8 (channels, height, width) -> the same kind, or float32
     on_bad_image: "error", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
     """
 
@@ -48,15 +48,16 @@ class ImageTable:
     targets: np.ndarray
     seed: int
     mode: ImageReadMode
-    augment: Callable[[torch.Tensor], torch.Tensor]
-    resize: Callable[[torch.Tensor], torch.Tensor]
+    for_training: Callable[[torch.Tensor], torch.Tensor]
+    for_evaluation: Callable[[torch.Tensor], torch.Tensor]
     on_bad_image: str = "error"
 
     def __len__(self) -> int:
         return self.table.num_rows
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
-        """These rows in order, augmented as in ``epoch``, or only resized if that is None. Raises DataError."""
+        """These rows in order, transformed as in training in ``epoch``, or as in evaluation if that is None. Raises
+        DataError or, from a transform, ConfigError."""
         images, used, bad = [], [], []
         paths = self.table.strings(self.path_column, rows)
         for row, path in zip(rows.tolist(), paths, strict=True):
@@ -109,9 +110,9 @@ class ImageTable:
 
     def _transformed(self, image: torch.Tensor, row: int, epoch: int | None) -> torch.Tensor:
         if epoch is None:
-            return self.resize(image)
+            return self.for_evaluation(image)
         with seeded_torch(row_seed(self.seed, epoch, row)):
-            return self.augment(image)
+            return self.for_training(image)
 
     def _replacement(self, row: int) -> tuple[int, torch.Tensor]:
         """The next readable row after ``row``, cyclically, and its image, so the batch keeps its size."""
@@ -153,13 +154,20 @@ class ImageTable:
     def _stack(self, images: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
         if not images:
             return torch.empty(0, dtype=torch.uint8)
-        shape = images[0].shape
+        shape, kind = images[0].shape, images[0].dtype
         for row, image in zip(rows, images, strict=True):
+            if image.dtype != kind:
+                raise ConfigError(
+                    f"the transforms return {image.dtype} for {self.table.where(row)}, but {kind} for other images",
+                    where="task.transforms",
+                    hint="return the same type for each",
+                )
             if image.shape != shape:
                 raise DataError(
                     f"images differ in size: {tuple(shape[1:])} and {tuple(image.shape[1:])} (height, width)",
                     where=self.table.where(row),
-                    hint="set task.image_size=[height,width] to scale them",
+                    hint="set task.image_size=[height,width], or end task.transforms.train with RandomResizedCrop and "
+                    "task.transforms.eval with Resize and CenterCrop",
                 )
         return torch.stack(images)
 

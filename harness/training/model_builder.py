@@ -52,8 +52,8 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
     if not isinstance(model, nn.Module):
         what = f"{name} returns a {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
-    _try(model, name, known, example)
-    return model.train()
+    try_batch(model, name, known, example)
+    return model
 
 
 def require_memory(num_bytes: int, what: str, where: str) -> None:
@@ -101,8 +101,9 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor) -> None:
-    """Raise ConfigError if ``model`` cannot process ``example`` or does not return logits of the right shape."""
+def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor) -> None:
+    """Raise ConfigError if ``model`` cannot process ``example`` or does not return logits of the right shape. Leaves it
+    in training mode."""
     try:
         with torch.no_grad():
             outputs = model.eval()(example)
@@ -112,6 +113,8 @@ def _try(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor)
             where="model.name",
             hint="check model.args, task.image_size and task.color (torchvision's models need rgb)",
         ) from None
+    finally:
+        model.train()
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     if "num_classes" in known and shape != (len(example), known["num_classes"]):
         raise ConfigError(

@@ -228,9 +228,9 @@ task:
   name: image_csv
   train_csv: 7
   colour: gray
-  augment:
-    rotation: 400
-    flip: 1
+  transforms:
+    train: RandAugment
+    evaluate: []
 batch:
   global: 8
 optimiser: {lr: 1}
@@ -251,8 +251,8 @@ trackers: [wandbb]
         2: "seed: it should be greater than or equal to 0 (found: -1)",
         5: "task.train_csv: it should be text; put it in quotes if necessary (found: 7)",
         6: "task.colour: unknown key; did you mean task.color?",
-        8: "task.augment.rotation: it should be less than or equal to 180 (found: 400)",
-        9: "task.augment.flip: unknown key; known keys: crop_padding",
+        8: "task.transforms.train: it should be a list (found: 'RandAugment')",
+        9: "task.transforms.evaluate: unknown key; did you mean task.transforms.eval?",
         12: "optimiser: unknown key; did you mean optimizer?",
         14: "train.epoch: unknown key; did you mean train.epochs?",
         15: "train.clip_norm: it should be a valid number",
@@ -272,7 +272,7 @@ trackers: [wandbb]
 def test_numbers_must_be_finite_everywhere(tmp_path):
     """Also in the sections of tasks, in lists and in the arguments of models and optimizers, which have no schema."""
     text = (
-        GOOD.replace("task:", "task:\n  mean: [0.5, .nan, 0.5]\n  augment: {rotation: .inf}")
+        GOOD.replace("task:", "task:\n  mean: [0.5, .nan, 0.5]\n  transforms: {train: [{RandomRotation: .inf}]}")
         + f"""
 optimizer:
   lr: .inf
@@ -287,7 +287,7 @@ train: {{clip_norm: {"9" * 400}}}
     message = refused(tmp_path, text, "runtime.timeout_s=.inf")
     lines = text.splitlines()
     for key, start, found in [
-        ("task.mean.1", "  mean", "nan"), ("task.augment.rotation", "  augment", "inf"),
+        ("task.mean.1", "  mean", "nan"), ("task.transforms.train.0.RandomRotation", "  transforms", "inf"),
         ("optimizer.lr", "  lr", "inf"), ("optimizer.weight_decay", "  weight_decay", "inf"),
         ("optimizer.args.betas.1", "    betas", "-inf"), ("model.args.nested.deep.0.x", "model", "nan"),
         ("schedule.milestones.1", "schedule", "inf"), ("train.clip_norm", "train", "more than 300 digits"),
@@ -411,8 +411,7 @@ def test_any_value_survives_saving(tmp_path_factory, name, text, number, args):
 KEYS = """
 name output seed task
 task.name task.train_csv task.eval_csv task.root task.path_column task.label_column task.image_size task.color task.mean
-task.std task.augment task.augment.crop_padding task.augment.random_resized_crop task.augment.horizontal_flip
-task.augment.rotation task.label_smoothing task.on_bad_image
+task.std task.transforms task.transforms.train task.transforms.eval task.label_smoothing task.on_bad_image
 data data.shard data.num_workers data.tail data.cache_dir
 model model.name model.args model.weights model.strict model.freeze model.channels_last model.compile
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank

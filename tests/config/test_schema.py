@@ -75,7 +75,7 @@ def test_changes_that_keep_the_recipe():
         {"train": {"ema_decay": 0.9}},
         {"train": {"on_nan": "skip"}},
         {"batch": {"global": 16}},
-        {"task": {**VALID["task"], "augment": {"rotation": 3.0}}},
+        {"task": {**VALID["task"], "transforms": {"train": ["RandomHorizontalFlip"]}}},
     ],
 )
 def test_changes_of_the_recipe(sections):

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from harness.data.batch import Batch
 from harness.data.images import ImageTable
 from harness.data.table.table import open_table
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 from tests.fixtures import write_rows
 
 Image = pytest.importorskip("PIL.Image")
@@ -27,7 +27,8 @@ def table(folder: Path, mode=GRAY, on_bad_image="error", augment=None, name="tra
     opened = open_table(folder / f"{name}.csv", text=("path",), label="label", cache_dir=folder / "cache")
     return ImageTable(
         table=opened, root=folder, path_column="path", targets=np.arange(len(opened.vocabulary), dtype=np.int64) * 10,
-        seed=seed, mode=mode, augment=augment or v2.Identity(), resize=v2.Identity(), on_bad_image=on_bad_image,
+        seed=seed, mode=mode, for_training=augment or v2.Identity(), for_evaluation=v2.Identity(),
+        on_bad_image=on_bad_image,
     )  # fmt: skip
 
 
@@ -173,6 +174,15 @@ def test_different_sizes_suggest_image_size(tmp_path):
             table(tmp_path, on_bad_image=on_bad_image).batch(np.arange(4), epoch=0)
         assert str(caught.value).startswith(f"{csv}:4: images differ in size: (8, 8) and (16, 12) (height, width)")
         assert "task.image_size=[height,width]" in str(caught.value)
+
+
+def test_transforms_that_return_different_types(tmp_path):
+    """Stacked, bytes would become floats from 0 to 255 beside normalized ones."""
+    write_rows(tmp_path, "train", 4)
+    with pytest.raises(ConfigError) as caught:
+        table(tmp_path, augment=lambda image: image.float() if image[0, 0, 0] > 1 else image).batch(np.arange(4), 0)
+    message = f"task.transforms: the transforms return torch.float32 for {tmp_path}/train.csv:4, but torch.uint8 for"
+    assert message in str(caught.value)
 
 
 # Batches

@@ -52,7 +52,7 @@ def write_config(folder: Path, data: Path, /, **settings: Any) -> Path:
             "eval_csv": str(data / "eval.csv"),
             "root": str(data),
             "color": "gray",
-            "augment": {"crop_padding": 1, "horizontal_flip": 0.5},
+            "transforms": {"train": [{"RandomCrop": {"size": SIZE, "padding": 1}}, "RandomHorizontalFlip"]},
         },
         "data": {"num_workers": 0, "cache_dir": str(data / "cache")},
         "model": {"name": "small_cnn", "args": {"width": 4}},

@@ -190,7 +190,7 @@ def test_real_annotation_csv(tmp_path, shared_data):
         archive.extractall(tmp_path / "images", filter="data")
     task = {
         "name": "image_csv", "train_csv": str(source / "train.csv"), "eval_csv": str(source / "test.csv"),
-        "root": str(tmp_path / "images"), "path_column": "filepath", "color": "gray", "augment": {},
+        "root": str(tmp_path / "images"), "path_column": "filepath", "color": "gray",
     }  # fmt: skip
     folder = train(
         tmp_path,

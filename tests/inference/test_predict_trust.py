@@ -69,6 +69,11 @@ def test_values_of_a_stranger_are_used(folder):
         ({"model": {"name": "strange.Net"}}, "model.name: imports strange.Net"),
         ({"task": {"name": "strange.Task"}}, "task.name: imports strange.Task"),
         ({"optimizer": {"name": "strange.Net"}}, "optimizer.name: imports strange.Net"),
+        ({"task": {"transforms": {"eval": [{"strange.Net": {"x": 1}}]}}}, "task.transforms.eval: imports strange.Net"),
+        (
+            {"task": {"transforms": {"train": [{"RandomApply": {"transforms": ["torch.hub.load"]}}]}}},
+            "task.transforms.train: imports torch.hub.load",
+        ),
         ({"model": {"name": "torch._strange.Net"}}, "model.name: imports torch._strange.Net"),
         ({"model": {"name": "subprocess.Popen", "args": {"args": ["touch", "imported"]}}}, "subprocess.Popen"),
         ({"name": "${oc.env:SECRET}"}, "name: ${oc.env:SECRET} reads a value from outside this file"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import yaml
+from torchvision.io import write_png
 
 from harness.config.schema import ModelSection
 from harness.errors import ConfigError, DataError
@@ -141,11 +143,16 @@ def test_report_has_every_metric(folder):
         ({"mean": [0.5, 0.5, 0.5]}, "task.mean: 3 values, but task.color=gray has 1 channel"),
         ({"color": "rgb", "std": [0.5]}, "task.std: 1 values, but task.color=rgb has 3 channel"),
         ({"std": [0.0]}, "task.std"),
-        ({"augment": {"random_resized_crop": True}}, "task.augment: random_resized_crop scales to task.image_size"),
         ({"image_size": [8]}, "task.image_size"),
         ({"image_size": [0, 8]}, "task.image_size.0"),
         ({"label_smoothing": 1.0}, "task.label_smoothing"),
-        ({"augment": {"horizontal_flip": 1.5}}, "task.augment.horizontal_flip"),
+        (
+            {"transforms": {"training": []}},
+            "task.transforms.training: unknown key; did you mean task.transforms.train?",
+        ),
+        ({"transforms": {"train": "RandAugment"}}, "task.transforms.train: it should be a list"),
+        ({"transforms": {"train": [{"RandomErasing": None, "p": 0.1}]}}, "indent the arguments below the name"),
+        ({"transforms": {"eval": [3]}}, "task.transforms.eval.0: it should be a name such as RandomHorizontalFlip, or"),
     ],
 )
 def test_invalid_options(folder, options, message):
@@ -155,7 +162,7 @@ def test_invalid_options(folder, options, message):
     assert "1 problem in" in str(caught.value)
 
 
-# Augmentation
+# Transforms
 
 
 def training_images(folder, epochs: int = 1, **options):
@@ -163,42 +170,113 @@ def training_images(folder, epochs: int = 1, **options):
     return [task.train.batch(np.arange(9), epoch).inputs for epoch in range(epochs)]
 
 
-@pytest.mark.parametrize(
-    ("augment", "size"),
-    [
-        ({"crop_padding": 2}, None),
-        ({"rotation": 30.0}, None),
-        ({"random_resized_crop": True}, (5, 7)),
-        ({"crop_padding": 1, "rotation": 10.0, "horizontal_flip": 0.5}, (10, 6)),
-    ],
-)
 @pytest.mark.parametrize("color", ["gray", "rgb"])
-def test_augmentation_changes_pixels_but_not_the_shape(folder, augment, size, color):
+@pytest.mark.parametrize("size", [None, (10, 6)])
+def test_lists_change_pixels_in_training_and_evaluation(folder, size, color):
+    train = [{"RandomCrop": {"size": 8, "padding": 1}}, {"RandomRotation": 10}, "RandomHorizontalFlip"]
+    lists = {"train": train, "eval": [{"RandomHorizontalFlip": 1.0}]}
     options = {"color": color, "image_size": size and list(size)}
-    first, second = training_images(folder, 2, augment=augment, **options)
+    first, second = training_images(folder, 2, transforms=lists, **options)
     assert first.dtype is torch.uint8
     assert first.shape == (9, {"gray": 1, "rgb": 3}[color], *(size or (8, 8)))
     assert not torch.equal(first, second)
-    plain = opened(folder, augment=augment, **options).train.batch(np.arange(9), None).inputs
-    assert torch.equal(plain, training_images(folder, **options)[0])
+    task, (plain,) = opened(folder, transforms=lists, **options), training_images(folder, **options)
+    assert torch.equal(task.train.batch(np.arange(9), None).inputs, plain.flip(3))  # only the list for evaluation
+    assert task.prepare(first).shape == first.shape
 
 
-def test_flip_mirrors_every_image(folder):
-    (plain,), (flipped,) = training_images(folder), training_images(folder, augment={"horizontal_flip": 1.0})
-    assert torch.equal(flipped, plain.flip(3))
-
-
-def test_crop_padding_shifts_in_every_direction(folder):
+def test_random_crop_shifts_in_every_direction(folder):
     (plain,) = training_images(folder)
     padded = torch.nn.functional.pad(plain, [1] * 4)
     crops = {(y, x): padded[..., y : y + 8, x : x + 8] for y in range(3) for x in range(3)}
     seen = set()
-    for images in training_images(folder, 12, augment={"crop_padding": 1}):
+    for images in training_images(folder, 12, transforms={"train": [{"RandomCrop": {"size": 8, "padding": 1}}]}):
         for row, image in enumerate(images):
             shifts = {shift for shift, crop in crops.items() if torch.equal(crop[row], image)}
             assert shifts
             seen |= shifts
     assert seen == set(crops)
+
+
+def test_image_size_keeps_the_aspect_ratio(tmp_path):
+    """A circle stays one, in training and in validation, whatever the shape of the image around it."""
+    for split in ("train", "eval"):
+        write_rows(tmp_path, split, 3)
+        for row, (height, width) in enumerate([(30, 30), (30, 90), (60, 30)]):
+            y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+            circle = (y - height / 2) ** 2 + (x - width / 2) ** 2 < 10**2
+            write_png((circle * 200).to(torch.uint8)[None], str(tmp_path / f"{split}_images" / f"{row}.png"))
+    task = opened(tmp_path, image_size=[60, 60])
+    for images in (task.train.batch(np.arange(3), 0).inputs, task.eval.batch(np.arange(3), None).inputs):
+        for image in images[:, 0] > 100:
+            rows, columns = image.any(1).sum().item(), image.any(0).sum().item()
+            assert rows == columns == 38, "19 pixels, where 30 pixels become 60"
+
+
+def test_float_lists_are_not_normalized_again(folder):
+    floats = [{"ToDtype": {"dtype": "float32", "scale": True}}, {"Normalize": {"mean": [0.25], "std": [0.5]}}]
+    task = opened(folder, transforms={"train": floats, "eval": floats})
+    batch = task.eval.batch(np.arange(5), None).inputs
+    plain = opened(folder, mean=[0.25], std=[0.5])
+    torch.testing.assert_close(task.prepare(batch), plain.prepare(plain.eval.batch(np.arange(5), None).inputs))
+    assert task.model(ModelSection(name="linear"))(task.prepare(batch)).shape == (5, 3)
+    assert "mean" not in task.signature["preprocessing"]
+    assert task.signature["preprocessing"]["transforms"] == floats
+
+
+def test_training_and_evaluation_may_differ_in_size(folder):
+    lists = {"train": [{"RandomResizedCrop": 6}], "eval": [{"Resize": 12}, {"CenterCrop": 10}]}
+    task = opened(folder, transforms=lists)
+    assert task.learned == {"classes": [0, 1, 2], "image_size": [10, 10]}
+    assert task.model(ModelSection(name="small_cnn")).training
+    with pytest.raises(ConfigError, match=r"model mlp cannot process a batch of shape \(2, 1, 6, 6\)"):
+        task.model(ModelSection(name="mlp"))
+    preprocessing = task.signature["preprocessing"]
+    assert (preprocessing["transforms"], preprocessing["size"]) == (lists["eval"], [10, 10])
+    new = make_config(folder, task={"transforms": lists}).task.open_new(
+        task.learned, str(folder / "eval.csv"), folder / "cache"
+    )
+    assert torch.equal(new.eval.batch(np.arange(5), None).inputs, task.eval.batch(np.arange(5), None).inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"transforms": {"train": [{"RandomResizedCrop": 6}]}},
+         "task.transforms.eval: training images are 6x6, but evaluation images 8x8 (height x width)", "image_size"),
+        ({"transforms": {"train": [{"ToDtype": {"dtype": "float32", "scale": True}}]}},
+         "task.transforms: the transforms return float32 in training but uint8 in evaluation", "or neither"),
+        ({"transforms": {key: [{"ToDtype": {"dtype": "float32", "scale": True}}] for key in ("train", "eval")},
+          "std": [0.5]}, "task.std: the transforms return floats, which task.mean and task.std do not normalize again",
+         "remove task.mean and task.std"),
+        ({"transforms": {"train": ["RandomCropp"]}}, "task.transforms.train.0: unknown transform", "mean RandomCrop?"),
+    ],
+)  # fmt: skip
+def test_lists_that_do_not_match_are_refused_before_training(folder, options, message, hint):
+    with pytest.raises(ConfigError) as caught:
+        opened(folder, **options).model(ModelSection(name="linear"))
+    assert message in str(caught.value)
+    assert hint in caught.value.hint
+
+
+AUGMENT = {"crop_padding": 2, "rotation": 10.0, "horizontal_flip": 0.5, "random_resized_crop": False}
+
+
+def test_former_augment_is_refused_with_its_equivalent(folder):
+    with pytest.raises(ConfigError) as caught:
+        make_config(folder, task={"augment": AUGMENT, "image_size": [10, 6]})
+    text = str(caught.value).partition("augment was replaced by transforms; instead of it write\n")[2]
+    lists = yaml.safe_load(text)["transforms"]
+    assert lists["eval"] == [{"Resize": {"size": [10, 6]}}]
+    assert [next(iter(step)) for step in lists["train"]] == [
+        "Resize", "RandomRotation", "RandomCrop", "RandomHorizontalFlip"
+    ]  # fmt: skip
+    (images,) = training_images(folder, transforms=lists, image_size=[10, 6])
+    assert images.shape == (9, 1, 10, 6)
+    with pytest.raises(ConfigError, match="RandomResizedCrop: {size: .HEIGHT, WIDTH.}"):
+        make_config(folder, task={"augment": {"random_resized_crop": True}})
+    none = {**AUGMENT, "crop_padding": 0, "rotation": 0.0, "horizontal_flip": 0.0}
+    assert make_config(folder, task={"augment": none}) == make_config(folder)  # as old run folders have it
 
 
 @pytest.mark.parametrize(

@@ -5,29 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+import yaml
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from harness.config.base import Fraction, Place, Section
+from harness.config.base import Place
 from harness.config.schema import TaskSection
+from harness.config.transforms import TransformsSection
 
 if TYPE_CHECKING:
     from harness.tasks.image_csv.task import ImageCsv
 
 _CHANNELS = {"rgb": 3, "gray": 1}
 Side = Annotated[int, Field(ge=1, le=2**16)]  # pixels
-
-
-class Augment(Section):
-    """Random changes of training images, drawn for each row and epoch."""
-
-    crop_padding: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Pad by this many pixels on each side and crop back at random: a random shift."""
-    random_resized_crop: bool = False
-    """Crop a random part (8 to 100 % of the area) and scale it to task.image_size, which must be set."""
-    horizontal_flip: Fraction = 0.0
-    """Probability of a horizontal flip."""
-    rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
-    """Largest rotation, in degrees."""
 
 
 class Task(TaskSection):
@@ -46,15 +35,19 @@ class Task(TaskSection):
     label_column: str = "label"
     """Column of the CSV with the labels."""
     image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
-    """[height, width] to scale images to; null: all images have the same size already."""
+    """[height, width] of the images that the model gets. An image that has another size, also after `transforms`, is
+    cut at the centre to this aspect ratio and scaled; null: all images have the same size already.
+    """
+    transforms: TransformsSection = TransformsSection()
+    """Changes of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md)."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels that images are converted to: three (rgb) or one (gray)."""
     mean: tuple[float, ...] | None = Field(default=None, strict=False)
-    """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5."""
+    """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5. For uint8 images: transforms that
+    return floats normalize them.
+    """
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
     """One value per channel that pixels are then divided by; null: 0.5."""
-    augment: Augment = Augment()
-    """Random changes of training images; {}: none."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target spread evenly over all classes, in training."""
     on_bad_image: Literal["error", "skip"] = "error"
@@ -75,12 +68,18 @@ class Task(TaskSection):
             raise ValueError(f"{len(values)} values, but task.color={info.data['color']} has {channels} channel(s)")
         return values
 
-    @field_validator("augment")
+    @model_validator(mode="before")
     @classmethod
-    def _crop_has_a_size(cls, augment: Augment, info: ValidationInfo) -> Augment:
-        if augment.random_resized_crop and info.data.get("image_size", ()) is None:
-            raise ValueError("random_resized_crop scales to task.image_size, which is not set")
-        return augment
+    def _augment_was_replaced(cls, raw: Any) -> Any:
+        """Refuse the former setting ``augment`` with its equivalent; drop it if it had no effect."""
+        if not isinstance(raw, dict) or "augment" not in raw:
+            return raw
+        given = raw["augment"] if isinstance(raw["augment"], dict) else {}
+        lists = _equivalent(given, raw.get("image_size"))
+        if not any(lists.values()):
+            return {key: value for key, value in raw.items() if key != "augment"}
+        text = yaml.safe_dump(lists, default_flow_style=True, sort_keys=False, width=1000).strip()
+        raise ValueError(f"augment was replaced by transforms; instead of it write\n     transforms: {text}")
 
     @property
     def channels(self) -> int:
@@ -97,3 +96,17 @@ class Task(TaskSection):
         from harness.tasks.image_csv import task
 
         return task.open_new_table(self, learned, source, cache_dir)
+
+
+def _equivalent(augment: dict[str, Any], image_size: Any) -> dict[str, list[Any]]:
+    """The transforms that do what the former ``augment`` did, with an ``image_size`` that changed the aspect ratio."""
+    size = list(image_size) if image_size else ["HEIGHT", "WIDTH"]
+    scaled: list[Any] = [{"Resize": {"size": size}}] if image_size else []
+    train = [{"RandomResizedCrop": {"size": size}}] if augment.get("random_resized_crop") else list(scaled)
+    if degrees := augment.get("rotation"):
+        train.append({"RandomRotation": {"degrees": degrees, "interpolation": "bilinear"}})
+    if padding := augment.get("crop_padding"):
+        train.append({"RandomCrop": {"size": size, "padding": padding}})
+    if probability := augment.get("horizontal_flip"):
+        train.append({"RandomHorizontalFlip": {"p": probability}})
+    return {"train": train, "eval": scaled}

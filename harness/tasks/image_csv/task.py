@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.io import ImageReadMode
-from torchvision.transforms import v2
 
+from harness.data import transforms
 from harness.data.images import ImageTable
 from harness.data.shards import bounds
 from harness.data.table.table import Table, open_table
@@ -24,7 +24,7 @@ from harness.errors import ConfigError, DataError
 from harness.training.task import Classification, ModelSection, model_builder
 
 if TYPE_CHECKING:
-    from harness.tasks.image_csv.config import Augment, Task
+    from harness.tasks.image_csv.config import Task
 
 _CHUNK_ROWS = 1 << 20  # labels in memory at once
 
@@ -68,6 +68,7 @@ def _learned(facts: dict[str, Any]) -> tuple[tuple[str | int, ...], tuple[int, .
 
 def _images(task: Task, table: Table, classes: Sequence[int], seed: int) -> ImageTable:
     """The images of ``table``; ``classes[code]`` is the class index of a label code of the table."""
+    for_training, for_evaluation = transforms.build(task.transforms, task.image_size, task.channels)
     return ImageTable(
         table=table,
         root=Path(task.root),
@@ -75,8 +76,8 @@ def _images(task: Task, table: Table, classes: Sequence[int], seed: int) -> Imag
         targets=np.asarray(classes, dtype=np.int64),
         seed=seed,
         mode=ImageReadMode.RGB if task.color == "rgb" else ImageReadMode.GRAY,
-        augment=_pipeline(task.augment, task.image_size),
-        resize=_pipeline(None, task.image_size),
+        for_training=for_training,
+        for_evaluation=for_evaluation,
         on_bad_image=task.on_bad_image,
     )
 
@@ -115,27 +116,39 @@ class ImageCsv(Classification):
 
     @cached_property
     def image_size(self) -> tuple[int, ...]:
-        """(height, width) as the model sees it: as configured, else that of the first readable training image."""
-        size = self.options.image_size or self.learned_size
-        return size or tuple(self.train.batch(np.arange(1), epoch=0).inputs.shape[-2:])
+        """(height, width) of the images that the model evaluates."""
+        return self.options.image_size or self.learned_size or tuple(self._first[1].shape[-2:])
+
+    @cached_property
+    def _first(self) -> tuple[Tensor, Tensor]:
+        """The first readable image of training and of evaluation, transformed. Raises ConfigError if they do not
+        match."""
+        evaluated = replace(self.eval, for_training=self.eval.for_evaluation)  # as one that finds a readable image
+        train, eval_ = (images.batch(np.arange(1), epoch=0).inputs[0] for images in (self.train, evaluated))
+        _require_match(train, eval_, self.options)
+        return train, eval_
 
     @property
     def learned(self) -> dict[str, Any]:
         return {"classes": list(self.classes), "image_size": list(self.image_size)}
 
     def model(self, section: ModelSection) -> nn.Module:
-        example = self._example()
         known = {"num_classes": len(self.classes), "in_channels": self.options.channels}
-        return model_builder.build(section.name, section.args, known, example)
+        model = model_builder.build(section.name, section.args, known, self._example(self.image_size))
+        if self.learned_size is None and self._first[0].shape != self._first[1].shape:
+            model_builder.try_batch(model, section.name, known, self._example(self._first[0].shape[-2:]))
+        return model
 
-    def _example(self) -> Tensor:
+    def _example(self, size: Sequence[int]) -> Tensor:
         """A prepared batch of two images. Raises ConfigError if they do not fit into memory."""
-        shape = (2, self.options.channels, *self.image_size)
+        shape = (2, self.options.channels, *size)
         model_builder.require_memory(4 * math.prod(shape), f"two images of {shape[2]}x{shape[3]}", "task.image_size")
         return torch.zeros(shape)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 (batch, channels, height, width) -> normalized float32, on the same device."""
+        """uint8 (batch, channels, height, width) -> normalized float32, on the same device; float32 as it is."""
+        if inputs.is_floating_point():
+            return inputs
         mean, std = (
             _per_channel(v, self.options.channels, inputs.device) for v in (self.options.mean, self.options.std)
         )
@@ -156,20 +169,27 @@ class ImageCsv(Classification):
 
     @property
     def signature(self) -> dict[str, Any]:
-        mean, std = (list(v or [0.5] * self.options.channels) for v in (self.options.mean, self.options.std))
         return {
             "input": "images",
             "output": "logits",
             "classes": list(self.classes),
-            "preprocessing": {
-                "color": self.options.color,
-                "size": list(self.image_size),
-                "resize": "bilinear with antialiasing" if self.options.image_size else "none: images have this size",
-                "scale": "divide pixels (0 to 255) by 255, subtract mean, divide by std",
-                "mean": mean,
-                "std": std,
-            },
+            "preprocessing": self._preprocessing(),
         }
+
+    def _preprocessing(self) -> dict[str, Any]:
+        options, steps = self.options, list(self.options.transforms.eval)
+        facts: dict[str, Any] = {"color": options.color}
+        if steps:
+            facts["transforms"] = steps  # of torchvision.transforms.v2
+        facts |= {"size": list(self.image_size), "resize": "none: images have this size by now"}
+        if options.image_size:
+            facts["resize"] = "the largest centred part with the aspect ratio of size, bilinear with antialiasing"
+        if self._first[1].is_floating_point():
+            return {**facts, "scale": "none: the transforms return what the model takes"}
+        mean, std = (list(v or [0.5] * options.channels) for v in (options.mean, options.std))
+        return {
+            **facts, "scale": "divide pixels (0 to 255) by 255, subtract mean, divide by std", "mean": mean, "std": std
+        }  # fmt: skip
 
 
 @lru_cache  # creating a tensor on a GPU makes the host wait for the copy
@@ -177,39 +197,31 @@ def _per_channel(values: tuple[float, ...] | None, channels: int, device: torch.
     return torch.tensor(values or [0.5] * channels, device=device).view(-1, 1, 1)
 
 
+def _require_match(train: Tensor, evaluated: Tensor, task: Task) -> None:
+    """Raise ConfigError if an image of training and one of evaluation, both transformed, do not go together."""
+    if train.dtype != evaluated.dtype:
+        kinds = f"{train.dtype} in training but {evaluated.dtype} in evaluation".replace("torch.", "")
+        hint = "end both lists with ToDtype: {dtype: float32, scale: true} and Normalize, or neither"
+        raise ConfigError(f"the transforms return {kinds}", where="task.transforms", hint=hint)
+    if train.is_floating_point() and (task.mean or task.std):
+        raise ConfigError(
+            "the transforms return floats, which task.mean and task.std do not normalize again",
+            where="task.mean" if task.mean else "task.std",
+            hint="remove task.mean and task.std, or end both lists before ToDtype and Normalize",
+        )
+    if train.shape != evaluated.shape and not task.transforms.eval:
+        sizes = ["x".join(map(str, image.shape[-2:])) for image in (train, evaluated)]
+        raise ConfigError(
+            f"training images are {sizes[0]}, but evaluation images {sizes[1]} (height x width)",
+            where="task.transforms.eval",
+            hint="set task.image_size=[height,width], or this list, such as [{Resize: 256}, {CenterCrop: 224}]",
+        )
+
+
 def _label_chunks(table: Table, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, label codes) of consecutive chunks of rows [start, stop)."""
     for edge in range(start, stop, _CHUNK_ROWS):
         yield edge, table.labels(np.arange(edge, min(edge + _CHUNK_ROWS, stop)))
-
-
-def _pipeline(augment: Augment | None, size: tuple[int, int] | None) -> v2.Transform:
-    """uint8 image -> uint8 image."""
-    steps: list[v2.Transform] = []
-    if augment and augment.random_resized_crop and size:
-        steps.append(v2.RandomResizedCrop(size, antialias=True))
-    elif size:
-        steps.append(v2.Resize(size, antialias=True))
-    if augment and augment.rotation:
-        steps.append(v2.RandomRotation(augment.rotation, interpolation=v2.InterpolationMode.BILINEAR))
-    if augment and augment.crop_padding:
-        steps.append(_Shift(augment.crop_padding))
-    if augment and augment.horizontal_flip:
-        steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
-    return v2.Compose(steps) if steps else v2.Identity()
-
-
-class _Shift(v2.Transform):
-    """Move the image by up to ``pixels`` in each direction, filling with zeros."""
-
-    def __init__(self, pixels: int) -> None:
-        super().__init__()
-        self.pixels = pixels
-
-    def forward(self, image: Tensor) -> Tensor:
-        padded = functional.pad(image, [self.pixels] * 4)
-        top, left = torch.randint(0, 2 * self.pixels + 1, (2,)).tolist()
-        return padded[..., top : top + image.shape[-2], left : left + image.shape[-1]]
 
 
 def _unknown_labels(table: Table, train_csv: str, unknown: list[Any], classes: Sequence[Any]) -> DataError:

@@ -1,0 +1,63 @@
+"""The setting ``transforms`` of tasks with images: lists of torchvision.transforms.v2 classes with their arguments.
+
+The names and arguments are checked in ``harness.data.transforms``, which imports torchvision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from harness.config.base import Section
+
+_STEP_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "minProperties": 1, "maxProperties": 1},
+    ]
+}
+
+
+def _step(value: Any) -> Any:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value)), str):
+        return value
+    extra = "; indent the arguments below the name" if isinstance(value, dict) and len(value) > 1 else ""
+    raise ValueError(
+        "it should be a name such as RandomHorizontalFlip, or a name with arguments such as "
+        f"RandomResizedCrop: {{size: 224}}{extra} (found: {value!r:.200})"
+    )
+
+
+Step = Annotated[Any, BeforeValidator(_step), WithJsonSchema(_STEP_SCHEMA)]
+
+
+class TransformsSection(Section):
+    """Changes of each image. An entry is a class of torchvision.transforms.v2, alone or with its arguments, such as
+    RandomErasing: {p: 0.1}, or CenterCrop: 224 for the first argument; or package.module.Class of your own.
+    """
+
+    train: tuple[Step, ...] = Field(default=(), strict=False)
+    """Applied to training images in this order. Random numbers depend on the seed, the epoch and the row."""
+    eval: tuple[Step, ...] = Field(default=(), strict=False)
+    """Applied to the images of validation, prediction and export."""
+
+
+def name_and_arguments(step: str | dict[str, Any]) -> tuple[str, Any]:
+    """The name of an entry and what follows it: a dictionary, another value for the first argument, or None."""
+    return (step, None) if isinstance(step, str) else next(iter(step.items()))
+
+
+def own_code(steps: Any) -> Iterator[str]:
+    """The dotted names in a list of entries that was not validated, at any depth."""
+    for step in steps if isinstance(steps, list | tuple) else ():
+        if not (isinstance(step, str) or isinstance(step, dict) and step):
+            continue
+        name, given = name_and_arguments(step)
+        if "." in str(name):
+            yield str(name)
+        for value in given.values() if isinstance(given, dict) else (given,):
+            yield from own_code(value)

@@ -1,0 +1,238 @@
+"""The transforms of a configuration as functions of one image: torchvision.transforms.v2, and the user's own.
+
+Images are uint8 (channels, height, width). A list may return floats, which are then not normalized again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum
+from functools import partial
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from harness.config import plugins
+from harness.config.transforms import TransformsSection, name_and_arguments
+from harness.data.seeds import seeded_torch
+from harness.errors import ConfigError, first_line, similar
+
+Transform = Callable[[Any], Any]
+KNOWN = {name: found for name, found in vars(v2).items() if inspect.isclass(found) and issubclass(found, v2.Transform)}
+_NOT_FOR_LISTS = {
+    "MixUp": "it mixes the images of a batch: use train.mixup=0.2",
+    "CutMix": "it mixes the images of a batch: use train.cutmix=1.0",
+    "FiveCrop": "it returns several images: use CenterCrop",
+    "TenCrop": "it returns several images: use CenterCrop",
+    "Lambda": "it needs a function: name your own, as package.module.function",
+    "ToTensor": "images are tensors already, and the harness normalizes them with task.mean and task.std: leave it out",
+    "Transform": "it is the base class of the others",
+}
+_DTYPES = ("uint8", "float32", "float64", "float16", "bfloat16", "int32", "int64")
+_TO_FLOAT = ("ToDtype", "ConvertImageDtype", "Normalize")
+
+
+def build(section: TransformsSection, size: tuple[int, int] | None, channels: int) -> tuple[Pipeline, Pipeline]:
+    """The lists for training and evaluation. Raises ConfigError, which names every wrong entry.
+
+    size: (height, width) that images are fitted to after the list; None: as the list leaves them
+    """
+    problems: list[ConfigError] = []
+    train, eval_ = (
+        Pipeline(_steps(getattr(section, split), f"task.transforms.{split}", problems), size, channels, seed)
+        for split, seed in (("train", None), ("eval", 0))
+    )
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        lines = "".join(f"\n  {error.where}: {error.message}\n     -> {error.hint}" for error in problems)
+        raise ConfigError(f"{len(problems)} problems{lines}", where="task.transforms")
+    return train, eval_
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The transforms of one list, as a function of an image that returns a uint8 or float32 image.
+
+    steps: {place in the configuration: transform}
+    seed: the same random numbers for every image; None: those of torch's generator
+    """
+
+    steps: dict[str, Transform]
+    size: tuple[int, int] | None
+    channels: int
+    seed: int | None = None
+
+    def __call__(self, image: Tensor) -> Tensor:
+        with seeded_torch(self.seed) if self.seed is not None and self.steps else nullcontext():
+            for where, step in self.steps.items():
+                image = self._applied(where, step, image)
+        if self.steps:
+            image = self._usable(image)
+        return fitted(image, self.size) if self.size else image
+
+    def _applied(self, where: str, step: Transform, image: Any) -> Any:
+        try:
+            return step(image)
+        except Exception as error:
+            if isinstance(step, _Own):
+                raise  # with its traceback: a fault in the user's own code
+            shape = "x".join(map(str, image.shape[-2:])) if isinstance(image, Tensor) else type(image).__name__
+            raise ConfigError(
+                f"{type(step).__name__} cannot process an image of {shape}: {first_line(error)}",
+                where=where,
+                hint="correct its arguments, or put a transform before it that changes the image, such as Resize",
+            ) from error
+
+    def _usable(self, image: Any) -> Tensor:
+        """``image`` if a batch can be made of it. Raises ConfigError."""
+        if not isinstance(image, Tensor):
+            kind = type(image)
+            found, hint = f"a {kind.__module__}.{kind.__name__}, not a tensor", "add PILToTensor at the end"
+        elif image.dim() != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
+            found = f"a tensor {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
+            hint = "return uint8 or float32 (channels, height, width)"
+        elif len(image) != self.channels:
+            found = f"an image with {len(image)} channel(s), but task.color has {self.channels}"
+            hint = "use task.color=gray, or leave out the transform that changes the number of channels"
+        else:
+            plain = image.as_subclass(Tensor)
+            return plain.float() if plain.is_floating_point() else plain
+        split = next(iter(self.steps)).rpartition(".")[0]
+        raise ConfigError(f"the last transform returns {found}", where=split, hint=hint)
+
+
+def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """The largest centred part of ``image`` with the aspect ratio of ``size``, (height, width), scaled to ``size``.
+
+    Bilinear with antialiasing. An image of this aspect ratio is only scaled, one of this size returned as it is.
+    """
+    height, width = image.shape[-2:]
+    if (height, width) == size:
+        return image
+    scale = max(size[0] / height, size[1] / width)
+    rows, columns = (max(1, round(side / scale)) for side in size)
+    top, left = (height - rows) // 2, (width - columns) // 2
+    part = image[..., top : top + rows, left : left + columns]
+    return functional.resize(part, list(size), antialias=True)
+
+
+class _Own:
+    """A transform of the user's own. What it draws with ``random`` and numpy follows from torch's generator, which is
+    seeded for each row; their own streams continue afterwards as if it had drawn nothing."""
+
+    def __init__(self, transform: Transform) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Any) -> Any:
+        seed = int(torch.randint(2**32, ()))
+        before = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            return self.transform(image)
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def _steps(entries: Sequence[Any], where: str, problems: list[ConfigError]) -> dict[str, Transform]:
+    """{place: transform}; what is wrong is added to ``problems``."""
+    made: dict[str, Transform] = {}
+    for number, entry in enumerate(entries):
+        try:
+            step = made[f"{where}.{number}"] = _made(entry, f"{where}.{number}")
+            floats = any("." in name or name in _TO_FLOAT for name, _ in map(name_and_arguments, entries[:number]))
+            if isinstance(step, v2.RandomErasing) and step.value is None and not floats:
+                raise ConfigError(
+                    "RandomErasing(value='random') draws noise for normalized images, and these are uint8",
+                    where=f"{where}.{number}",
+                    hint="put ToDtype: {dtype: float32, scale: true} and Normalize before it, or give a color",
+                )
+        except ConfigError as error:
+            problems.append(error)
+    return made
+
+
+def _made(entry: str | dict[str, Any], where: str) -> Transform:
+    """The transform of one entry. Raises ConfigError."""
+    name, given = name_and_arguments(entry)
+    found = _find(name, where)
+    is_function = inspect.isroutine(found)
+    parameters = dict(inspect.signature(found).parameters)
+    if is_function:
+        parameters.pop(next(iter(parameters), ""), None)  # the image
+    if given is None:
+        given = {}
+    elif not isinstance(given, dict):
+        given = {next(iter(parameters), "value"): given}  # CenterCrop: 224
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if wrong := [] if takes_all else [key for key in given if key not in parameters]:
+        near = similar(str(wrong[0]), parameters)
+        hint = f"did you mean {near}? " if near else ""
+        takes = f"its arguments are: {', '.join(parameters)}" if parameters else "it has none"
+        raise ConfigError(f"{name} has no argument {', '.join(map(str, wrong))}", where=where, hint=hint + takes)
+    hints = _hints(found)
+    given = {key: _converted(key, value, hints.get(key), where) for key, value in given.items()}
+    try:
+        transform = partial(found, **given) if is_function else found(**given)
+    except Exception as error:  # of many types
+        shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        hint = f"its arguments are: {', '.join(parameters)}"
+        raise ConfigError(f"cannot build {name}({shown}): {first_line(error)}", where=where, hint=hint) from error
+    return _Own(transform) if "." in name else transform
+
+
+def _find(name: str, where: str) -> Any:
+    if "." in name:
+        found = plugins.import_own("transform", name, where)
+        if inspect.isroutine(found) or inspect.isclass(found) and "__call__" in dir(found):
+            return found
+        hint = "name a class whose instances are called with an image, or a function of an image"
+        raise ConfigError(f"{name} is not a transform", where=where, hint=hint)
+    if name in _NOT_FOR_LISTS:
+        raise ConfigError(f"{name} cannot be used here", where=where, hint=_NOT_FOR_LISTS[name])
+    if name not in KNOWN:
+        near = similar(name, KNOWN.keys() - _NOT_FOR_LISTS.keys())
+        hint = f"did you mean {near}?" if near else "use a class of torchvision.transforms.v2, or package.module.Class"
+        raise ConfigError(f"unknown transform {name!r}", where=where, hint=hint)
+    return KNOWN[name]
+
+
+def _hints(found: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(found.__init__ if inspect.isclass(found) else found)
+    except Exception:  # an annotation may be any text
+        return {}
+
+
+def _converted(key: str, value: Any, hint: Any, where: str) -> Any:
+    """``value`` as the parameter ``key`` wants it: texts as members of an Enum or as a torch.dtype, entries as
+    transforms."""
+    if key == "transforms" and isinstance(value, list | tuple):
+        return [_made(entry, f"{where}.{key}.{number}") for number, entry in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    for kind in (hint, *get_args(hint)):
+        if kind is torch.dtype:
+            return _chosen(key, value, {name: getattr(torch, name) for name in _DTYPES}, where)
+        if inspect.isclass(kind) and issubclass(kind, Enum):
+            return _chosen(key, value, {str(member.value): member for member in kind}, where)
+    return value
+
+
+def _chosen(key: str, value: str, allowed: dict[str, Any], where: str) -> Any:
+    if value in allowed:
+        return allowed[value]
+    near = get_close_matches(value, allowed, n=1)
+    hint = (f"did you mean {near[0]}? " if near else "") + f"use {', '.join(allowed)}"
+    raise ConfigError(f"{key}={value!r} is not allowed", where=where, hint=hint)
