@@ -189,6 +189,12 @@ def _parallel(config: Config) -> Iterator[Conflict]:
             f"{strategy} replaces the weights in every forward pass, but a compiled model is bound to its weights",
             "use model.compile=false, or parallel.strategy=ddp",
         )
+    if strategy == "dp" and config.model.activation_checkpointing:
+        yield Conflict(
+            ("parallel.strategy", "model.activation_checkpointing"),
+            "dp copies modules to each device, but one that runs again in the backward pass is bound to its own device",
+            "use parallel.strategy=ddp, with one process per device",
+        )
     if strategy == "dp" and config.parallel.sync_batchnorm:
         yield Conflict(
             ("parallel.sync_batchnorm", "parallel.strategy"),

@@ -71,6 +71,11 @@ class ModelSection(Section):
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    activation_checkpointing: bool | Annotated[tuple[str, ...], Field(strict=False)] = False
+    """Compute activations again in the backward pass instead of keeping them, which takes less memory and more time.
+    true: those of the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
+    the names of modules.
+    """
 
 
 class BatchSection(Section):
@@ -308,7 +313,7 @@ class Config(Section):
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
      "data.num_workers", "data.cache_dir", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.resume", "runtime",
-     "batch.eval_per_rank", "trackers", "launch"]
+     "batch.eval_per_rank", "model.activation_checkpointing", "trackers", "launch"]
 )  # fmt: skip
 
 # Settings in which the ranks of one run may differ, each with the reason. All others must be equal on every rank.

@@ -22,7 +22,7 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, determinism, fsdp, optim, precision, rng, strategy, weights
+from harness.training import checkpointing, determinism, fsdp, optim, precision, recompute, rng, strategy, weights
 from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
@@ -51,6 +51,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     with runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         model = build_model(config, task)
+        recompute.apply(model, config.model.activation_checkpointing)
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
     with runtime.together("moving the model to its device"):
         model = model.to(runtime.device)

@@ -30,7 +30,7 @@ def blocks(model: nn.Module, at_least: int = MIN_BLOCK) -> list[nn.Module]:
     uses = _uses(model)
     found: dict[nn.Module, None] = {}
     taken: set[int] = set()
-    for element in _elements(model, False, False):
+    for element in elements(model):
         left = {id(param): param.numel() for param in element.parameters() if id(param) not in taken}
         tied = any(uses[key] != count for key, count in _uses(element).items())
         if not tied and sum(left.values()) >= at_least:
@@ -44,12 +44,13 @@ def _uses(model: nn.Module) -> Counter[int]:
     return Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
 
 
-def _elements(module: nn.Module, is_element: bool, in_element: bool) -> Iterator[nn.Module]:
+def elements(module: nn.Module, is_element: bool = False, in_element: bool = False) -> Iterator[nn.Module]:
+    """The elements of the containers in ``module``, inner before outer, as described in ``blocks``."""
     is_container = type(module) in _CONTAINERS
     opens = is_container and (not in_element or _repeats(module))
     in_element = in_element or (is_element and not is_container)
     for child in module.children():
-        yield from _elements(child, opens, in_element)
+        yield from elements(child, opens, in_element)
     if is_element and not is_container:
         yield module
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.config.schema import Config
 from harness.distributed import stack
 from harness.errors import TrainingError
+from harness.training import recompute
 from harness.training.fsdp import local
 from harness.training.run import Run
 
@@ -51,9 +52,11 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
             hint="see with nvidia-smi whether another process uses this device; or use a smaller model (model.args)",
         )
     when = "training" if run.module.training else "evaluation"
+    has_blocks = bool(recompute.blocks(run.module)) and run.config.parallel.strategy != "dp"
+    settings = [*_settings(run.config, run.runtime.world_size, when, has_blocks)]
     return TrainingError(
         f"out of memory on {run.runtime.device} in {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
-        hint=f"use one of: {'; '.join([*_settings(run.config, run.runtime.world_size, when)][:_NUM_SETTINGS])}",
+        hint=f"use one of: {'; '.join(settings[:_NUM_SETTINGS])}",
     )
 
 
@@ -78,7 +81,7 @@ def _rows(config: Config, world_size: int, when: str) -> int:
     return batch.eval_per_rank or micro if when == "evaluation" else micro
 
 
-def _settings(config: Config, world_size: int, when: str) -> Iterator[str]:
+def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
     """Settings that need less memory, those that change the training least first."""
     batch, rows = config.batch, _rows(config, world_size, when)
     per_rank = rows * batch.accumulate
@@ -87,6 +90,8 @@ def _settings(config: Config, world_size: int, when: str) -> Iterator[str]:
     elif rows > 1:
         count = next(n for n in range(batch.accumulate + 1, per_rank + 1) if per_rank % n == 0)
         yield f"batch.accumulate={count} ({per_rank // count} rows at a time; the same batch size)"
+    if when == "training" and not config.model.activation_checkpointing and has_blocks:
+        yield "model.activation_checkpointing=true (blocks run again in the backward pass; the same results)"
     if config.precision.opt_level == "O0":
         yield "precision.opt_level=O4 (activations in bfloat16, half the size)"
     if config.parallel.strategy == "ddp" and world_size > 1 and not config.model.channels_last:

@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, determinism, optim, precision, strategy, weights
+from harness.training import build, determinism, optim, precision, recompute, strategy, weights
 from harness.training.task import OpenedTask
 
 
@@ -59,6 +59,9 @@ def examine(
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         if config.model.weights is not None and (given := attempt(weights.load, model, config)):
             facts["weights"] = "; ".join(filter(None, [given["summary"], given["warning"]]))
+        if again := attempt(recompute.apply, model, config.model.activation_checkpointing):
+            shown = ", ".join(again if len(again) <= 4 else [*again[:3], "...", again[-1]])
+            facts["recomputed"] = f"{len(again)} modules in the backward pass: {shown}"
         if size is not None and (groups := attempt(optim.groups, config.optimizer, model, size.lr)):
             optimizer = attempt(optim.build, config.optimizer, groups, size.lr)
             facts |= optim.described(optimizer, model) if optimizer else {}

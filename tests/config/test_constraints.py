@@ -94,6 +94,10 @@ CASES = {
     "fsdp with compile": (
         {"parallel": FSDP, "model": {"compile": True}}, ["parallel.strategy"], "compiled model", "compile=false",
     ),
+    "dp with activation checkpointing": (
+        {"parallel": {"strategy": "dp"}, "model": {"activation_checkpointing": True}},
+        ["parallel.strategy"], "its own device", "strategy=ddp",
+    ),
     "dp with compile": (
         {"parallel": {"strategy": "dp"}, "model": {"compile": True}}, ["parallel.strategy"], "compiled", "strategy=ddp",
     ),

@@ -414,6 +414,7 @@ task.name task.train_csv task.eval_csv task.root task.path_column task.label_col
 task.std task.transforms task.transforms.train task.transforms.eval task.label_smoothing task.on_bad_image
 data data.shard data.num_workers data.tail data.cache_dir
 model model.name model.args model.weights model.strict model.freeze model.channels_last model.compile
+model.activation_checkpointing
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank
 optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay optimizer.args optimizer.lr_scaling
 optimizer.groups optimizer.groups.match optimizer.groups.lr_scale optimizer.groups.weight_decay

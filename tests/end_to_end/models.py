@@ -132,3 +132,28 @@ class BatchNormed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> logits (batch, classes)."""
         return self.layers(images)
+
+
+class Residual(nn.Module):
+    """A convolution with batch norm and dropout beside a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keeps the shape of ``x``, (batch, width, height, width)."""
+        return x + self.drop(self.norm(self.conv(x)).relu())
+
+
+class Blocks(nn.Module):
+    """A network of residual blocks; at ``width`` 96 each is an FSDP unit."""
+
+    def __init__(self, num_classes: int, in_channels: int = 1, width: int = 8, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.start, self.end = nn.Conv2d(in_channels, width, 3), nn.Linear(width, num_classes)
+        self.blocks = nn.Sequential(*(Residual(width) for _ in range(num_blocks)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        return self.end(self.blocks(self.start(images)).mean((2, 3)))

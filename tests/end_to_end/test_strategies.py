@@ -95,6 +95,33 @@ def test_killed_run_is_resumed_exactly(tmp_path, data, settings, kill):
     assert_same_run(unbroken, run_folder(broken))
 
 
+RECOMPUTED = {
+    "O0 clipped": (1, {"precision": {"opt_level": "O0"}, "train": {"clip_norm": 1.0, "ema_decay": 0.9}}),
+    "O1 delayed": (2, {"precision": O1, "parallel": {"delay_allreduce": True}, "batch": {"accumulate": 2}}),
+    "O2 overlapped, norms over all ranks": (
+        2,
+        {"precision": O2, "parallel": {"delay_allreduce": False, "sync_batchnorm": True}},
+    ),
+    "O4 fsdp": (2, {"precision": {"opt_level": "O4"}, "parallel": FSDP, "model": {"args": {"width": 96}}}),
+    "O5 channels-last": (1, {"precision": {"opt_level": "O5"}, "model": {"channels_last": True}}),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_activation_checkpointing_gives_the_same_weights_bit_for_bit(tmp_path, data, name):
+    """One epoch with all blocks, and one with another choice: it is no part of the recipe."""
+    ranks, settings = RECOMPUTED[name]
+    model = {"name": "tests.end_to_end.models.Blocks", "args": {"width": 8}, **settings.get("model", {})}
+    trained = {"epochs": 2, **settings.get("train", {})}
+    settings = {**settings, "train": trained, "model": model, "schedule": {"name": "constant"}}
+    plain = train(tmp_path / "plain", data, ranks, **settings)
+    config = write_config(tmp_path / "again", data, **settings)
+    assert run(config, ranks, "model.activation_checkpointing=true", "train.epochs=1") == [0] * ranks
+    first = "model.activation_checkpointing=[blocks.0, blocks.2]" if ranks == 2 else "seed=0"
+    assert run(config, ranks, first) == [0] * ranks
+    assert_same_run(plain, run_folder(config))
+
+
 def test_sharded_checkpoint_resumes_on_one_rank_on_four_and_as_ddp(tmp_path, data):
     """Each continuation gives the losses of the unbroken run, and every checkpoint holds whole tensors."""
     settings = {

@@ -1,0 +1,134 @@
+"""Activation checkpointing: blocks of a model keep only their inputs, and run again in the backward pass.
+
+The second run is exact: torch restores the random stream and the casts of the first, and this module the buffers, such
+as the statistics of a batch norm, which are updated once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.errors import ConfigError, similar
+from harness.training import fsdp
+
+_Norm = torch.nn.modules.batchnorm._NormBase  # of batch and instance norms; changes buffers without a new version
+_KEY = "model.activation_checkpointing"
+
+
+def apply(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
+    """Make the ``wanted`` modules of ``model`` run again in the backward pass; return their names. Only for training:
+    to export the model or to copy it to other devices, build it without.
+
+    ``True``: ``blocks`` of the model; patterns: the outermost modules whose names match one. Names of parameters stay
+    as they are. Raises ConfigError if there is no such module.
+    """
+    if not wanted:
+        return []
+    names = {module: name for name, module in model.named_modules() if name}
+    found = blocks(model) if isinstance(wanted, bool) else _matching(names, wanted)
+    if wanted is True and not found:
+        raise ConfigError(
+            "the model has no blocks: no Sequential, ModuleList or ModuleDict has an element with parts of its own",
+            where=_KEY,
+            hint=f"name the modules to run again, such as {_KEY}=[{next(iter(names.values()), 'layers')}]",
+        )
+    for module in found:
+        module.forward = _Recomputed(module)  # type: ignore[assignment]
+    return [names[module] for module in found]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The elements of the containers of ``model`` that occur repeatedly and have several parts: the layers of a
+    transformer, the blocks of a residual network. To run a single layer again would save nothing."""
+    elements = [
+        module for module in fsdp.elements(model)
+        if len(list(module.modules())) > 2 and next(module.parameters(), None) is not None
+    ]  # fmt: skip
+    kinds = Counter(map(type, elements))
+    found: dict[nn.Module, None] = {}
+    inside: set[nn.Module] = set()
+    for module in reversed(elements):  # outer before inner
+        parts = set(module.modules()) - {module}
+        if module not in inside and (kinds[type(module)] > 1 or not parts.intersection(elements)):
+            found[module] = None
+            inside |= parts
+    return list(reversed(found))
+
+
+def _matching(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.Module]:
+    found: set[nn.Module] = set()
+    for pattern in patterns:
+        matching = {module for module, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
+        if not matching:
+            near = similar(pattern, names.values())
+            hint = f"did you mean {near}?" if near else f"the model has {', '.join([*names.values()][:5])}, ..."
+            raise ConfigError(f"no module of the model matches {pattern!r}", where=_KEY, hint=hint)
+        found |= matching
+    inside = {part for module in found for part in list(module.modules())[1:]}
+    return [module for module in names if module in found and module not in inside]
+
+
+class _Recomputed:
+    """The ``forward`` of a module that runs again in the backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self._module = module
+        self._changing: set[tuple[nn.Module, str]] | None = None  # buffers that a forward pass changes; None: not seen
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # which traces the changes of buffers, and makes them once
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        buffers = list(self._buffers())
+        before = {(owner, name): buffer.clone() for owner, name, buffer in buffers if self._may_change(owner, name)}
+        versions = [buffer._version for _, _, buffer in buffers]
+        outputs = checkpoint(
+            self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _Restored(before)), **kwargs
+        )
+        changed = {
+            (owner, name)
+            for (owner, name, buffer), version in zip(buffers, versions, strict=True)
+            if owner._buffers[name] is not buffer or buffer._version != version or isinstance(owner, _Norm)
+        }
+        self._changing = (self._changing or set()) | changed
+        for key in before.keys() - changed:  # not needed in the backward pass
+            del before[key]
+        return outputs
+
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for owner in self._module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    yield owner, name, buffer
+
+    def _may_change(self, owner: nn.Module, name: str) -> bool:
+        return self._changing is None or (owner, name) in self._changing or isinstance(owner, _Norm)
+
+
+class _Restored:
+    """Context in which modules have the buffers ``before``; changes of these are forgotten at its end. May be entered
+    again: a graph that is kept runs the modules once per backward pass."""
+
+    def __init__(self, before: dict[tuple[nn.Module, str], Tensor]) -> None:
+        self._before = before
+        self._now: dict[tuple[nn.Module, str], Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        self._now = {(owner, name): owner._buffers[name] for owner, name in self._before}
+        for (owner, name), buffer in self._before.items():
+            owner._buffers[name] = buffer.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for (owner, name), buffer in self._now.items():
+            owner._buffers[name] = buffer
+        self._now = {}
