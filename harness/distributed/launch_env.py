@@ -34,6 +34,7 @@ class Launch:
     elastic: bool = False  # torch's launcher, which ends all ranks of a node once one has ended
     supervised: bool = False  # started by a launcher that this process must not outlive
     restart: int = 0
+    call: int = 0  # of the Python API in this process, which may start several runs
     may_grow: bool = False  # torch's launcher may restart the ranks because another machine joins
     store_is_held: bool = False  # the launcher holds the store at the master's port, so rank 0 must not open one
     error_file: str = ""  # where torch's launcher looks for the error of this rank

@@ -115,7 +115,8 @@ class _Meeting:
         opened = launch_store.open_store(self._launch, self._patience)
         # A store that the launcher keeps still holds the keys of the start before a restart, hence the prefix. A store
         # that rank 0 opens is always new; there the launchers of several nodes may count their restarts differently.
-        self._store = PrefixStore(f"harness/{self._launch.restart if self._launch.store_is_held else 0}", opened)
+        number = self._launch.restart if self._launch.store_is_held else 0
+        self._store = PrefixStore(f"harness/{number}/{self._launch.call}", opened)
         try:
             self._exchange()
         except RuntimeError as error:

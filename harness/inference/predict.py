@@ -126,6 +126,17 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
                 return reporter.failed(error, watchdog)
 
 
+def in_this_process(request: PredictRequest) -> None:
+    """Predict on one rank, without a launcher. Raises HarnessError, and KeyboardInterrupt after a signal."""
+    launch = Launch()
+    config = _configuration(request, None, launch)
+    with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
+        stop = Stop(runtime)
+        with on_signals(stop, "no predictions are written"), _as_trained(config, runtime.device):
+            if _predict(request, config, runtime, stop) != EXIT_DONE:
+                raise KeyboardInterrupt
+
+
 def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
     start = time.perf_counter()
     with runtime.together("opening the data"):

@@ -48,10 +48,10 @@ class Paused(TrainingError):
 
 class ExitReporter:
     """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record. Without a
-    ``folder`` it only tells the terminal and the other ranks."""
+    ``folder`` it only tells the terminal and the other ranks, and unless ``shown`` not the terminal."""
 
-    def __init__(self, runtime: Runtime, stop: Stop, folder: RunFolder | None = None) -> None:
-        self._runtime, self._stop, self._folder = runtime, stop, folder
+    def __init__(self, runtime: Runtime, stop: Stop, folder: RunFolder | None = None, shown: bool = True) -> None:
+        self._runtime, self._stop, self._folder, self._shown = runtime, stop, folder, shown
         self.run: Run | None = None
 
     def ended(self, done: bool, reason: str) -> int:
@@ -113,7 +113,8 @@ class ExitReporter:
             see = f"; see {self._folder.where}/{layout.FAILURE}" if self._folder else ""
             log.info("exiting: rank %s failed first%s", first["rank"], see)
             return int(first["exit_code"])
-        self._show(reported, shown)
+        if self._shown:
+            self._show(reported, shown)
         watchdog.linger()
         return exit.exit_code
 

@@ -18,7 +18,7 @@ from harness.distributed.watchdog import Watchdog
 from harness.errors import DataError, LaunchError
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
-from harness.training import main
+from harness.training import main, start
 from harness.training.exit_report import ExitReporter, explained
 from tests.conftest import ROOT
 
@@ -27,12 +27,12 @@ TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_gr
 
 def seconds_to_wait(stop: Stop, **launch) -> float:
     begin = time.monotonic()
-    main.wait_for_launcher(Launch(**launch), stop)
+    start.wait_for_launcher(Launch(**launch), stop)
     return time.monotonic() - begin
 
 
 def test_rank_without_a_signal_waits_for_its_own_launcher(monkeypatch):
-    monkeypatch.setattr(main, "_LAUNCHER_S", 5.0)
+    monkeypatch.setattr(start, "_LAUNCHER_S", 5.0)
     stop = Stop(Runtime())
     threading.Timer(0.3, stop.request, ["SIGTERM"]).start()
     assert 0.2 < seconds_to_wait(stop, **TWO_MACHINES) < 3
@@ -40,7 +40,7 @@ def test_rank_without_a_signal_waits_for_its_own_launcher(monkeypatch):
 
 
 def test_wait_for_the_launcher_is_bounded(monkeypatch):
-    monkeypatch.setattr(main, "_LAUNCHER_S", 0.3)
+    monkeypatch.setattr(start, "_LAUNCHER_S", 0.3)
     assert 0.2 < seconds_to_wait(Stop(Runtime()), **TWO_MACHINES) < 3
 
 

@@ -1,0 +1,199 @@
+"""The Python API: train and predict from a script or a notebook, with the objects that the command line uses.
+
+Each function also works on every rank of a launcher such as torchrun, and raises instead of exiting: errors of the
+user are ``harness.errors.HarnessError`` with ``message``, ``where`` and ``hint``. Afterwards the process is as before:
+its log handlers, signal handlers, random streams and settings of torch. docs/python_api.md has examples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from harness.config.schema import Config
+    from harness.training.run import Run
+
+_calls = itertools.count()
+_stores: list[Any] = []  # through which ranks have met; open, so that a faster rank finds it for its next call
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How ``train`` ended. The same on every rank."""
+
+    folder: str
+    """The run folder, or its URL: configuration, log, checkpoints, best weights, predictions."""
+    finished: bool
+    """False if a signal, such as Ctrl-C, stopped it early, with a checkpoint: the same call resumes."""
+    step: int
+    """Optimizer steps so far, over all starts of the run."""
+    metrics: dict[str, float]
+    """Of the newest evaluation, by name; empty before the first."""
+    best: float | None
+    """The best value of ``config.best_metric``; None before the first evaluation."""
+    best_step: int
+    """The step at which it was reached, whose weights ``weights.safetensors`` holds."""
+    history: list[dict[str, Any]]
+    """Step, epoch and metrics of each evaluation. ``metrics.jsonl`` in the folder has the whole log."""
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """The validated configuration in the YAML file ``path``.
+
+    ``overrides``: settings on top, as words of the command line (``["train.epochs=3"]``) or by dotted key
+    (``{"train.epochs": 3}``). Relative paths in the file are relative to the working folder. Raises ConfigError with
+    all problems, each with its file and line.
+    """
+    import json
+
+    from harness.config import loader
+
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    return loader.load(os.fspath(path), overrides)
+
+
+def train(config: Config) -> TrainResult:
+    """Train ``config`` to its end in this process, as ``harness train`` does; every rank of a launcher calls it.
+
+    A run that was stopped or killed resumes from its newest checkpoint. Ctrl-C stops with a checkpoint. Raises
+    HarnessError, or what the user's own task, model or optimizer raised.
+    """
+    from harness.training import loop, prediction_writer
+
+    with _started(config) as start, start as run:
+        start.done = loop.train(run) and prediction_writer.write_for_run(run)
+    last = run.state.history[-1] if run.state.history else {}
+    metrics = {name: last[name] for name in config.task.metrics if name in last}
+    state = run.state
+    return TrainResult(
+        run.folder.where, start.done, state.step, metrics, state.best, state.best_step, list(state.history)
+    )
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """The parts of a run, for a training loop of your own: a context with the ``harness.training.run.Run``.
+
+    The run is restored from its newest checkpoint, if there is one. Leave the context when ``run.finished()``, or after
+    a checkpoint (``harness.training.checkpointing.save``). Every rank of a launcher enters it. Raises HarnessError.
+    """
+    with _started(config) as start, start as run:
+        yield run
+        start.done = run.finished()
+
+
+def predict(
+    run: str | os.PathLike[str],
+    rows: str | os.PathLike[str] | pd.DataFrame,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
+) -> pd.DataFrame:
+    """The predictions of a trained model in this process, one row for each of ``rows``, in their order.
+
+    ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, or a table, with the
+    columns that the run was trained on; labels are optional. ``overrides`` change settings of the run
+    (``["task.root=photos"]``). ``trust``: import code that a run of someone else names. The columns are those of
+    predictions.csv: ``id``, ``label``, ``prediction``, scores. Raises HarnessError.
+    """
+    import pandas as pd
+
+    from harness.inference import predict as inference
+    from harness.runs import fetched
+
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+        out = Path(folder, "predictions.parquet")
+        if isinstance(rows, pd.DataFrame):
+            source = str(Path(folder, "rows.csv"))
+            rows.to_csv(source, index=False)
+            overrides = [f"data.cache_dir={folder}", *overrides]
+        else:
+            source = os.fspath(rows)
+        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, overrides, trust)
+        with _as_before():
+            inference.in_this_process(request)
+        return pd.read_parquet(out)
+
+
+@contextmanager
+def _started(config: Config) -> Iterator[Any]:
+    """A ``RunStart`` that is not entered yet, in a process that is restored afterwards."""
+    from harness.distributed.launch_env import detect
+    from harness.distributed.meeting import telling_peers
+    from harness.distributed.runtime import open_runtime
+    from harness.training import console, determinism, main
+    from harness.training.exit_report import explained
+    from harness.training.start import RunStart
+
+    with _as_before(), ExitStack() as stack:
+        launch = replace(detect(os.environ), call=next(_calls))
+        console.to_terminal(launch.rank)
+        start: RunStart | None = None
+        try:
+            with telling_peers(launch):
+                determinism.require(config.train.deterministic)  # before CUDA starts
+            runtime = stack.enter_context(
+                open_runtime(
+                    launch, config.runtime.device, config.runtime.timeout_s, lambda device: main.facts(config, device)
+                )
+            )
+            _stores[:] = [runtime.store]
+            start = RunStart(config, runtime, shown=False)
+            yield start
+        except (Exception, SystemExit) as error:
+            shown = explained(error, start.run if start else None)
+            if shown is error:
+                raise
+            raise shown from error
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Context after which the process has the log handlers, the random streams and the settings of torch of before."""
+    import random
+
+    import numpy as np
+    import torch
+
+    from harness.apex import amp
+
+    logs = [logging.getLogger("harness"), logging.getLogger("py.warnings")]
+    handlers = [(log, log.handlers[:], log.level, log.propagate) for log in logs]
+    captured = logging._warnings_showwarning is not None  # type: ignore[attr-defined]
+    streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    level = torch.get_deterministic_debug_mode()
+    backends = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    logs[0].handlers = []  # console would close them
+    try:
+        yield
+    finally:
+        amp.reset()
+        for log, before, severity, propagate in handlers:
+            for handler in set(log.handlers) - set(before):
+                handler.close()
+            log.handlers[:], log.propagate = before, propagate
+            log.setLevel(severity)
+        logging.captureWarnings(captured)
+        torch.set_rng_state(streams[0])
+        np.random.set_state(streams[1])
+        random.setstate(streams[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        torch.set_deterministic_debug_mode(level)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = (
+            backends
+        )
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

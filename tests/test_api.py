@@ -1,0 +1,183 @@
+"""The Python API, and the script of docs/python_api.md."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import harness
+from harness import load_config, open_run, predict, train
+from harness.errors import ConfigError, DataError, HarnessError
+from tests.conftest import ROOT
+from tests.fixtures import settings, write_rows, write_yaml
+from tests.ranks import run_ranks
+
+PAGE = (ROOT / "docs" / "python_api.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A configuration with dropout and a moving average, in float16 with a loss scale."""
+    write_rows(tmp_path, "train", 30)
+    write_rows(tmp_path, "eval", 9)
+    model = {"name": "small_cnn", "args": {"width": 4}}
+    sections = {"model": model, "train": {"epochs": 2, "ema_decay": 0.9}, "batch": {"global": 8, "accumulate": 2}}
+    return write_yaml(tmp_path / "x.yaml", settings(tmp_path, **sections))
+
+
+def process_state() -> dict[str, object]:
+    """What a call must leave as it was."""
+    log, matrix = logging.getLogger("harness"), torch.ones(2, 2)
+    return {
+        "handlers": log.handlers[:],
+        "level": (log.level, log.propagate),
+        "warnings": logging.getLogger("py.warnings").handlers[:],
+        "signals": [signal.getsignal(getattr(signal, f"SIG{name}")) for name in ("INT", "TERM", "HUP", "USR1")],
+        "streams": (torch.get_rng_state().sum().item(), np.random.get_state()[1].sum(), random.getstate()[1][:3]),
+        "torch": (torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, (matrix @ matrix).dtype),
+        "variables": dict(os.environ),
+    }  # fmt: skip
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(f"{folder}/weights.safetensors")
+
+
+def test_train_twice_and_predict(path, capsys):
+    """The second call resumes the run; the process is as before after each call."""
+    before = process_state()
+    first = train(load_config(path))
+    assert process_state() == before
+    assert (first.finished, first.step, set(first.metrics)) == (True, 8, set(load_config(path).task.metrics))
+    assert [entry["step"] for entry in first.history] == [4, 8]
+    longer = train(load_config(path, {"train.epochs": 3}))
+    assert (longer.finished, longer.step, longer.folder) == (True, 12, first.folder)
+    assert longer.history[:2] == first.history
+    other = train(load_config(path, ["train.epochs=3", "name=other"]))  # not influenced by the calls before
+    assert all(torch.equal(value, weights(other.folder)[name]) for name, value in weights(longer.folder).items())
+
+    table = predict(longer.folder, path.parent / "eval.csv")
+    assert process_state() == before
+    assert list(table["label"]) == [str(row % 3) for row in range(9)]
+    assert (table["prediction"].astype(str) == table["label"]).mean() == pytest.approx(longer.best)
+    again = predict(longer.folder, pd.read_csv(path.parent / "eval.csv")[["path"]])
+    pd.testing.assert_frame_equal(again, table.drop(columns="label"))
+
+
+def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
+    before = process_state()
+    with pytest.raises(ConfigError, match="did you mean train.epochs"):
+        load_config(path, {"train.epoch": 3})
+    with pytest.raises(DataError, match="no such annotation file"):
+        train(load_config(path, {"task.train_csv": "nothing.csv"}))
+    with pytest.raises(ConfigError, match="no weights yet"):
+        predict(tmp_path / "runs" / "small", path.parent / "eval.csv")
+    (tmp_path / "train_images" / "7.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"train.csv:9: image cannot be decoded"):
+        train(load_config(path))
+    assert (tmp_path / "runs" / "small" / "failure.json").exists()
+
+    import harness.training.loop
+
+    monkeypatch.setattr(harness.training.loop, "train", lambda run: sys.exit(3))
+    with pytest.raises(HarnessError, match=r"the code called sys.exit\(3\)"):
+        train(load_config(path, {"name": "other"}))
+    monkeypatch.setattr(harness.training.loop, "train", lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(load_config(path, {"name": "third"}))
+    assert process_state() == before
+
+
+def test_a_signal_stops_with_a_checkpoint(path, monkeypatch):
+    """As when the cell of a notebook is interrupted."""
+    from harness.training import loop
+
+    original = loop.count
+
+    def interrupting(run, *arguments):
+        original(run, *arguments)
+        if run.state.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop, "count", interrupting)
+    stopped = train(load_config(path))
+    monkeypatch.undo()
+    assert (stopped.finished, stopped.step) == (False, 3)
+    resumed, whole = train(load_config(path)), train(load_config(path, {"name": "whole"}))
+    assert (resumed.finished, resumed.history) == (True, whole.history)
+
+
+def on_a_rank(path: str) -> tuple[int, dict[str, float], float]:
+    result = train(load_config(path))
+    with open_run(load_config(path)) as run:
+        total = run.runtime.sum(torch.ones(1)).item()
+    return result.step, result.metrics, total
+
+
+def test_two_ranks(path):
+    first, second = run_ranks(2, on_a_rank, str(path), group=False)
+    assert first == second
+    assert (first[0], first[2]) == (8, 2.0)
+
+
+@pytest.fixture
+def digits(tmp_path, monkeypatch):
+    from harness.data import digits
+
+    digits.write(tmp_path / "data" / "digits")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_the_script_of_the_page(digits, capsys):
+    """All blocks as the cells of a notebook. The own loop then resumes exactly after an error in the middle."""
+    names: dict = {}
+    for block in BLOCKS:
+        exec(block.replace('"data/', f'"{digits}/data/'), names)
+    out = capsys.readouterr().out
+    assert re.search(r"^runs/notebook 46 0\.\d+\n\d+ of 360 wrong\n", out), out
+    config = load_config("configs/digits.yaml", {"name": "killed", "train.epochs": 1})
+    one_step, steps = names["one_step"], []
+
+    def failing(run, group):
+        one_step(run, group)
+        steps.append(run.state.step)
+        if steps == [*range(1, 22)]:
+            raise RuntimeError("planted")
+
+    names["one_step"] = failing
+    with pytest.raises(RuntimeError, match="planted"):
+        names["my_training"](config)
+    names["my_training"](config)
+    assert steps == [*range(1, 22), 21, 22, 23]
+    read = [
+        torch.load(f"runs/{name}/checkpoints/step-23/state.pt", weights_only=True) for name in ("my_loop", "killed")
+    ]
+    assert all(torch.equal(value, read[1]["model"][name]) for name, value in read[0]["model"].items())
+
+
+def test_every_name_is_on_the_page_and_the_import_is_light():
+    for name in harness.__all__:
+        assert name == "__version__" or (f"`{name}" in PAGE and getattr(harness, name).__doc__), name
+    program = (
+        "import sys, harness, harness.train\n"
+        "assert harness.train is harness.api.train and {*harness.__all__} <= {*dir(harness)}\n"
+        "sys.exit(', '.join({'torch', 'numpy', 'pandas', 'pydantic'} & {*sys.modules}) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
