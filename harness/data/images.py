@@ -11,22 +11,27 @@ import errno
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_image, read_file
+from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import functional
 
 from harness.data.batch import Batch
+from harness.data.image_files import ImageFiles
 from harness.data.seeds import row_seed, seeded_torch
 from harness.data.table.table import Table
-from harness.errors import ConfigError, DataError, first_line, require_regular_file, similar
+from harness.errors import ConfigError, DataError, first_line, similar
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 _AT_ONCE = 512  # paths that are read at once from the table
+_AT_START = 16  # images that each rank decodes of each split before training
+_THREADS = 8  # that decode a sample
 _NAMED = 8  # further missing images in a message
 MAX_NAMES = 10_000  # names of a folder compared with a missing one
 _CHECK_ROOT = "check task.root: paths in the CSV are relative to it"
@@ -39,11 +44,12 @@ class ImageTable:
 
     targets: ``targets[code]`` is the class index of a label code of the table
     for_training, for_evaluation: applied to each image, uint8 (channels, height, width) -> the same kind, or float32
+    files: where the images are
     on_bad_image: "error", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
     """
 
     table: Table
-    root: Path
+    files: ImageFiles
     path_column: str
     targets: np.ndarray
     seed: int
@@ -60,9 +66,10 @@ class ImageTable:
         DataError or, from a transform, ConfigError."""
         images, used, bad = [], [], []
         paths = self.table.strings(self.path_column, rows)
+        self.files.read_ahead(paths)
         for row, path in zip(rows.tolist(), paths, strict=True):
             try:
-                image = self._decoded(path)
+                image = self._decoded(row, path)
             except _UNREADABLE as error:
                 if self.on_bad_image == "error":
                     raise self._unreadable(row, path, error) from None
@@ -75,20 +82,23 @@ class ImageTable:
         numbers = np.asarray(used, dtype=np.int64)
         return Batch(self._stack(images, used), torch.from_numpy(self._targets(numbers)), numbers, bad)
 
-    def require_files(self, rows: np.ndarray, limit_s: float) -> None:
-        """Raise DataError if images of ``rows`` do not exist, unless they may be skipped. Looks for at most ``limit_s``
-        seconds: a network disk has thousands of files per second, a local one hundreds of thousands."""
+    def require_files(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> None:
+        """Raise DataError if the root or images of ``rows`` do not exist, or if a few of them cannot be decoded, unless
+        images may be skipped. Looks for at most ``limit_s`` seconds: a network disk has thousands of files per second,
+        a local one hundreds of thousands."""
+        self.files.require_root()
         if self.on_bad_image != "error":
             return
         missing: list[tuple[int, str]] = []
         until = time.monotonic() + limit_s
         for part in np.array_split(rows, -(-len(rows) // _AT_ONCE) or 1):
             for row, path in zip(part.tolist(), self.table.strings(self.path_column, part), strict=True):
-                if not (path.strip() and os.path.exists(os.path.join(self.root, path))):
+                if not (path.strip() and self.files.exists(path)):
                     missing.append((row, path))
             if time.monotonic() > until:
                 break
         if not missing:
+            self.sample(spread(rows, _AT_START), epoch, until - time.monotonic())
             return
         first = self._unreadable(*missing[0], FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
         others = [f"{self.table.where(row)}: {path.strip() or 'no path'}" for row, path in missing[1 : _NAMED + 1]]
@@ -96,17 +106,57 @@ class ImageTable:
         also = f"; also {', '.join(others)}{more}" if others else ""
         raise DataError(f"{first.message}{also}", where=first.where, hint=first.hint)
 
+    def sample(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> str:
+        """Decode images of ``rows`` in threads, for at most ``limit_s`` seconds but at least one per thread; return
+        their number and sizes, in words. One of each size is transformed as in ``epoch``. Raises DataError if one
+        cannot be decoded (if images may be skipped: if none can), or if they then differ in size."""
+        paths = self.table.strings(self.path_column, rows)
+        sizes: Counter[tuple[int, ...]] = Counter()
+        scaled: list[tuple[int, ...]] = []
+        bad: list[tuple[int, str, Exception]] = []
+
+        def decode(row: int, path: str) -> torch.Tensor | Exception:
+            try:
+                return self._decoded(row, path)
+            except _UNREADABLE as error:
+                return error
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            until, jobs = time.monotonic() + limit_s, zip(rows.tolist(), paths, strict=True)
+            while (time.monotonic() < until or not (sizes or bad)) and (part := list(islice(jobs, _THREADS))):
+                for (row, path), image in zip(part, pool.map(decode, *zip(*part, strict=True)), strict=True):
+                    if isinstance(image, Exception):
+                        bad.append((row, path, image))
+                        continue
+                    sizes[tuple(image.shape[1:])] += 1
+                    if sizes[tuple(image.shape[1:])] == 1:
+                        scaled.append(tuple(self._transformed(image, row, epoch).shape[1:]))
+                        if scaled[-1] != scaled[0]:
+                            raise self._differ(row, scaled[0], scaled[-1])
+                if bad and self.on_bad_image == "error":
+                    raise self._unreadable(*bad[0])
+        if bad and not sizes:
+            raise self._unreadable(*bad[0])
+        found = ", ".join(f"{height}x{width}" for height, width in sorted(sizes)[:3])
+        of = f" in {len(sizes)} sizes" if len(sizes) > 3 else ""
+        skipped = f"; {len(bad)} cannot be decoded and are skipped" if bad else ""
+        return f"{sum(sizes.values()):,} of {len(self):,} images decoded ({found}{', ...' if of else ''}{of}){skipped}"
+
     def _targets(self, rows: np.ndarray) -> np.ndarray:
         """Class indices; -1 if the table has no labels."""
         if self.table.label is None:
             return np.full(len(rows), -1, np.int64)
         return self.targets[self.table.labels(rows)]
 
-    def _decoded(self, path: str) -> torch.Tensor:
-        """Decode ``path`` to uint8 (channels, height, width). Raises one of _UNREADABLE."""
-        file = os.path.join(self.root, path)
-        require_regular_file(file)
-        return _converted(decode_image(read_file(file), mode=self.mode), self.mode)
+    def _decoded(self, row: int, path: str) -> torch.Tensor:
+        """Decode ``path`` to uint8 (channels, height, width). Raises one of _UNREADABLE, or DataError if the archive or
+        the server of the file cannot be read."""
+        try:
+            content = self.files.read(path)
+        except DataError as error:
+            what = f"{error.where}: {error.message}" if error.where else error.message
+            raise DataError(what, where=self.table.where(row), hint=error.hint) from None
+        return _converted(decode_image(content, mode=self.mode), self.mode)
 
     def _transformed(self, image: torch.Tensor, row: int, epoch: int | None) -> torch.Tensor:
         if epoch is None:
@@ -120,7 +170,7 @@ class ImageTable:
             number = candidate % len(self)
             path = self.table.strings(self.path_column, np.asarray([number]))[0]
             with contextlib.suppress(*_UNREADABLE):
-                return number, self._decoded(path)
+                return number, self._decoded(number, path)
         raise DataError(
             f"neither the image of this row nor those of the {NUM_TRIES} rows after it can be read",
             where=self.table.where(row),
@@ -129,11 +179,15 @@ class ImageTable:
 
     def _unreadable(self, row: int, path: str, error: Exception) -> DataError:
         """The error for an image. It finds the line in the CSV by reading it, which is too slow for skipped rows."""
-        file, where = os.path.join(self.root, path), self.table.where(row)
+        file, where = self.files.place(path), self.table.where(row)
         skip = "or set task.on_bad_image=skip"
         if not path.strip():
             hint = f"fill it in or remove the row; {skip}"
             return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
+        if isinstance(error, FileNotFoundError) and not self.files.is_file(path):
+            archive = os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
+            what = f" ({error.strerror})" if archive else ""
+            return DataError(f"image not found: {file}{what}", where=where, hint=f"{_CHECK_ROOT}; {skip}")
         if isinstance(error, FileNotFoundError) and not os.path.islink(file):
             folder, name = os.path.split(file)
             there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
@@ -163,13 +217,21 @@ class ImageTable:
                     hint="return the same type for each",
                 )
             if image.shape != shape:
-                raise DataError(
-                    f"images differ in size: {tuple(shape[1:])} and {tuple(image.shape[1:])} (height, width)",
-                    where=self.table.where(row),
-                    hint="set task.image_size=[height,width], or end task.transforms.train with RandomResizedCrop and "
-                    "task.transforms.eval with Resize and CenterCrop",
-                )
+                raise self._differ(row, tuple(shape[1:]), tuple(image.shape[1:]))
         return torch.stack(images)
+
+    def _differ(self, row: int, size: tuple[int, ...], other: tuple[int, ...]) -> DataError:
+        return DataError(
+            f"images differ in size: {size} and {other} (height, width)",
+            where=self.table.where(row),
+            hint="set task.image_size=[height,width], or end task.transforms.train with RandomResizedCrop and "
+            "task.transforms.eval with Resize and CenterCrop",
+        )
+
+
+def spread(rows: np.ndarray, count: int) -> np.ndarray:
+    """``count`` of ``rows``, evenly spread, or all of them."""
+    return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]
 
 
 def _converted(image: torch.Tensor, mode: ImageReadMode) -> torch.Tensor:

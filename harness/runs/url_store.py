@@ -123,10 +123,11 @@ def _explaining(url: str, absent: bool = False) -> Iterator[None]:
         if absent and isinstance(error, FileNotFoundError):
             raise
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{type(error).__name__}: {reason}", where=url, hint=_remedy(url, error)) from error
+        raise ConfigError(f"{type(error).__name__}: {reason}", where=url, hint=remedy_for(url, error)) from error
 
 
-def _remedy(url: str, error: Exception) -> str:
+def remedy_for(url: str, error: Exception, access: str = "list, read, write and delete") -> str:
+    """What to do about ``error`` of an fsspec back end. ``access``: what the credentials must allow."""
     protocol = url.partition("://")[0]
     if isinstance(error, ImportError):
         known = known_implementations.get(protocol, {}).get("err", f"the package for {protocol}:// is missing")
@@ -142,6 +143,6 @@ def _remedy(url: str, error: Exception) -> str:
         return "check that the bucket exists and that you may access it; create it, or correct the address"
     if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
         keys = ", such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if protocol in ("s3", "s3a") else ""
-        return f"give every node credentials{keys} that may list, read, write and delete there"
+        return f"give every node credentials{keys} that may {access} there"
     other = "; for another S3 server, set AWS_ENDPOINT_URL" if protocol in ("s3", "s3a") else ""
     return f"check the address and the network{other}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.schema import Config
-from harness.doctor.limits import cpu_quota
+from harness.distributed.machine import cpu_quota
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from harness.errors import EXIT_DONE
 VERB = "check"
 HELP = "validate a configuration: print the planned run, or every error in the file"
 
-_FILES_S = 20.0  # for a look at the files that the rows name
+_LIMIT_S = 20.0  # for a look for the files, for decoding some of them, and for a step on a few rows, each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the facts and the errors; return the highest exit code of the errors."""
     from harness.training import preflight
 
-    facts, problems = preflight.examine(arguments.config, arguments.overrides, arguments.world, _FILES_S)
+    facts, problems = preflight.examine(arguments.config, arguments.overrides, arguments.world, _LIMIT_S)
     for name, value in facts.items():
         print(f"{name:>14}: {value}")
     for problem in problems:

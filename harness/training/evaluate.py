@@ -60,7 +60,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
             hint="check the paths of the validation data; task.on_bad_image=error shows the first unreadable file",
         )
     metrics = {
-        **_numbers(run.task.report(total), run.config.task.metrics),
+        **numbers(run.task.report(total), run.config.task.metrics),
         "rows_used": counted,
         "rows": data.num_rows,
         "bad_rows": unread,
@@ -68,7 +68,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
 
 
-def _numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """``report``, with a number for each of the metrics ``names``. Raises TrainingError."""
     for name in names:
         value = report.get(name)

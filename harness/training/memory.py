@@ -17,23 +17,30 @@ from harness.training.run import Run
 
 GIB, MIB = 2**30, 2**20
 _OUT = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|can't allocate memory", re.I)  # of CUDA, its libraries, the CPU
-_NUM_SETTINGS = 3  # to suggest
+NUM_SETTINGS = 3  # to suggest
 
 
 def held(run: Run) -> dict[str, int]:
     """Bytes on this rank between two steps, by what they are for. Gradients count as if all were present."""
-    stepped = {id(p): p for group in run.optimizer.param_groups for p in group["params"]}
-    weights = {id(p): p for p in run.module.parameters()} | stepped  # with masters
-    state = [v for entry in run.optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
+    return held_by(run.module.parameters(), run.optimizer, run.ema.average if run.ema else ())
+
+
+def held_by(
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, average: Iterable[Tensor]
+) -> dict[str, int]:
+    """``held`` of a model with these ``parameters``, after a step of ``optimizer``."""
+    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    weights = {id(p): p for p in parameters} | stepped  # with masters
+    state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
     return {
-        "parameters": _num_bytes(weights.values()),
-        "gradients": _num_bytes(stepped.values()),
-        "optimizer state": _num_bytes(state),
-        "moving average": _num_bytes(run.ema.average if run.ema else ()),
+        "parameters": num_bytes(weights.values()),
+        "gradients": num_bytes(stepped.values()),
+        "optimizer state": num_bytes(state),
+        "moving average": num_bytes(average),
     }
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in (local(tensor.detach()) for tensor in tensors))
 
 
@@ -53,10 +60,10 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
         )
     when = "training" if run.module.training else "evaluation"
     has_blocks = bool(recompute.blocks(run.module)) and run.config.parallel.strategy != "dp"
-    settings = [*_settings(run.config, run.runtime.world_size, when, has_blocks)]
+    ways = [*settings(run.config, run.runtime.world_size, when, has_blocks)]
     return TrainingError(
         f"out of memory on {run.runtime.device} in {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
-        hint=f"use one of: {'; '.join(settings[:_NUM_SETTINGS])}",
+        hint=f"use one of: {'; '.join(ways[:NUM_SETTINGS])}",
     )
 
 
@@ -71,7 +78,11 @@ def _largest(run: Run, when: str) -> Iterator[str]:
         yield f"{activations} (not measured on a CPU)"
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
         if size:
-            yield f"{name} {size / GIB:.1f} GiB" if size >= GIB else f"{name} {size / MIB:.1f} MiB"
+            yield f"{name} {shown(size)}"
+
+
+def shown(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def _rows(config: Config, world_size: int, when: str) -> int:
@@ -81,7 +92,7 @@ def _rows(config: Config, world_size: int, when: str) -> int:
     return batch.eval_per_rank or micro if when == "evaluation" else micro
 
 
-def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
+def settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
     """Settings that need less memory, those that change the training least first."""
     batch, rows = config.batch, _rows(config, world_size, when)
     per_rank = rows * batch.accumulate

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from harness.config import plugins
+from harness.distributed import machine
 from harness.errors import ConfigError, first_line, similar
 from harness.training import determinism
 
 TIMM = "timm:"  # before the name of a model of timm
+_LARGE_BYTES = 64 * 2**20  # of an example, from which on the memory of the model's operations is looked at first
 
 
 def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
@@ -57,18 +60,19 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
 
 
 def require_memory(num_bytes: int, what: str, where: str) -> None:
-    """Raise ConfigError, with the key ``where``, if ``num_bytes`` exceed this machine's memory: the system would kill
-    the process while it fills them."""
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > limit:
+    """Raise ConfigError, with the key ``where``, if ``num_bytes`` exceed this machine's free memory: the system would
+    kill the process while it fills them."""
+    total, free, _ = machine.memory_of()
+    if num_bytes > free:
         raise ConfigError(
-            f"{what} take {num_bytes / 2**30:,.1f} GiB, but this machine has {limit / 2**30:,.1f} GiB of memory",
+            f"{what} take {num_bytes / 2**30:,.1f} GiB, but {max(free, 0) / 2**30:,.1f} of the "
+            f"{total / 2**30:,.1f} GiB of memory of this machine are free",
             where=where,
             hint="use a smaller value",
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _parameters_in_memory(name: str) -> Iterator[None]:
     """Context in which a model is built. Its weights are allocated first and filled later, so one that is too large for
     this machine is refused in between."""
@@ -104,6 +108,8 @@ def _reason(error: Exception) -> str:
 def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor) -> None:
     """Raise ConfigError if ``model`` cannot process ``example`` or does not return logits of the right shape. Leaves it
     in training mode."""
+    if example.nbytes >= _LARGE_BYTES:
+        require_memory(_largest_operation(model, example), f"the tensors of one operation of {name}", "task.image_size")
     try:
         with torch.no_grad():
             outputs = model.eval()(example)
@@ -122,6 +128,26 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
             where="model.name",
             hint="add an argument num_classes to your model (the harness sets it), or set the number in model.args",
         )
+
+
+def _largest_operation(model: nn.Module, example: Tensor) -> int:
+    """Bytes of the inputs and outputs of the largest operation of ``model`` on ``example``, found without computing it;
+    0 if the model cannot run on tensors without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # late: it takes 0.4 s to import
+
+    class _Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tensors = [value for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
+            self.largest = max(self.largest, sum({id(one): one.nbytes for one in tensors}.values()))
+            return result
+
+    sizes = _Sizes()
+    with contextlib.suppress(Exception), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake, sizes:
+        model.eval()(fake.from_tensor(example))
+    return sizes.largest
 
 
 def _find(name: str) -> tuple[Callable[..., nn.Module], str]:

@@ -19,15 +19,15 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, determinism, optim, precision, recompute, strategy, weights
-from harness.training.task import OpenedTask
+from harness.training import build, determinism, optim, precision, recompute, rehearsal, strategy, weights
+from harness.training.task import OpenedTask, SupportsSample
 
 
 def examine(
-    path: str, overrides: Sequence[str], world_size: int, files_s: float = build.FILES_S
+    path: str, overrides: Sequence[str], world_size: int, limit_s: float = build.FILES_S
 ) -> tuple[dict[str, Any], list[HarnessError]]:
-    """(facts, errors). A stage is left out only if it needs the result of one that failed. ``files_s``: for a look at
-    the files that the rows name."""
+    """(facts, errors). A stage is left out only if it needs the result of one that failed. ``limit_s``: for a look for
+    the files that the rows name, for decoding a sample of them, and for a step and an evaluation on a few rows."""
     try:
         config = loader.load(path, overrides)
     except HarnessError as error:
@@ -48,13 +48,15 @@ def examine(
 
     device = attempt(devices.choose, config.runtime.device, 0, 1)
     chosen = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
-    task = attempt(build.open_task, config, Runtime(), files_s)
+    task = attempt(build.open_task, config, Runtime(), limit_s)
     size = attempt(build.sizes, config, len(task.train), world_size) if task else None
     model = attempt(build.build_model, config, task) if task else None
+    sampled: str | None = None
     attempt(metrics_log.require, config.trackers)
     attempt(_reach, config)
     if model is None or size is None:
         attempt(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
+    optimizer = None
     if model is not None:
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         if config.model.weights is not None and (given := attempt(weights.load, model, config)):
@@ -72,26 +74,27 @@ def examine(
         facts |= build.describe(config, task, size, world_size, device, chosen.backend)
         facts["preset"] = f"{facts['preset']}; a file that starts with extends: preset:NAME chooses one"
         facts |= presets.described(config)
-        if model is not None and config.train.deterministic:
-            attempt(_deterministic, config, task, model, device, facts)
-        attempt(_shared_memory, config, task, size, -(-world_size // config.launch.nnodes), facts)
+        if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
+            facts["files"] = sampled
+        if model is not None and optimizer is not None and (sampled or not isinstance(task, SupportsSample)):
+            candidate = rehearsal.Candidate(config, task, model, optimizer, size, device)
+            attempt(_rehearse, candidate, world_size, limit_s, facts)
+            attempt(_shared_memory, config, task, size, -(-world_size // config.launch.nnodes), facts)
     attempt(strategy.check_world, config.parallel, world_size)
     return facts, errors
 
 
-def _deterministic(
-    config: Config, task: OpenedTask, model: nn.Module, device: torch.device, facts: dict[str, Any]
-) -> None:
-    """Train ``model`` on a few rows on the CPU, and add the operations in it that CUDA cannot do deterministically to
-    ``facts``. Raises ConfigError if ``device`` is CUDA and the configuration refuses them."""
-    batch = task.train.batch(np.arange(min(4, len(task.train))), 0)
-    if not len(batch):
-        return
-    with determinism.Audit() as audit:
-        task.loss(model(task.prepare(batch.inputs)), batch.targets).backward()
-    facts["deterministic"] = determinism.described(config.train.deterministic, audit.found)
-    if audit.found and config.train.deterministic is True and device.type == "cuda":
-        raise determinism.refused(audit.found)
+def _rehearse(candidate: rehearsal.Candidate, world_size: int, limit_s: float, facts: dict[str, Any]) -> None:
+    """Add to ``facts`` what a step and an evaluation on a few rows found: operations that CUDA cannot do
+    deterministically, and the memory of a rank. Raises ConfigError if the device refuses or lacks them."""
+    found = rehearsal.rehearse(candidate, limit_s)
+    level, operations = candidate.config.train.deterministic, found.audit.found if found.audit else set()
+    facts["one batch"] = str(found)
+    facts["deterministic"] = determinism.described(level, operations)
+    if operations and level is True and candidate.device.type == "cuda":
+        raise determinism.refused(operations)
+    if found.parts:
+        facts["memory"] = rehearsal.require_memory(candidate, found.parts, world_size)
 
 
 def _shared_memory(config: Config, task: OpenedTask, size: build.Sizes, num_ranks: int, facts: dict[str, Any]) -> None:

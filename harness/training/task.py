@@ -29,8 +29,8 @@ from harness.training.metrics import Pairs, Report, Sums
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
-    "SupportsFileCheck", "SupportsLearned", "SupportsNewData", "SupportsPredictions", "SupportsSignature",
-    "TaskSection", "model_builder", "row_seed", "seeded_torch",
+    "SupportsFileCheck", "SupportsLearned", "SupportsNewData", "SupportsPredictions", "SupportsSample",
+    "SupportsSignature", "TaskSection", "model_builder", "row_seed", "seeded_torch",
 ]  # fmt: skip
 
 Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
@@ -122,7 +122,17 @@ class SupportsFileCheck(Protocol):
 
     def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
         """Raise DataError that lists the missing files of this rank's rows, as far as they can be looked up within
-        ``limit_s`` seconds."""
+        ``limit_s`` seconds. Every start calls it."""
+        ...
+
+
+@runtime_checkable
+class SupportsSample(Protocol):
+    """An opened task whose rows name files that may be damaged, or unlike each other."""
+
+    def sample(self, limit_s: float) -> str:
+        """Read files of rows spread over both splits for at most ``limit_s`` seconds; return what was read, in words.
+        Raises DataError. Only ``harness check`` calls it."""
         ...
 
 

@@ -13,6 +13,7 @@ from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
 from harness.data.batch import Batch
+from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable
 from harness.data.table.table import open_table
 from harness.errors import ConfigError, DataError
@@ -26,9 +27,9 @@ PIXELS = np.add.outer(np.arange(16), np.arange(12)).astype(np.uint8) * 9  # (hei
 def table(folder: Path, mode=GRAY, on_bad_image="error", augment=None, name="train", seed=0) -> ImageTable:
     opened = open_table(folder / f"{name}.csv", text=("path",), label="label", cache_dir=folder / "cache")
     return ImageTable(
-        table=opened, root=folder, path_column="path", targets=np.arange(len(opened.vocabulary), dtype=np.int64) * 10,
-        seed=seed, mode=mode, for_training=augment or v2.Identity(), for_evaluation=v2.Identity(),
-        on_bad_image=on_bad_image,
+        table=opened, files=ImageFiles(str(folder)), path_column="path",
+        targets=np.arange(len(opened.vocabulary), dtype=np.int64) * 10, seed=seed, mode=mode,
+        for_training=augment or v2.Identity(), for_evaluation=v2.Identity(), on_bad_image=on_bad_image,
     )  # fmt: skip
 
 
@@ -116,14 +117,14 @@ def test_all_missing_images_are_found_before_training(tmp_path):
     text = csv.read_text().replace("train_images/3.png", "train_images/3.jpg").replace("train_images/9.png", " ")
     csv.write_text(text.replace("train_images/10.png", "gone/10.png"))
     with pytest.raises(DataError) as caught:
-        table(tmp_path).require_files(np.arange(12), 5)
+        table(tmp_path).require_files(np.arange(12), None, 5)
     first, hint = str(caught.value).splitlines()
     place = f"{csv}:5: image not found: {tmp_path}/train_images/3.jpg"
     assert first == f"{place}; also {csv}:11: no path, {csv}:12: gone/10.png"
     assert "3.png" in hint
-    table(tmp_path).require_files(np.arange(4, 9), 5)
-    table(tmp_path, on_bad_image="skip").require_files(np.arange(12), 5)
-    table(tmp_path).require_files(np.arange(0), 5)
+    table(tmp_path).require_files(np.arange(4, 9), None, 5)
+    table(tmp_path, on_bad_image="skip").require_files(np.arange(12), None, 5)
+    table(tmp_path).require_files(np.arange(0), None, 5)
 
 
 def test_missing_folder_suggests_task_root(tmp_path):

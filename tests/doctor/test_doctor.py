@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from harness import cli
+from harness.distributed import machine
 from harness.doctor import examine, gpus, limits, network, software
 from harness.doctor.findings import Finding, System, output_of, run_check
 from harness.training import precision
@@ -437,8 +438,8 @@ V1_FREE = V1 | {
 )
 def test_control_groups(tmp_path, files, cores, limit, used):
     system = write(tmp_path, files)
-    assert limits.cpu_quota(system.root) == cores
-    assert limits.memory_limit(system.root) == (limit, used)
+    assert machine.cpu_quota(system.root) == cores
+    assert machine.memory_limit(system.root) == (limit, used)
 
 
 def meminfo(total: int, available: int) -> dict[str, str]:

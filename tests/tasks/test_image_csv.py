@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 import torch
@@ -291,9 +293,16 @@ def test_damaged_facts_of_the_training_data(folder, facts):
         task.open_new(facts, str(folder / "eval.csv"), folder / "cache")
 
 
-def test_images_larger_than_the_memory(folder, monkeypatch):
-    opened = make_config(folder, task={"image_size": [65536, 65536]}).task.open(0, folder / "cache")
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 22, "SC_PAGE_SIZE": 1 << 12}[name])
-    message = "task.image_size: two images of 65536x65536 take 32.0 GiB, but this machine has 16.0 GiB of memory"
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(65536, "two images of 65536x65536 take 32.0 GiB, but 16.0 of the 16.0 GiB of memory"),
+     (12288, "the tensors of one operation of small_cnn take .* GiB, but 16.0 of")],
+)  # fmt: skip
+def test_images_larger_than_the_memory(folder, monkeypatch, size, message):
+    """Refused before the pixels, or what the model makes of them, are in memory."""
+    opened = make_config(folder, task={"image_size": [size, size]}).task.open(0, folder / "cache")
+    monkeypatch.setattr("harness.distributed.machine.memory_of", lambda: (1 << 34, 1 << 34, False))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=f"task.image_size: {message}"):
         opened.model(ModelSection(name="small_cnn"))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20  # KiB

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from torch import nn
+from torchvision.io import write_png
 
-from harness.errors import ConfigError, DataError
+from harness.distributed import machine
+from harness.errors import ConfigError, DataError, TrainingError
+from harness.tasks.image_csv.task import ImageCsv
 from harness.training import preflight
 from tests.fixtures import settings, write_rows, write_yaml
 
@@ -57,6 +62,108 @@ class Pooled(nn.Module):
 
     def forward(self, images):
         return self.layer(nn.functional.adaptive_avg_pool2d(self.features(images), 2).flatten(1))
+
+
+def test_files_and_one_batch(folder):
+    """Both splits are sampled, and a few rows take a step and an evaluation."""
+    facts, problems = examine(folder, "optimizer.name=adam", "train.ema_decay=0.9")
+    assert problems == []
+    assert facts["files"] == "training: 20 of 20 images decoded (8x8); validation: 6 of 6 images decoded (8x8)"
+    assert "4 training rows through prepare, model, loss 1." in facts["one batch"]
+    assert "4 validation rows through prepare, model and metrics" in facts["one batch"]
+    assert facts["one batch"].endswith("not tried: O1 (it ran in float32 on the CPU)")
+    for part in (
+        "parameters 0.0",
+        "gradients 0.0",
+        "optimizer state 0.0",
+        "moving average 0.0",
+        "activations of 4 rows",
+    ):
+        assert part in facts["memory"]
+    facts, _ = preflight.examine(str(folder / "x.yaml"), (), 1, limit_s=0.0)
+    assert "there was no time left" in facts["one batch"]
+    assert "8 of 20 images" in facts["files"]
+    assert "memory" not in facts
+
+
+def damaged(folder):
+    (folder / "eval_images" / "4.png").write_bytes(b"<html>404</html>")
+
+
+def of_another_size(folder):
+    write_png(torch.zeros(1, 9, 8, dtype=torch.uint8), str(folder / "eval_images" / "5.png"))
+
+
+def all_missing(folder):
+    for image in (folder / "eval_images").iterdir():
+        image.unlink()
+
+
+def no_outputs(self, outputs):
+    raise KeyError("score")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "overrides", "kind", "message"),
+    [
+        (damaged, (), DataError, "eval.csv:6: image cannot be decoded: "),
+        (of_another_size, (), DataError, "eval.csv:7: images differ in size: (8, 8) and (9, 8) (height, width)\n"
+         "  -> set task.image_size"),
+        (all_missing, ("task.on_bad_image=skip",), DataError, "eval.csv:2: neither the image of this row nor"),
+        (None, ("task.on_bad_image=skip", "task.root=/nowhere/photos"), DataError,
+         "task.root: the folder /nowhere/photos does not exist"),
+        (None, ("model.name=tests.training.test_preflight.Pair", "train.deterministic=false"),
+         TrainingError, "loss() of the task fails on the training data: TypeError: "),
+        (("loss", lambda self, outputs, targets: outputs.sum(1)), ("train.deterministic=false",), TrainingError,
+         "task: loss() of the task returned (4,) instead of one number"),
+        (("loss", lambda self, outputs, targets: outputs.sum() / 0), (), TrainingError, "with the initial weights"),
+        (("evaluate", lambda self, outputs, targets: {"loss": (nn.functional.nll_loss(outputs, targets + 3), 1)}), (),
+         TrainingError, "evaluate() of the task fails on the validation data: IndexError: Target "),
+        (("report", lambda self, sums: {"loss": 1.0}), (), TrainingError, "report() of the task returned no metric"),
+        (("predictions", no_outputs), (), TrainingError,
+         "predictions() or known() of the task fails on the validation data: KeyError: 'score'"),
+    ],
+)  # fmt: skip
+def test_faults_that_would_show_after_the_start(folder, monkeypatch, spoil, overrides, kind, message):
+    """Each of these has passed this check, and failed a run after it had waited for its machines."""
+    if isinstance(spoil, tuple):
+        monkeypatch.setattr(ImageCsv, *spoil)
+    elif spoil:
+        spoil(folder)
+    (problem,) = examine(folder, *overrides)[1]
+    assert isinstance(problem, kind)
+    assert message in str(problem)
+
+
+class Pair(nn.Linear):
+    """Like torchvision's googlenet, which returns more while it is trained."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(64, num_classes)
+
+    def forward(self, images):
+        logits = super().forward(images.flatten(1))
+        return (logits, logits) if self.training else logits
+
+
+def test_few_unreadable_images_may_be_skipped(folder):
+    damaged(folder)
+    facts, problems = examine(folder, "task.on_bad_image=skip")
+    assert problems == []
+    assert facts["files"].endswith("5 of 6 images decoded (8x8); 1 cannot be decoded and are skipped")
+
+
+def test_more_memory_than_there_is(folder, monkeypatch):
+    """An image that is too large is refused before it is in memory; so are activations of a whole batch."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    monkeypatch.setattr(machine, "memory_of", lambda: (2**33, 2**33, False))
+    (problem,) = examine(folder, "task.image_size=[65536,65536]")[1]
+    assert "task.image_size: two images of 65536x65536 take 32.0 GiB" in str(problem)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
+    monkeypatch.setattr(machine, "memory_of", lambda: (2**17, 2**30, False))
+    (problem,) = examine(folder, "batch.global=20", model={"name": "small_cnn"})[1]
+    assert "batch: a rank needs about " in str(problem)
+    assert "batch.accumulate=2" in problem.hint
 
 
 def test_scaled_learning_rate(folder):

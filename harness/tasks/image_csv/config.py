@@ -29,7 +29,9 @@ class Task(TaskSection):
     eval_csv: Place
     """Annotations to evaluate on; every label must occur in train_csv."""
     root: str = ""
-    """Folder that image paths are relative to; empty: the working directory."""
+    """Folder or fsspec URL (s3://bucket/images) that image paths are relative to; empty: the working directory."""
+    cache_gib: Annotated[float, Field(gt=0)] = 50.0
+    """Size of the copies of files behind URLs that data.cache_dir keeps on this machine, in GiB."""
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
     label_column: str = "label"

@@ -17,7 +17,8 @@ from torch.nn import functional
 from torchvision.io import ImageReadMode
 
 from harness.data import transforms
-from harness.data.images import ImageTable
+from harness.data.image_files import ImageFiles
+from harness.data.images import ImageTable, spread
 from harness.data.shards import bounds
 from harness.data.table.table import Table, open_table
 from harness.errors import ConfigError, DataError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from harness.tasks.image_csv.config import Task
 
 _CHUNK_ROWS = 1 << 20  # labels in memory at once
+_SAMPLE = 200  # images of each split that harness check decodes
 
 
 def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
@@ -40,7 +42,8 @@ def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
     if unknown:
         raise _unknown_labels(eval_, task.train_csv, unknown, train.vocabulary)
     train_images, eval_images = (
-        _images(task, table, [class_of[label] for label in table.vocabulary], seed) for table in (train, eval_)
+        _images(task, table, [class_of[label] for label in table.vocabulary], seed, cache_dir)
+        for table in (train, eval_)
     )
     return ImageCsv(task, train_images, eval_images, train.vocabulary)
 
@@ -48,7 +51,7 @@ def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
 def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the classes and image size in ``learned``."""
     table = open_table(source, text=(task.path_column,), cache_dir=cache_dir)
-    images = _images(task, table, [], seed=0)
+    images = _images(task, table, [], 0, cache_dir)
     return ImageCsv(task, images, images, *_learned(learned))
 
 
@@ -66,12 +69,12 @@ def _learned(facts: dict[str, Any]) -> tuple[tuple[str | int, ...], tuple[int, .
     return tuple(classes), tuple(size)
 
 
-def _images(task: Task, table: Table, classes: Sequence[int], seed: int) -> ImageTable:
+def _images(task: Task, table: Table, classes: Sequence[int], seed: int, cache_dir: Path | None) -> ImageTable:
     """The images of ``table``; ``classes[code]`` is the class index of a label code of the table."""
     for_training, for_evaluation = transforms.build(task.transforms, task.image_size, task.channels)
     return ImageTable(
         table=table,
-        root=Path(task.root),
+        files=ImageFiles(task.root, cache_dir, task.cache_gib),
         path_column=task.path_column,
         targets=np.asarray(classes, dtype=np.int64),
         seed=seed,
@@ -105,8 +108,16 @@ class ImageCsv(Classification):
         return f"{self.train.table.digest} {self.eval.table.digest}"
 
     def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
-        for images in (self.train, self.eval):
-            images.require_files(np.arange(*bounds(len(images), rank, world_size)), limit_s / 2)
+        if self.options.image_size:
+            self._require_memory(self.options.image_size)
+        for images, epoch in ((self.train, 0), (self.eval, None)):
+            images.require_files(np.arange(*bounds(len(images), rank, world_size)), epoch, limit_s / 2)
+
+    def sample(self, limit_s: float) -> str:
+        texts = []
+        for split, images, epoch in (("training", self.train, 0), ("validation", self.eval, None)):
+            texts.append(f"{split}: {images.sample(spread(np.arange(len(images)), _SAMPLE), epoch, limit_s / 2)}")
+        return "; ".join(texts)
 
     def label_counts(self, start: int, stop: int) -> np.ndarray:
         counts = np.zeros(len(self.classes), dtype=np.int64)
@@ -141,9 +152,12 @@ class ImageCsv(Classification):
 
     def _example(self, size: Sequence[int]) -> Tensor:
         """A prepared batch of two images. Raises ConfigError if they do not fit into memory."""
-        shape = (2, self.options.channels, *size)
-        model_builder.require_memory(4 * math.prod(shape), f"two images of {shape[2]}x{shape[3]}", "task.image_size")
-        return torch.zeros(shape)
+        self._require_memory(size)
+        return torch.zeros(2, self.options.channels, *size)
+
+    def _require_memory(self, size: Sequence[int]) -> None:
+        num_bytes = 2 * self.options.channels * math.prod(size) * 4
+        model_builder.require_memory(num_bytes, f"two images of {size[0]}x{size[1]}", "task.image_size")
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """uint8 (batch, channels, height, width) -> normalized float32, on the same device; float32 as it is."""

@@ -1,0 +1,95 @@
+"""The bytes of images: files below a folder, members of tar archives, and both behind fsspec URLs.
+
+A path is relative to the root. ``shards/train-000000.tar/cat.jpg`` is the member ``cat.jpg`` of an archive. The root
+or a path may be a URL; what it names is copied once to the cache of this machine (url_cache.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torchvision.io import read_file
+
+from harness.data import tars
+from harness.data.url_cache import UrlCache
+from harness.errors import DataError, require_regular_file, similar
+from harness.runs.files import default_cache_dir, is_url
+
+_TAR = ".tar/"
+
+
+@dataclass
+class ImageFiles:
+    """Files below ``root``, a folder or a URL. ``cache_gib``: for the local copies of files behind URLs."""
+
+    root: str
+    cache_dir: Path | None = None
+    cache_gib: float = 50.0
+    _urls: UrlCache = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.root = self.root.removeprefix("file://")
+        self.cache_dir = (self.cache_dir or default_cache_dir()).expanduser().absolute()
+        self._urls = UrlCache(self.cache_dir / "urls", int(self.cache_gib * 2**30))
+
+    def place(self, path: str) -> str:
+        """The file or URL that ``path`` names."""
+        if is_url(path):
+            return path.removeprefix("file://")
+        return f"{self.root.rstrip('/')}/{path}" if is_url(self.root) else os.path.join(self.root, path)
+
+    def is_file(self, path: str) -> bool:
+        """True if ``path`` names a local file, not a member of an archive or something behind a URL."""
+        return _TAR not in path and not is_url(self.place(path))
+
+    def require_root(self) -> None:
+        """Raise DataError if the root is a folder that does not exist. A URL is not asked."""
+        if self.root and not is_url(self.root) and not os.path.isdir(self.root):
+            near = similar(os.path.basename(self.root.rstrip("/")), _folders(os.path.dirname(self.root.rstrip("/"))))
+            found = "is not a folder" if os.path.exists(self.root) else "does not exist"
+            hint = f"did you mean {near}? " if near else ""
+            hint += "it is the folder that image paths are relative to, itself relative to the working folder"
+            raise DataError(f"the folder {self.root} {found}", where="task.root", hint=hint)
+
+    def read(self, path: str) -> torch.Tensor:
+        """The bytes of ``path``, uint8 (bytes,). Raises OSError or RuntimeError if this file or member cannot be read,
+        and DataError if the archive or the server cannot."""
+        place = self.place(path)
+        if _TAR in path:
+            return self._member(place)
+        if is_url(place):
+            return self._urls.read(place)
+        require_regular_file(place)
+        return read_file(place)
+
+    def read_ahead(self, paths: Sequence[str]) -> None:
+        """Start to download what ``paths`` name behind URLs, in threads."""
+        for place in map(self.place, paths):
+            if is_url(place) and _TAR not in place:
+                self._urls.start(place)
+
+    def exists(self, path: str) -> bool:
+        """False if the file does not exist. Of an archive, only the file itself is looked for; URLs are not asked."""
+        place = self.place(path)
+        return is_url(place) or os.path.exists(place.partition(_TAR)[0] + ".tar" if _TAR in place else place)
+
+    def _member(self, place: str) -> torch.Tensor:
+        archive, _, member = place.partition(_TAR)
+        archive += ".tar"
+        if not is_url(archive) and os.path.isdir(archive):  # a folder whose name ends like an archive's
+            require_regular_file(place)
+            return read_file(place)
+        file = self._urls.file(archive) if is_url(archive) else archive
+        assert self.cache_dir is not None
+        return tars.read(file, member, self.cache_dir / "tars", archive)
+
+
+def _folders(parent: str) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
+    except OSError:
+        return []

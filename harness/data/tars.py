@@ -1,0 +1,131 @@
+"""Tar archives of which any member can be read at once: an index of names, offsets and sizes, made once per archive.
+
+The index is in CACHE/tars/NAME-HASH, sorted by a hash of the member's name and mapped by every process. An archive that
+has changed gets a new index.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import tarfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.data.download import locked
+from harness.errors import DataError, reason, require_regular_file
+from harness.runs.files import replacing
+
+_ENTRY = np.dtype([("hash", "<u8"), ("offset", "<i8"), ("size", "<i8")])
+_BLOCK = 512  # bytes, of the tar format
+_PACKED = {
+    b"\x1f\x8b": ("gzip", "gunzip"), b"BZh": ("bzip2", "bunzip2"), b"\xfd7zXZ": ("xz", "unxz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+}  # fmt: skip
+
+
+def read(file: str, member: str, cache: Path, name: str) -> torch.Tensor:
+    """The bytes of ``member`` of the archive ``file``, which messages call ``name``; uint8 (bytes,).
+
+    Raises FileNotFoundError if the archive does not exist or has no such member, DataError if it is damaged or packed.
+    """
+    require_regular_file(file)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        index = _index(file, _version(os.fstat(descriptor)), cache, name)
+        key = _hash(member)
+        at = int(np.searchsorted(index["hash"], key))
+        if at == len(index) or index["hash"][at] != key:
+            raise FileNotFoundError(errno.ENOENT, f"the archive {name} has no member {member}")
+        size, offset = int(index["size"][at]), int(index["offset"][at])
+        content = bytearray(size)
+        if os.preadv(descriptor, [content], offset) != size:
+            raise OSError(errno.EIO, f"the archive {name} has become shorter")
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(content, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
+
+def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, size) of each regular file in the archive, in order. Raises DataError."""
+    with open(file, "rb") as stream:
+        head = stream.read(6)
+        for magic, (kind, command) in _PACKED.items():
+            if head.startswith(magic):
+                raise DataError(
+                    f"the archive is packed with {kind}, so its members cannot be read one by one",
+                    where=name,
+                    hint=f"unpack it: {command} {name} (images are compressed already)",
+                )
+        stream.seek(0)
+        length = os.fstat(stream.fileno()).st_size
+        try:
+            with tarfile.open(fileobj=stream, mode="r:", errorlevel=0) as archive:
+                while (member := archive.next()) is not None:
+                    archive.members.clear()  # type: ignore[attr-defined]  # which grows otherwise
+                    if member.offset_data + member.size > length and member.isreg():
+                        raise _truncated(name, f"in {member.name}")
+                    if member.isreg() and member.sparse is None:
+                        yield member.name.removeprefix("./"), member.offset_data, member.size
+                end = archive.offset
+        except tarfile.TarError as error:
+            if "end of data" in str(error) or "truncated" in str(error):
+                raise _truncated(name, str(error)) from None
+            hint = "check that it was written completely, and that it is a tar archive"
+            raise DataError(f"this is not a tar archive: {error}", where=name, hint=hint) from None
+        stream.seek(end)
+        if stream.read(_BLOCK) != bytes(_BLOCK):
+            raise _truncated(name, "it has no end marker")
+
+
+def _truncated(name: str, what: str) -> DataError:
+    hint = f"copy it again; if only the marker is missing, add it: head -c 1024 /dev/zero >> {name}"
+    return DataError(f"the archive is not complete ({what})", where=name, hint=hint)
+
+
+def _version(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+@lru_cache(maxsize=4096)  # archives; an index is a mapped file
+def _index(file: str, version: tuple[int, ...], cache: Path, name: str) -> np.ndarray:
+    """The index of the archive in this version, made first if no process has."""
+    place = os.path.realpath(file)
+    folder = cache / f"{Path(place).stem[:40]}-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+    path = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:24]}.npy"
+    if not path.exists():
+        with locked(folder):
+            if not path.exists():
+                _write_index(file, path, name)
+    try:
+        found: np.ndarray = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        hint = f"remove {folder} and run the same command again"
+        raise DataError(f"the index of the archive cannot be read: {reason(error)}", where=name, hint=hint) from None
+    return found
+
+
+def _write_index(file: str, path: Path, name: str) -> None:
+    entries = np.array([(_hash(member), offset, size) for member, offset, size in members(file, name)], dtype=_ENTRY)
+    entries.sort(order="hash")
+    if (twice := np.flatnonzero(np.diff(entries["hash"].view(np.int64)) == 0)).size:
+        named = _named(file, name, int(entries["hash"][twice[0]]))
+        hint = "pack each sample under a name of its own"
+        raise DataError(f"the archive has two members {named}", where=name, hint=hint)
+    for old in path.parent.glob("*.npy"):
+        old.unlink(missing_ok=True)
+    with replacing(path) as temporary, open(temporary, "wb") as stream:
+        np.save(stream, entries)
+
+
+def _named(file: str, name: str, key: int) -> str:
+    return next(member for member, _, _ in members(file, name) if _hash(member) == key)
+
+
+def _hash(member: str) -> int:
+    return int.from_bytes(hashlib.blake2b(member.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
