@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-INITIAL_WEIGHTS, TRAINING, AUGMENTATION = range(3)  # purposes: each has streams of its own
+INITIAL_WEIGHTS, TRAINING, AUGMENTATION, MIXING = range(4)  # purposes: each has streams of its own
 
 
 def derive(*key: int) -> int:

@@ -22,7 +22,18 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, determinism, fsdp, optim, precision, recompute, rng, strategy, weights
+from harness.training import (
+    checkpointing,
+    determinism,
+    fsdp,
+    mixing,
+    optim,
+    precision,
+    recompute,
+    rng,
+    strategy,
+    weights,
+)
 from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
@@ -52,6 +63,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         model = build_model(config, task)
         recompute.apply(model, config.model.activation_checkpointing)
+        require_mixable(config, task)
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
     with runtime.together("moving the model to its device"):
         model = model.to(runtime.device)
@@ -193,6 +205,12 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
     model = task.model(config.model)
     optim.freeze(model, config.model.freeze)
     return model
+
+
+def require_mixable(config: Config, task: OpenedTask) -> None:
+    """Raise ConfigError if train.mixup or train.cutmix is set and does not fit the task."""
+    if config.train.mixup is not None or config.train.cutmix is not None:
+        mixing.require(config.train, task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs))
 
 
 def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:

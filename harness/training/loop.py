@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
 from harness.training.evaluate import evaluate, prepare
+from harness.training.mixing import mixed, mixed_loss
 from harness.training.run import Run
 from harness.training.step_timer import end_backward_before_exchange
 
@@ -78,8 +79,9 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     for index, micro in enumerate(group):
         last = index == len(group) - 1
         with run.parallel.sync_gradients(last, counts=micro.num_rows > 0):
-            outputs = run.parallel.model(prepare(run, micro.batch.inputs))
-            loss = run.task.loss(outputs, micro.batch.targets)
+            inputs, own = mixed(train, run.config.seed, run.state.step, prepare(run, micro.batch.inputs))
+            outputs = run.parallel.model(inputs)
+            loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, own)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight
             timer.end("forward")
             with precision.scale_loss(weighted, run.optimizer, delay_unscale=not last) as scaled:

@@ -58,6 +58,7 @@ def examine(
         attempt(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     optimizer = None
     if model is not None:
+        attempt(build.require_mixable, config, task)
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         if config.model.weights is not None and (given := attempt(weights.load, model, config)):
             facts["weights"] = "; ".join(filter(None, [given["summary"], given["warning"]]))

@@ -22,9 +22,9 @@ from tests.end_to_end.experiment import (
     write_images,
 )
 
-# Everything that a resume could get wrong, in one configuration: augmentation, dropout, batch norm, micro-batches,
-# a moving average, parameter groups, clipping, skipped steps (the dynamic loss scale starts too high), and partly
-# filled log windows.
+# Everything that a resume could get wrong, in one configuration: augmentation, mixing, dropout, batch norm,
+# micro-batches, a moving average, parameter groups, clipping, skipped steps (the dynamic loss scale starts too high),
+# and partly filled log windows.
 SETTINGS = {
     "model": {"name": "small_cnn", "args": {"width": 4, "dropout": 0.2, "batch_norm": True}},
     "batch": {"global": 8, "accumulate": 2},
@@ -32,7 +32,7 @@ SETTINGS = {
         "weight_decay": 0.01,
         "groups": [{"match": "1d", "weight_decay": 0}, {"match": "c*", "lr_scale": 0.5}],
     },
-    "train": {"epochs": 5, "log_every": 3, "clip_norm": 1.0, "ema_decay": 0.9},
+    "train": {"epochs": 5, "log_every": 3, "clip_norm": 1.0, "ema_decay": 0.9, "mixup": 0.4, "cutmix": 1.0},
     "checkpoint": {"every_steps": 2, "keep": 2},
 }
 NUM_KILLS = 10
