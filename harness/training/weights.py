@@ -148,23 +148,24 @@ def _of_timm(weights: str, model: str) -> WeightsFile:
 
     wanted = model.removeprefix(TIMM)
     known = get_pretrained_cfg(wanted, allow_unregistered=False)
-    if weights not in PRETRAINED or known is None or not (known.hf_hub_id or known.url):
+    hub_id, url = (str(known.hf_hub_id or ""), str(known.url or "")) if known else ("", "")
+    if weights not in PRETRAINED or known is None or not (hub_id or url):
         what = "timm has no pretrained weights of this model" if weights in PRETRAINED else f"no such file: {weights}"
         raise ConfigError(
             what, where=_KEY, hint="use pretrained, a file, a run folder or a URL; timm.list_pretrained() lists models"
         )
     try:
-        if known.hf_hub_id:
+        if hub_id:
             from huggingface_hub import hf_hub_download
 
-            hub, _, revision = known.hf_hub_id.partition("@")
+            hub, _, revision = hub_id.partition("@")
             file = known.hf_hub_filename or "model.safetensors"
             path = Path(hf_hub_download(hub, file, revision=revision or None, etag_timeout=TIMEOUT_S))
-            return WeightsFile(f"{model} {known.hf_hub_id}", path, (known.mean, known.std))
+            return WeightsFile(f"{model} {hub_id}", path, (known.mean, known.std))
     except Exception as error:  # of the hub's many kinds
-        raise _unreachable(known.hf_hub_id, error) from None
-    path = _downloaded(known.url, Path(urlsplit(known.url).path).name)
-    return WeightsFile(f"{model} {known.url}", path, (known.mean, known.std))
+        raise _unreachable(hub_id, error) from None
+    path = _downloaded(url, Path(urlsplit(url).path).name)
+    return WeightsFile(f"{model} {url}", path, (known.mean, known.std))
 
 
 def _downloaded(url: str, name: str, digest: str = "") -> Path:
