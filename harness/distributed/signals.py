@@ -193,10 +193,11 @@ def _watch(reader: int) -> None:
 
 def _forget() -> None:
     """In a forked process: what was before ``install``."""
+    global _state
     signal.set_wakeup_fd(-1)
     for number, handler in _state.before.items():
         signal.signal(number, handler)  # type: ignore[arg-type]
-    _state.before = {}
+    _state = _State(quiet=_state.quiet)
 
 
 def _write(text: str) -> None:

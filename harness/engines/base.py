@@ -87,6 +87,13 @@ def train_command(working: str = "") -> list[str]:
     return ["-m", "harness", "train"]
 
 
+def train_modules(config: Config) -> list[str]:
+    """What every rank imports, apart from the user's own code."""
+    task = type(config.task).__module__
+    own_task = [task.replace(".config", ".task")] if task.startswith("harness.tasks.") else []
+    return ["harness.training.main", *own_task, "torch._dynamo"]  # the last by torch's optimizers
+
+
 class Engine(Protocol):
     """A module ``harness/engines/NAME.py`` or ``NAME/engine.py``, found by its name.
 

@@ -8,7 +8,7 @@ from typing import Any
 from harness.distributed.launch_env import local_environment
 from harness.distributed.network import interfaces
 from harness.distributed.worker_group import LocalRun
-from harness.engines.base import Job, refuse, shell
+from harness.engines.base import Job, refuse, shell, train_modules
 from harness.errors import LaunchError
 
 _BY = "harness launch, engine local"
@@ -29,7 +29,8 @@ def render(job: Job) -> str:
 
 def start(job: Job) -> LocalRun:
     _check(job)
-    return LocalRun(job.command(), job.world_size, {**os.environ, **job.environ()}, job.settings.grace_s, _BY)
+    environ = {**os.environ, **job.environ()}
+    return LocalRun(job.command(), job.world_size, environ, job.settings.grace_s, _BY, train_modules(job.config))
 
 
 def _check(job: Job) -> None:

@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -66,11 +67,8 @@ class TrialProcess:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the trial has exited; kill it after ``timeout_s``."""
-        try:
-            self._group.processes[0].wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._group.wait()
+        until = time.monotonic() + timeout_s
+        self._group.wait(lambda: self.kill() if time.monotonic() > until else None)
 
     def ended(self) -> tuple[How, str] | None:
         """None while the trial runs, then how it ended and the reason."""

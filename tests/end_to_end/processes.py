@@ -7,6 +7,7 @@ environment, which survives a launcher that is killed.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -42,6 +43,14 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
+def name_of(pid: int) -> str:
+    """The name of process ``pid``, which the local engine sets for ranks that it forks; empty if it has exited."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 class Started:
     """A running command whose output goes to a file."""
 
@@ -68,11 +77,12 @@ class Started:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks that the launcher started, by rank, without the loader workers they fork."""
-        ranks = {
-            int(environ["RANK"]): pid
-            for pid, environ in sorted(self.alive().items(), reverse=True)
-            if "RANK" in environ
-        }
+        ranks = {}
+        for pid, environ in sorted(self.alive().items(), reverse=True):  # a worker, which has its rank's name, is later
+            if forked := re.fullmatch(r"rank (\d+)", name_of(pid)):
+                ranks[int(forked[1])] = pid
+            elif "RANK" in environ:
+                ranks[int(environ["RANK"])] = pid
         return [ranks[rank] for rank in sorted(ranks)]
 
     def signal(self, number: int, pid: int | None = None) -> None:

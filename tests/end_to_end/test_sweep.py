@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.experiment import write_config
-from tests.end_to_end.processes import END_S, START_S, Started, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import END_S, START_S, Started, name_of, started, wait_for_steps, wait_until
 from tests.engines import slurm_cluster
 from tests.sweep.sweeping import table, trial_folder
 
@@ -39,15 +39,15 @@ def wait_for_training(folder: Path, number: int, num_lines: int) -> None:
     wait_for_steps(trial_folder(folder, number), num_lines, 2 * START_S)
 
 
-def processes_of(sweep: Started, number: int, script: str) -> list[int]:
-    """Processes of a trial: its launcher (script "harness") or its ranks ("driver.py")."""
+def processes_of(sweep: Started, number: int, *, ranks: bool) -> list[int]:
+    """The processes of a trial: its ranks, which its launcher forks, or the launcher."""
     found = []
     for pid in sweep.alive():
         try:
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         except OSError:
             continue
-        if f'name="{number:04d}"' in words and any(word.endswith(script) for word in words):
+        if f'name="{number:04d}"' in words and name_of(pid).startswith("rank") == ranks:
             found.append(pid)
     return sorted(found)
 
@@ -62,9 +62,9 @@ def test_sweep_killed_in_all_its_parts_ends_in_the_same_table(tmp_path, data):
     command = write_sweep(broken, data, SPACE)
     with started(command, tmp_path / "first.txt") as sweep:
         wait_for_training(broken, 0, 5)
-        sweep.signal(signal.SIGKILL, processes_of(sweep, 0, "driver.py")[0])
+        sweep.signal(signal.SIGKILL, processes_of(sweep, 0, ranks=True)[0])
         wait_for_training(broken, 1, 5)
-        sweep.signal(signal.SIGKILL, processes_of(sweep, 1, "harness")[0])
+        sweep.signal(signal.SIGKILL, processes_of(sweep, 1, ranks=False)[0])
         wait_until(lambda: "trial 0001 resumes" in sweep.text(), 2 * START_S, "the second trial is started again")
         wait_for_training(broken, 1, 25)
         sweep.signal(signal.SIGKILL)
