@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torchvision.io import write_png
+from torchvision.io import write_jpeg, write_png
 
 from harness.config import loader
 from harness.config.schema import Config
@@ -29,6 +29,22 @@ def write_rows(folder: Path, name: str, num_rows: int, classes: int = 3, size: t
         pixels[0, 0, 0] = row % 256
         write_png(pixels, str(images / f"{row}.png"))
         lines.append(f"{images.name}/{row}.png,{row % classes}")
+    csv = folder / f"{name}.csv"
+    csv.write_text("\n".join(lines) + "\n")
+    return csv
+
+
+def write_photos(folder: Path, name: str, num_rows: int, classes: int = 3) -> Path:
+    """Write ``name.csv`` (path, label) with JPEGs of mixed sizes into ``folder``, every fourth one gray."""
+    images = folder / f"{name}_images"
+    images.mkdir(parents=True, exist_ok=True)
+    rng, lines = np.random.default_rng(num_rows), ["path,label"]
+    for row in range(num_rows):
+        height, width = rng.integers(40, 400, 2)
+        pixels = rng.integers(0, 256, (3, height // 8, width // 8), dtype=np.uint8).repeat(8, 1).repeat(8, 2)
+        image = torch.from_numpy(pixels // 2 + 40 * (row % classes))
+        write_jpeg(image[:1] if row % 4 == 3 else image, str(images / f"{row}.jpg"))
+        lines.append(f"{images.name}/{row}.jpg,{row % classes}")
     csv = folder / f"{name}.csv"
     csv.write_text("\n".join(lines) + "\n")
     return csv

@@ -18,11 +18,13 @@ from tests import datasets
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import of_split
 from tests.end_to_end.processes import drivers
+from tests.fixtures import write_photos
 from tests.ranks import wait_for
 
 # These take too long to train here: {name: (ranks, overrides)}. benchmarks/results/tutorials.md has their accuracy.
 FEW_STEPS = {
     "fashion_mnist": (1, ["task.train_rows=300", "task.eval_rows=100"]),
+    "imagenet": (2, ["model.name=resnet18", "batch.global=8", "data.num_workers=0"]),
     "mnist": (2, ["task.train_rows=300", "task.eval_rows=100"]),
     "pet_names": (1, ["batch.global=64"]),
     "pet_names_gru": (2, ["batch.global=64"]),
@@ -50,10 +52,13 @@ def test_a_few_steps(tmp_path, name, capsys):
     """The file as it is, on few rows of the real images if they are next to the project, else on generated data."""
     ranks, overrides = FEW_STEPS[name]
     if "mnist" in name:
-        where = f"task.root={datasets.images(tmp_path / 'data', name)}"
+        where = [f"task.root={datasets.images(tmp_path / 'data', name)}"]
+    elif name == "imagenet":
+        where = [f"task.{key}_csv={write_photos(tmp_path, key, rows)}" for key, rows in (("train", 24), ("eval", 5))]
+        where += [f"task.root={tmp_path}", f"data.cache_dir={tmp_path}/cache"]
     else:
-        where = f"task.names={datasets.write_names(tmp_path / 'names.txt')}"
-    folder, summary, _ = train(tmp_path, name, ranks, where, *overrides, "train.max_steps=3", "train.log_every=1")
+        where = [f"task.names={datasets.write_names(tmp_path / 'names.txt')}"]
+    folder, summary, _ = train(tmp_path, name, ranks, *where, *overrides, "train.max_steps=3", "train.log_every=1")
     assert summary["step"] == len(of_split(folder, "train")) == 3
     assert all(line["loss"] < 4 for line in of_split(folder, "train"))
     if name.startswith("pet_names"):

@@ -21,13 +21,14 @@ from harness.training.models.small_cnn import quarters
 from tests import datasets
 from tests.conftest import ROOT
 from tests.end_to_end.processes import drivers
-from tests.fixtures import settings, write_rows, write_yaml
+from tests.fixtures import settings, write_photos, write_rows, write_yaml
 from tests.ranks import run_ranks, wait_for
 
 CONFIGS = {
     "digits": (1, ["train.ema_decay=0.9", "model.channels_last=true"]),
     "fashion_mnist": (1, ["task.train_rows=300", "task.eval_rows=100", "precision.opt_level=O2"]),
     "finetune": (1, ["model.weights=null"]),
+    "imagenet": (1, ["model.name=resnet18", "batch.global=4", "train.deterministic=true"]),
     "mnist": (2, ["task.train_rows=300", "task.eval_rows=100", "optimizer.larc={}"]),
     "pet_names": (1, ["batch.global=64"]),
     "pet_names_gru": (1, ["batch.global=64", "precision.opt_level=O4"]),
@@ -50,6 +51,9 @@ def test_shipped_configuration(tmp_path, name):
         digits.write(tmp_path)
         where = [f"task.{key}_csv={tmp_path}/{key}.csv" for key in ("train", "eval")] + [f"task.root={tmp_path}"]
         where += ["data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
+    elif name == "imagenet":
+        where = [f"task.{key}_csv={write_photos(tmp_path, key, 8)}" for key in ("train", "eval")]
+        where += [f"task.root={tmp_path}", "data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
     elif "mnist" in name:
         where = [f"task.root={datasets.images(tmp_path / 'data', name)}"]
     else:
