@@ -72,7 +72,7 @@ def test_no_import_cycles(for_types):
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         cycle = above[above.index(name) :] if name in above else ()
-        if cycle and for_types and set(cycle) in TYPE_CYCLES:
+        if cycle and for_types and any(pair <= set(cycle) for pair in TYPE_CYCLES):
             return
         assert not cycle, " -> ".join((*cycle, name))
         if name not in done:

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from harness.config import targets
 from harness.config.schedule import USED_BY, ScheduleSection
 from harness.config.schema import Config
+from harness.config.targets import LabelledTask
 
 
 class Conflict(NamedTuple):
@@ -27,6 +29,9 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _parallel(config)
     if config.parallel.strategy == "fsdp":
         yield from _fsdp(config)
+    if isinstance(config.task, LabelledTask):
+        for key, message, hint in targets.problems(config.task):
+            yield Conflict._make(((key,), message, hint))
     if config.best_metric not in config.task.metrics:
         yield Conflict(
             ("checkpoint.best_metric", "task.name"),

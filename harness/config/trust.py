@@ -44,6 +44,9 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         name = leaves.get(key)
         if isinstance(name, str) and "." in name and not _is_known(name):
             yield key, f"imports {name}, which runs its code"
+    for key, name in _parts_of_task(leaves):
+        if "." in str(name):
+            yield key, f"imports {name}, which runs its code"
     for split in ("train", "eval"):
         key = f"task.transforms.{split}"
         for name in own_code(leaves.get(key)):
@@ -51,6 +54,14 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in leaves.items():
         if "${" in str(value):
             yield key, f"{value} reads a value from outside this file"
+
+
+def _parts_of_task(leaves: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(key, name) of the loss, the tokenizer and the metrics of a task."""
+    yield from ((key, leaves.get(key)) for key in ("task.loss.name", "task.tokenizer.name"))
+    metrics = leaves.get("task.metrics")
+    for each in metrics if isinstance(metrics, list) else []:
+        yield "task.metrics", each.get("name") if isinstance(each, dict) else each
 
 
 def _is_known(name: str) -> bool:

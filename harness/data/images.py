@@ -24,6 +24,7 @@ from torchvision.transforms.v2 import functional
 
 from harness.data.batch import Batch
 from harness.data.image_files import ImageFiles
+from harness.data.row_labels import RowLabels
 from harness.data.seeds import row_seed, seeded_torch
 from harness.data.table.table import Table
 from harness.errors import ConfigError, DataError, first_line, similar
@@ -42,7 +43,6 @@ _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file syst
 class ImageTable:
     """The images and labels of a table, as a dataset.
 
-    targets: ``targets[code]`` is the class index of a label code of the table
     for_training, for_evaluation: applied to each image, uint8 (channels, height, width) -> the same kind, or float32
     files: where the images are
     on_bad_image: "error", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
@@ -51,7 +51,7 @@ class ImageTable:
     table: Table
     files: ImageFiles
     path_column: str
-    targets: np.ndarray
+    labels: RowLabels
     seed: int
     mode: ImageReadMode
     for_training: Callable[[torch.Tensor], torch.Tensor]
@@ -80,7 +80,7 @@ class ImageTable:
             images.append(self._transformed(image, row, epoch))
             used.append(row)
         numbers = np.asarray(used, dtype=np.int64)
-        return Batch(self._stack(images, used), torch.from_numpy(self._targets(numbers)), numbers, bad)
+        return Batch(self._stack(images, used), torch.from_numpy(self.labels.targets(numbers)), numbers, bad)
 
     def require_files(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> None:
         """Raise DataError if the root or images of ``rows`` do not exist, or if a few of them cannot be decoded, unless
@@ -141,12 +141,6 @@ class ImageTable:
         of = f" in {len(sizes)} sizes" if len(sizes) > 3 else ""
         skipped = f"; {len(bad)} cannot be decoded and are skipped" if bad else ""
         return f"{sum(sizes.values()):,} of {len(self):,} images decoded ({found}{', ...' if of else ''}{of}){skipped}"
-
-    def _targets(self, rows: np.ndarray) -> np.ndarray:
-        """Class indices; -1 if the table has no labels."""
-        if self.table.label is None:
-            return np.full(len(rows), -1, np.int64)
-        return self.targets[self.table.labels(rows)]
 
     def _decoded(self, row: int, path: str) -> torch.Tensor:
         """Decode ``path`` to uint8 (channels, height, width). Raises one of _UNREADABLE, or DataError if the archive or

@@ -39,7 +39,7 @@ from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
 from harness.training.schedule import Schedule
-from harness.training.task import OpenedTask, SupportsFileCheck, require_members
+from harness.training.task import OpenedTask, Supervised, SupportsFileCheck, require_members
 
 log = logging.getLogger("harness")
 
@@ -194,6 +194,12 @@ def rehearse(config: Config, world_size: int) -> None:
 def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float = FILES_S) -> OpenedTask:
     opened = config.task.open(config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
     require_members(opened, config.task.name)
+    if isinstance(opened, Supervised) and config.best_metric in opened.objective.left_out:
+        raise ConfigError(
+            f"{config.best_metric} of {len(opened.objective.labels.names)} classes would always be 1",
+            where="checkpoint.best_metric",
+            hint=f"use one of: {', '.join(opened.objective.metrics)}",
+        )
     if isinstance(opened, SupportsFileCheck):
         opened.require_files(rank, world_size, files_s)
     return opened
@@ -222,8 +228,8 @@ def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
     if mine is None:
         return  # on every rank: the task has no labels
     counts = np.stack(runtime.gather(mine)).astype(float)
-    whole = counts.sum(0) / counts.sum()
-    distance = np.abs(counts / counts.sum(1, keepdims=True) - whole).sum(1) / 2
+    whole = counts.sum(0) / max(1.0, counts.sum())
+    distance = np.abs(counts / np.maximum(1.0, counts.sum(1, keepdims=True)) - whole).sum(1) / 2
     if distance.max() > SKEWED:
         log.warning(
             "the labels of rank %d differ strongly from the rest (distance %.2f of 1): the CSV seems to be sorted by "

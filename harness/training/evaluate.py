@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, TrainingError
 from harness.training.metrics import Sums
 from harness.training.run import Run
-from harness.training.task import OpenedTask
+from harness.training.task import OpenedTask, Supervised
 
 log = logging.getLogger("harness")
 
@@ -60,7 +60,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
             hint="check the paths of the validation data; task.on_bad_image=error shows the first unreadable file",
         )
     metrics = {
-        **numbers(run.task.report(total), run.config.task.metrics),
+        **numbers(run.task.report(total), reported(run.task, run.config)),
         "rows_used": counted,
         "rows": data.num_rows,
         "bad_rows": unread,
@@ -82,6 +82,12 @@ def numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
             )
         report = {**report, name: value}
     return report
+
+
+def reported(task: OpenedTask, config: Config) -> Sequence[str]:
+    """The metrics of an evaluation: those that the task declares, apart from any that say nothing about its data."""
+    left_out = task.objective.left_out if isinstance(task, Supervised) else ()
+    return [name for name in config.task.metrics if name not in left_out]
 
 
 class HasTask(Protocol):

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
-from harness.training.evaluate import evaluate, prepare
+from harness.training.evaluate import evaluate, prepare, reported
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.run import Run
 from harness.training.step_timer import end_backward_before_exchange
@@ -130,7 +130,7 @@ def evaluation(run: Run) -> None:
         return  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
     plain = {key: value for key, value in found.items() if isinstance(value, int | float)}
-    metrics = {key: plain[key] for key in run.config.task.metrics}
+    metrics = {key: plain[key] for key in reported(run.task, run.config)}
     run.tracker.log("eval", {"step": state.step, "epoch": state.epoch, **plain, "wall_s": run.wall_s()})
     run.health.validation(metrics, state)
     state.history.append({"step": state.step, "epoch": state.epoch, **metrics})

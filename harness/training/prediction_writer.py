@@ -31,7 +31,7 @@ from harness.training import fsdp
 from harness.training.evaluate import prepare
 from harness.training.prediction_file import FIRST_COLUMNS, PredictionFile, Written
 from harness.training.run import Run
-from harness.training.task import PredictingTask, SupportsPredictions
+from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions
 
 log = logging.getLogger("harness")
 
@@ -115,6 +115,9 @@ def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> t
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
             columns[name] = _array(values, len(batch), f"predictions() {name!r}").take(place_of)
+        if isinstance(predictor.task, SupportsErrors):
+            known = {name: values.to_numpy(zero_copy_only=False) for name, values in columns.items()}
+            columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
     return pa.table({name: columns[name] for name in names}), len(batch.bad)

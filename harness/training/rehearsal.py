@@ -124,7 +124,7 @@ def _evaluate(run: Candidate, found: Rehearsal, until: float) -> None:
             sums = Sums()
             sums.add(task.evaluate(outputs, batch.targets))
         with _stage("report() of the task", "validation"):
-            evaluate.numbers(task.report(sums), run.config.task.metrics)
+            evaluate.numbers(task.report(sums), evaluate.reported(task, run.config))
         if isinstance(task, SupportsPredictions):
             with _stage("predictions() or known() of the task", "validation"):
                 task.predictions(outputs)

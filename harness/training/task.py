@@ -24,13 +24,13 @@ from harness.data.batch import Batch, Dataset
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError
 from harness.training import model_builder
-from harness.training.classification import Classification
+from harness.training.classification import Classification, Supervised
 from harness.training.metrics import Pairs, Report, Sums
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
-    "SupportsFileCheck", "SupportsLearned", "SupportsNewData", "SupportsPredictions", "SupportsSample",
-    "SupportsSignature", "TaskSection", "model_builder", "row_seed", "seeded_torch",
+    "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsLearned", "SupportsNewData", "SupportsPredictions",
+    "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed", "seeded_torch",
 ]  # fmt: skip
 
 Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
@@ -99,6 +99,15 @@ class SupportsPredictions(Protocol):
 
     def known(self, rows: np.ndarray) -> Columns:
         """Columns known without the model for these rows of ``eval``: ``id`` and, if there is one, ``label``."""
+        ...
+
+
+@runtime_checkable
+class SupportsErrors(Protocol):
+    """An opened task whose table of predictions has columns that follow from the others."""
+
+    def errors(self, columns: Mapping[str, Any]) -> Columns:
+        """Columns made of those of ``predictions`` and ``known``, both as arrays."""
         ...
 
 

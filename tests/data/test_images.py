@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 from harness.data.batch import Batch
 from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable
+from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import ConfigError, DataError
 from tests.fixtures import write_rows
@@ -28,7 +29,8 @@ def table(folder: Path, mode=GRAY, on_bad_image="error", augment=None, name="tra
     opened = open_table(folder / f"{name}.csv", text=("path",), label="label", cache_dir=folder / "cache")
     return ImageTable(
         table=opened, files=ImageFiles(str(folder)), path_column="path",
-        targets=np.arange(len(opened.vocabulary), dtype=np.int64) * 10, seed=seed, mode=mode,
+        labels=ClassLabels(opened, np.arange(len(opened.vocabulary)) * 10, 10 * len(opened.vocabulary)), seed=seed,
+        mode=mode,
         for_training=augment or v2.Identity(), for_evaluation=v2.Identity(), on_bad_image=on_bad_image,
     )  # fmt: skip
 

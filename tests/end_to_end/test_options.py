@@ -140,7 +140,7 @@ def test_schedules_end_at_their_rate(tmp_path, data, schedule, rate):
 
 def test_label_smoothing_changes_the_training_loss(tmp_path, data):
     plain, smoothed = (
-        losses(train(tmp_path / str(value), data, task={"label_smoothing": value}, train={"max_steps": 1}))[0]
+        losses(train(tmp_path / str(value), data, task={"loss": {"label_smoothing": value}}, train={"max_steps": 1}))[0]
         for value in (0.0, 0.3)
     )
     assert plain != smoothed

@@ -35,7 +35,10 @@ def test_images_equal_torchvision(task):
         batch = rows.batch(np.arange(len(theirs)), None)
         assert torch.equal(batch.inputs[:, 0], theirs.data)
         assert torch.equal(batch.targets, theirs.targets)
-    assert opened.summary == {"train rows": 25, "eval rows": 12, "classes": 10}
+    assert opened.summary == {
+        "train rows": 25, "eval rows": 12, "classes": 10, "loss": "cross_entropy",
+        "metrics": "top1, top5, loss, mean_class_accuracy",
+    }  # fmt: skip
     assert opened.label_counts(0, 25).tolist() == [3] * 5 + [2] * 5
     assert opened.notes == []
 

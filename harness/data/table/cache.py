@@ -2,7 +2,8 @@
 
     CACHE/tables/NAME-HASH/lock           held by the process that converts
     CACHE/tables/NAME-HASH/KEY.arrow      text columns, Arrow IPC in record batches of equal length
-    CACHE/tables/NAME-HASH/KEY.codes      labels as little-endian int32, in row order
+    CACHE/tables/NAME-HASH/KEY.codes      labels in row order: codes as little-endian int32, or numbers as float64
+    CACHE/tables/NAME-HASH/KEY.offsets    if rows have several labels: the first code of each row, and the end, as int64
     CACHE/tables/NAME-HASH/KEY.json       the manifest, written last; without it the other files are ignored
     CACHE/tables/NAME-HASH/VERSION.source a downloaded remote file
 
@@ -25,11 +26,12 @@ from typing import Any
 
 import filelock
 
+from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source
 from harness.errors import DataError, reason, remedy
 from harness.runs.files import default_cache_dir, parse_json, write_atomically
 
-FORMAT = 2  # increase it when the layout or the meaning of anything in the cache changes
+FORMAT = 3  # increase it when the layout or the meaning of anything in the cache changes
 LOCK_NAME = "lock"
 try:
     import fcntl
@@ -41,16 +43,17 @@ _HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """The files of one conversion: one source, in one version, with one label column."""
+    """The files of one conversion: one source, in one version, with one choice of label columns."""
 
     folder: Path
     key: str
 
     @classmethod
-    def of(cls, source: Source, label: str | None, cache_dir: Path | None) -> CacheEntry:
+    def of(cls, source: Source, label: LabelColumns | None, cache_dir: Path | None) -> CacheEntry:
         stem = re.sub(r"[^\w.-]", "_", Path(source.identity).name)[:40]
         place = hashlib.sha256(source.identity.encode()).hexdigest()[:16]
-        key = hashlib.sha256(json.dumps([FORMAT, source.identity, source.version, label]).encode()).hexdigest()[:24]
+        content = json.dumps([FORMAT, source.identity, source.version, label.key if label else None])
+        key = hashlib.sha256(content.encode()).hexdigest()[:24]
         return cls((cache_dir or default_cache_dir()).expanduser().absolute() / "tables" / f"{stem}-{place}", key)
 
     @property
@@ -60,6 +63,15 @@ class CacheEntry:
     @property
     def codes(self) -> Path:
         return self.folder / f"{self.key}.codes"
+
+    @property
+    def offsets(self) -> Path:
+        return self.folder / f"{self.key}.offsets"
+
+    def sizes(self) -> list[int]:
+        """The bytes of the files that exist. Raises OSError if there are no text columns."""
+        others = (path.stat().st_size if path.exists() else 0 for path in (self.codes, self.offsets))
+        return [self.arrow.stat().st_size, *others]
 
     @property
     def manifest(self) -> Path:
@@ -82,10 +94,9 @@ class CacheEntry:
         if manifest is None or manifest.get("format") != FORMAT:
             return None
         try:
-            sizes = [os.stat(self.arrow).st_size, os.stat(self.codes).st_size if manifest["label"] is not None else 0]
+            return manifest if self.sizes() == manifest["bytes"] else None
         except OSError:
             return None
-        return manifest if sizes == manifest["bytes"] else None
 
     def publish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, which makes the entry complete."""
@@ -102,7 +113,7 @@ class CacheEntry:
             if path != other.manifest or other.key == self.key:
                 continue
             if (read_json(path) or {}).get("version") == list(source.version) or _is_held(other.arrow):
-                keep |= {p.name for p in (other.manifest, other.arrow, other.codes)}
+                keep |= {p.name for p in (other.manifest, other.arrow, other.codes, other.offsets)}
         for path in self.folder.iterdir():
             if path.name not in keep:
                 with contextlib.suppress(OSError):

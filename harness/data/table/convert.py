@@ -21,18 +21,19 @@ import pyarrow as pa
 
 from harness.data.table import csv_lines, csv_reader, parquet_reader
 from harness.data.table.cache import CacheEntry, read_json
-from harness.data.table.labels import LabelCoder
+from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, download, kind_of, nearest
-from harness.data.table.writers import CodeWriter, TextWriter
+from harness.data.table.writers import CodeWriter, NumberWriter, TextWriter, label_writer
 from harness.errors import DataError
 from harness.runs.files import replacing, write_atomically
 
+LabelWriter = CodeWriter | NumberWriter
 _POLL_S = 0.02
 _POLLS_PER_LOCK = 10  # looking for a file is cheap; trying the lock takes processor time from the converter
 _READ_AHEAD = 4  # batches
 
 
-def converted(source: Source, entry: CacheEntry, text: Sequence[str], label: str | None) -> dict[str, Any]:
+def converted(source: Source, entry: CacheEntry, text: Sequence[str], label: LabelColumns | None) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first if necessary. Raises DataError."""
     earlier_failure = read_json(entry.failure)
     while (manifest := entry.load()) is None:
@@ -59,7 +60,7 @@ def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text
         raise DataError(failure["message"], where=failure["where"], hint=failure["hint"])
 
 
-def _convert_or_record(source: Source, entry: CacheEntry, text: Sequence[str], label: str | None) -> None:
+def _convert_or_record(source: Source, entry: CacheEntry, text: Sequence[str], label: LabelColumns | None) -> None:
     entry.sweep(source)
     try:
         path = Path(source.identity)
@@ -75,7 +76,7 @@ def _convert_or_record(source: Source, entry: CacheEntry, text: Sequence[str], l
         raise
 
 
-def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], label: str | None) -> None:
+def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], label: LabelColumns | None) -> None:
     """Convert ``path``, the local copy of ``source``, into ``entry``. The caller holds the lock.
 
     Raises DataError if the content is unusable, the file changes meanwhile, or the cache cannot be written; the entry
@@ -85,17 +86,20 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], 
     reader = parquet_reader if kind == "parquet" else csv_reader
     columns = reader.read_header(path, source.name)
     if kind == "parquet":
-        parquet_reader.require_text(path, source.name, [*text, *([label] if label is not None else [])])
+        parquet_reader.require_text(path, source.name, [*text, *(label.columns if label else [])])
     require_columns(columns, text, label, source.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(entry.writing())
         arrow = stack.enter_context(replacing(entry.arrow))
-        texts = TextWriter(arrow, [column for column in columns if column != label], source.name)
+        # A single label is text already, in the vocabulary. Other labels are kept as they are written, too.
+        left_out = label.columns if label and label.kind == "class" else ()
+        texts = TextWriter(arrow, [column for column in columns if column not in left_out], source.name)
         stack.enter_context(contextlib.closing(texts))
         labels = None
         if label is not None:
             codes = stack.enter_context(replacing(entry.codes))
-            labels = CodeWriter(codes, LabelCoder(label, source.name))
+            offsets = stack.enter_context(replacing(entry.offsets)) if label.kind == "tags" else entry.offsets
+            labels = label_writer(label, codes, offsets, source.name)
             stack.enter_context(contextlib.closing(labels))
         num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns))
         if not num_rows:
@@ -103,9 +107,8 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], 
                 "the file has a header but no rows", where=source.name, hint="check that it was written completely"
             )
         if labels is not None:
-            _require_labels(labels.coder, path, kind)
+            _require_labels(labels, num_rows, source.name, path, kind)
         manifest = _manifest(texts, labels, columns, num_rows)
-        manifest["bytes"] = [arrow.stat().st_size, codes.stat().st_size if labels is not None else 0]
         if not source.is_remote and not source.is_current():
             raise DataError(
                 "the file changed while it was being read",
@@ -113,12 +116,13 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], 
                 hint="start again once it is complete; to replace a file safely, write to another name and rename it",
             )
     with entry.writing():
+        manifest["bytes"] = entry.sizes()
         entry.publish(manifest | {"kind": kind, "source": source.identity, "version": source.version})
 
 
-def require_columns(columns: Sequence[str], text: Sequence[str], label: str | None, name: str) -> None:
+def require_columns(columns: Sequence[str], text: Sequence[str], label: LabelColumns | None, name: str) -> None:
     """Raise DataError unless the table has all of these columns."""
-    missing = [c for c in dict.fromkeys([*text, *([label] if label is not None else [])]) if c not in columns]
+    missing = [c for c in dict.fromkeys([*text, *(label.columns if label else [])]) if c not in columns]
     if not missing:
         return
     hints = [nearest(column, columns) for column in missing]
@@ -132,7 +136,7 @@ def require_columns(columns: Sequence[str], text: Sequence[str], label: str | No
     )
 
 
-def _write_rows(texts: TextWriter, labels: CodeWriter | None, batches: Generator[pa.RecordBatch, None, None]) -> int:
+def _write_rows(texts: TextWriter, labels: LabelWriter | None, batches: Generator[pa.RecordBatch, None, None]) -> int:
     """Write all rows; return their number."""
     num_rows = 0
     # Closed explicitly, because after an error the traceback would keep the thread alive.
@@ -157,7 +161,7 @@ def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.
             pool.shutdown(cancel_futures=True)
 
 
-def _manifest(texts: TextWriter, labels: CodeWriter | None, columns: list[str], num_rows: int) -> dict[str, Any]:
+def _manifest(texts: TextWriter, labels: LabelWriter | None, columns: list[str], num_rows: int) -> dict[str, Any]:
     """The facts about the rows. ``digest`` depends on the content only, not on how or where it is stored."""
     manifest: dict[str, Any] = {
         "columns": columns,
@@ -170,23 +174,26 @@ def _manifest(texts: TextWriter, labels: CodeWriter | None, columns: list[str], 
         "notes": [],
     }
     if labels is not None:
-        vocabulary, notes, digest = labels.finish()
-        manifest |= {"label": labels.coder.column, "vocabulary": vocabulary, "codes_digest": digest, "notes": notes}
+        manifest |= {"label": labels.label.key, **labels.finish()}
     parts = ("columns", "num_rows", "label", "vocabulary", "codes_digest", "text_digest")
     manifest["digest"] = hashlib.sha256(json.dumps([manifest[part] for part in parts]).encode()).hexdigest()
     return manifest
 
 
-def _require_labels(coder: LabelCoder, path: Path, kind: str) -> None:
-    if not coder.num_blank:
+def _require_labels(labels: LabelWriter, num_rows: int, name: str, path: Path, kind: str) -> None:
+    """Raise DataError if rows have no usable label."""
+    bad = labels.bad
+    if not bad.count:
         return
-    rows = coder.first_blank
-    lines = csv_lines.lines_of(path, rows) if kind != "parquet" else []
-    places = [f"row {row}" + (f" (line {lines[i]})" if i < len(lines) else "") for i, row in enumerate(rows)]
-    more = ", …" if coder.num_blank > len(rows) else ""
+    lines = csv_lines.lines_of(path, [row for row, _ in bad.first]) if kind != "parquet" else []
+    places = [
+        f"row {row}" + (f" (line {lines[i]})" if i < len(lines) else "") + found
+        for i, (row, found) in enumerate(bad.first)
+    ]
+    more = ", …" if bad.count > len(bad.first) else ""
+    means = labels.bad_means.format(column=" or ".join(map(repr, labels.label.columns)))
     raise DataError(
-        f"{coder.num_blank} of {coder.num_rows} rows have no label in column {coder.column!r}: "
-        f"{', '.join(places)}{more}",
-        where=f"{coder.where}:{lines[0]}" if lines else coder.where,
-        hint="fill in the labels or remove the rows; rows are counted from 0",
+        f"{bad.count} of {num_rows} rows {means}: {', '.join(places)}{more}",
+        where=f"{name}:{lines[0]}" if lines else name,
+        hint=f"{labels.remedy}; rows are counted from 0",
     )

@@ -1,4 +1,4 @@
-"""Label codes during a conversion: text in, codes out, and at the end the sorted vocabulary.
+"""Labels during a conversion: the columns they are in; text in, codes out, and at the end the sorted vocabulary.
 
 If all labels are integer literals (7, 0, -3; not 007, +7 or 7.0), the vocabulary is of integers, sorted as numbers.
 Otherwise it is of text, sorted by code point, and ``NA``, ``None`` and ``null`` are labels like any other. A blank
@@ -9,6 +9,9 @@ space.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -19,30 +22,67 @@ MAX_LABELS = 1_000_000
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 18 digits always fit into int64
 
 
+@dataclass(frozen=True)
+class LabelColumns:
+    """Where a table has its labels.
+
+    class: one label per row, in one column. tags: any number of labels per row, in one column, with ``separator``
+    between them; a row may have none only if ``allow_empty``. numbers: one finite number per row in each column.
+    """
+
+    kind: Literal["class", "tags", "numbers"]
+    columns: tuple[str, ...]
+    separator: str = ""
+    allow_empty: bool = False
+
+    @property
+    def key(self) -> object:
+        """What a conversion depends on, as JSON."""
+        if self.kind == "class":
+            return self.columns[0]
+        return [self.kind, *self.columns, self.separator, self.allow_empty]
+
+
+@dataclass
+class BadRows:
+    """Rows whose labels cannot be used: their number, and the first of them with what is in the file."""
+
+    count: int = 0
+    first: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, rows: np.ndarray, texts: Sequence[str] = ()) -> None:
+        """Add row numbers in ascending order. ``texts``: the content of the first five, if it is to be shown."""
+        self.count += len(rows)
+        for place, row in enumerate(rows[: max(0, 5 - len(self.first))].tolist()):
+            self.first.append((row, f": {texts[place]!r:.60}" if texts else ""))
+
+
 class LabelCoder:
     """Numbers the distinct labels in order of first appearance; ``finish`` sorts them."""
 
     def __init__(self, column: str, where: str) -> None:
         self.column, self.where = column, where
         self.num_rows = 0
-        self.num_blank = 0
-        self.first_blank: list[int] = []  # row numbers
+        self.blank = BadRows()
         self._code_of: dict[str | None, int] = {}
         self._first_row: list[int] = []  # per code
 
-    def add(self, column: pa.Array) -> np.ndarray:
-        """The int32 codes of the next rows."""
+    def add(self, column: pa.Array, owners: np.ndarray | None = None, num_rows: int = 0) -> np.ndarray:
+        """The int32 codes of the next rows; or of labels of the next ``num_rows`` rows, where ``owners`` has the row of
+        each label."""
         encoded = column.dictionary_encode(null_encoding="encode")
         indices: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False)
         words = encoded.dictionary.to_pylist()
         # Assigned in reverse, so that the first appearance of each word wins.
         first = np.empty(len(words), dtype=np.int64)
         first[indices[::-1]] = np.arange(len(indices) - 1, -1, -1)
+        if owners is not None:
+            first = owners[first]
         codes = np.fromiter(
             (self._code(w, f) for w, f in zip(words, first.tolist(), strict=True)), np.int32, len(words)
         )
         self._note_blanks(words, indices)
-        self.num_rows += len(indices)
+        self.num_rows += len(indices) if owners is None else num_rows
         code_of_row: np.ndarray = codes[indices]
         return code_of_row
 
@@ -61,9 +101,7 @@ class LabelCoder:
     def _note_blanks(self, words: list[str | None], indices: np.ndarray) -> None:
         blank = [i for i, word in enumerate(words) if word is None or not word.strip()]
         if blank:
-            rows = np.flatnonzero(np.isin(indices, blank))
-            self.num_blank += len(rows)
-            self.first_blank += (self.num_rows + rows[: 5 - len(self.first_blank)]).tolist()
+            self.blank.add(self.num_rows + np.flatnonzero(np.isin(indices, blank)))
 
     def finish(self) -> tuple[list[str] | list[int], np.ndarray, list[str]]:
         """(vocabulary, index in the vocabulary of each code as int32, notes for the user)."""

@@ -3,6 +3,8 @@
     table = open_table("train.csv", text=["path"], label="label")
     table.strings("path", rows), table.labels(rows), table.vocabulary
 
+With other ``LabelColumns`` the labels of a row are several codes (``tags``) or numbers (``numbers``).
+
 The first process to open a file converts it while others wait; afterwards opening takes milliseconds, and all processes
 of a node share the memory. Rows count from 0. All ranks may open a table at the same time; to check that they got the
 same one, compare ``digest``. labels.py defines what a label is, csv_reader.py how text is read, and source.py when a
@@ -22,6 +24,7 @@ import pyarrow as pa
 from harness.data.table import csv_lines
 from harness.data.table.cache import CacheEntry
 from harness.data.table.convert import converted, require_columns
+from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, locate
 from harness.errors import DataError
 
@@ -32,17 +35,18 @@ def open_table(
     source: str | os.PathLike[str],
     *,
     text: Sequence[str] = (),
-    label: str | None = None,
+    label: str | LabelColumns | None = None,
     cache_dir: Path | None = None,
 ) -> Table:
     """Open an annotation file, converting it first if no process has.
 
     ``source`` is a CSV, a gzipped CSV or a Parquet file, local or an fsspec URL. ``text`` names columns that must
-    exist, ``label`` the column of class labels; all columns are kept. ``cache_dir`` replaces the default of
-    ``runs.files.default_cache_dir``. Raises DataError with the place and the remedy if the file or the cache cannot be
-    used.
+    exist, ``label`` the column of class labels, or other label columns; all columns are kept. ``cache_dir`` replaces
+    the default of ``runs.files.default_cache_dir``. Raises DataError with the place and the remedy if the file or the
+    cache cannot be used.
     """
     text = (text,) if isinstance(text, str) else text
+    label = LabelColumns("class", (label,)) if isinstance(label, str) else label
     found = locate(source)
     entry = CacheEntry.of(found, label, cache_dir)
     manifest = converted(found, entry, text, label)
@@ -61,13 +65,19 @@ class Table:
             entry.hold(self)
             # Mapped now: the cache may be emptied later.
             self._reader = pa.ipc.open_file(pa.memory_map(str(entry.arrow)), options=options)
-            # A plain array over the mapping, because indexing an np.memmap is slower.
-            self._codes = np.asarray(np.memmap(entry.codes, "<i4", "r")) if manifest["label"] is not None else None
+            self._codes, self._offsets, self._numbers = (None, None, None)
+            if "mean" in manifest:
+                self._numbers = _mapped(entry.codes, "<f8").reshape(-1, len(manifest["mean"]))
+            elif manifest["label"] is not None:
+                self._codes = _mapped(entry.codes, "<i4")
+                self._offsets = _mapped(entry.offsets, "<i8") if manifest["bytes"][2] else None
         except FileNotFoundError:
             raise _vanished(source) from None
         self.num_rows: int = manifest["num_rows"]
         self.columns: tuple[str, ...] = tuple(manifest["columns"])
-        self.label: str | None = manifest["label"]
+        self.label: str | None = manifest["label"] if isinstance(manifest["label"], str) else None
+        self.mean: tuple[float, ...] = tuple(manifest.get("mean", ()))  # of each column of numbers, over all rows
+        self.std: tuple[float, ...] = tuple(manifest.get("std", ()))
         self.digest: str = manifest["digest"]
         self.vocabulary: tuple[str, ...] | tuple[int, ...] = tuple(manifest["vocabulary"])
         self.notes: tuple[str, ...] = tuple(manifest["notes"])
@@ -91,10 +101,28 @@ class Table:
 
     def labels(self, rows: np.ndarray) -> np.ndarray:
         """The int64 codes (indices into ``vocabulary``) of these rows, in order. Raises IndexError."""
-        if self._codes is None:
-            raise ValueError("the table was opened without a label column")
+        if self._codes is None or self._offsets is not None:
+            raise ValueError("the table was opened without a column of single labels")
         codes: np.ndarray = self._codes[self._checked(rows)]
         return codes.astype(np.int64)
+
+    def tags(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(number of labels of each of these rows, the int64 codes of all of them, row by row). Raises IndexError."""
+        if self._codes is None or self._offsets is None:
+            raise ValueError("the table was opened without a column of several labels")
+        rows = self._checked(rows)
+        starts = self._offsets[rows]
+        counts = self._offsets[rows + 1] - starts
+        shifts = starts - np.cumsum(counts) + counts  # from a place in the result to one in the file
+        codes: np.ndarray = self._codes[np.repeat(shifts, counts) + np.arange(counts.sum())]
+        return counts, codes.astype(np.int64)
+
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """The float64 numbers (rows, columns) of these rows, in order. Raises IndexError."""
+        if self._numbers is None:
+            raise ValueError("the table was opened without columns of numbers")
+        numbers: np.ndarray = self._numbers[self._checked(rows)]
+        return numbers
 
     def strings(self, column: str, rows: np.ndarray) -> list[str]:
         """The text of a column in these rows, in order; labels as written in the file. Raises IndexError."""
@@ -160,6 +188,11 @@ class Table:
         if len(rows) and rows.view(np.uint64).max() >= self.num_rows:  # as uint64, a negative number is very large
             raise IndexError(f"rows {rows.min()} to {rows.max()} are out of range for a table of {self.num_rows} rows")
         return rows
+
+
+def _mapped(path: Path, kind: str) -> np.ndarray:
+    """A plain array over the mapping, because indexing an np.memmap is slower."""
+    return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)
 
 
 def _vanished(source: Source) -> DataError:

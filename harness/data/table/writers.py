@@ -1,21 +1,26 @@
-"""Writers of the two files of a converted table: text as Arrow record batches, labels as int32 codes."""
+"""Writers of the files of a converted table: text as Arrow record batches, labels as codes or numbers."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from harness.data.table.labels import LabelCoder
+from harness.data.table.labels import BadRows, LabelCoder, LabelColumns
 from harness.errors import DataError
 
 MAX_BATCH_ROWS = 65_536
 _BATCH_BYTES = 16 << 20  # intended size of a record batch; long rows make it shorter than MAX_BATCH_ROWS
 _CHUNK_CODES = 1 << 20
+_LARGEST = 3.4e38  # of a float32, which a model computes with
 
 
 class TextWriter:
@@ -87,16 +92,21 @@ class TextWriter:
 class CodeWriter:
     """Writes label codes in order of appearance, and at the end replaces them by indices in the sorted vocabulary."""
 
-    def __init__(self, path: Path, coder: LabelCoder) -> None:
-        self.path, self.coder = path, coder
+    bad_means = "have no label in column {column}"
+    remedy = "fill in the labels or remove the rows"
+
+    def __init__(self, path: Path, label: LabelColumns, where: str) -> None:
+        self.path, self.label = path, label
+        self.coder = LabelCoder(label.columns[0], where)
+        self.bad = self.coder.blank
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Append the labels of the next rows."""
         self._file.write(self.coder.add(batch.column(self.coder.column)).astype("<i4", copy=False).data)
 
-    def finish(self) -> tuple[list[str] | list[int], list[str], str]:
-        """(vocabulary, notes, digest of the codes)."""
+    def finish(self) -> dict[str, Any]:
+        """The vocabulary, notes, and the digest of the codes."""
         self._file.close()
         vocabulary, index, notes = self.coder.finish()
         digest = hashlib.sha256()
@@ -106,10 +116,117 @@ class CodeWriter:
                 file.seek(-final.nbytes, os.SEEK_CUR)
                 file.write(final)
                 digest.update(final)
-        return vocabulary, notes, digest.hexdigest()
+        return {"vocabulary": vocabulary, "notes": notes, "codes_digest": digest.hexdigest()}
 
     def close(self) -> None:
         self._file.close()
+
+
+class TagWriter(CodeWriter):
+    """Writes the codes of all labels of each row, and in a second file where each row begins.
+
+    White space around a label, empty parts (as after a last separator) and repeated labels of a row are left out.
+    """
+
+    bad_means = "have no label in column {column}"
+    remedy = "fill in the labels, remove the rows, or set task.labels.empty=allow if such rows really have none of them"
+
+    def __init__(self, path: Path, offsets: Path, label: LabelColumns, where: str) -> None:
+        super().__init__(path, label, where)
+        self.bad = BadRows()
+        self._offsets = open(offsets, "wb")  # noqa: SIM115 - closed by close
+        self._end, self._digest = 0, hashlib.sha256()
+        self._write_offsets(np.zeros(1, np.int64))
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        parts = pc.split_pattern(batch.column(self.coder.column), pattern=self.label.separator)
+        labels = pc.utf8_trim_whitespace(parts.flatten())
+        owners = np.repeat(np.arange(len(parts)), pc.list_value_length(parts).to_numpy(zero_copy_only=False))
+        filled = pc.not_equal(labels, "").to_numpy(zero_copy_only=False)
+        first_row = self.coder.num_rows
+        codes = self.coder.add(labels.filter(pa.array(filled)), owners[filled], len(parts))
+        once = np.unique(owners[filled].astype(np.int64) << 32 | codes)  # by row, then by code
+        counts = np.bincount(once >> 32, minlength=len(parts))
+        if not self.label.allow_empty:
+            self.bad.add(first_row + np.flatnonzero(counts == 0))
+        self._file.write((once & 0xFFFFFFFF).astype("<i4").data)
+        self._write_offsets(self._end + np.cumsum(counts))
+        self._end += len(once)
+
+    def _write_offsets(self, offsets: np.ndarray) -> None:
+        content = offsets.astype("<i8").data
+        self._offsets.write(content)
+        self._digest.update(content)
+
+    def finish(self) -> dict[str, Any]:
+        self._offsets.close()
+        found = super().finish()
+        if not found["vocabulary"] and not self.bad.count:
+            raise DataError(f"no row has a label in column {self.coder.column!r}", where=self.coder.where)
+        self._digest.update(found["codes_digest"].encode())
+        return found | {"codes_digest": self._digest.hexdigest()}
+
+    def close(self) -> None:
+        super().close()
+        self._offsets.close()
+
+
+class NumberWriter:
+    """Writes float64 numbers (rows, columns), and their mean and standard deviation per column."""
+
+    bad_means = "have no finite number in {column}"
+    remedy = "write plain numbers such as 1.5 or -2e3 (no units, no thousands separators), or remove the rows"
+
+    def __init__(self, path: Path, label: LabelColumns, where: str) -> None:
+        self.path, self.label, self.where = path, label, where
+        self.bad, self.num_rows, self._digest = BadRows(), 0, hashlib.sha256()
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by close
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Append the numbers of the next rows."""
+        texts = [pc.utf8_trim_whitespace(batch.column(name)) for name in self.label.columns]
+        numbers = np.stack([_numbers(text) for text in texts], axis=1)
+        wrong = ~(np.abs(numbers) < _LARGEST)  # true for NaN, too
+        rows = wrong.any(axis=1).nonzero()[0]
+        self.bad.add(self.num_rows + rows, [texts[wrong[row].argmax()][row].as_py() for row in rows[:5]])
+        content = np.ascontiguousarray(numbers, "<f8").data
+        self._file.write(content)
+        self._digest.update(content)
+        self.num_rows += batch.num_rows
+
+    def finish(self) -> dict[str, Any]:
+        """Sums are exact, so the result is the same on every machine."""
+        self._file.close()
+        numbers = np.memmap(self.path, "<f8", "r").reshape(-1, len(self.label.columns))
+        means, deviations, notes = [], [], []
+        for name, column in zip(self.label.columns, numbers.T, strict=True):
+            mean = math.fsum(column) / len(column)
+            deviation = math.sqrt(math.fsum(np.square(column - mean)) / len(column))
+            if not deviation:
+                notes.append(f"all numbers in column {name!r} are {column[0]:g}: there is nothing to learn from them")
+            means.append(mean)
+            deviations.append(deviation or 1.0)
+        facts = {"vocabulary": [], "notes": notes, "codes_digest": self._digest.hexdigest()}
+        return facts | {"mean": means, "std": deviations}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _numbers(texts: pa.Array) -> np.ndarray:
+    """float64; NaN for text that is not a number."""
+    try:
+        numbers: np.ndarray = texts.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    except pa.ArrowInvalid:
+        numbers = pd.to_numeric(texts.to_pandas(), errors="coerce").to_numpy(np.float64)
+    return numbers
+
+
+def label_writer(label: LabelColumns, codes: Path, offsets: Path, where: str) -> CodeWriter | NumberWriter:
+    """The writer of labels of this kind."""
+    if label.kind == "numbers":
+        return NumberWriter(codes, label, where)
+    return TagWriter(codes, offsets, label, where) if label.kind == "tags" else CodeWriter(codes, label, where)
 
 
 def _text_bytes(array: pa.StringArray) -> tuple[np.ndarray, memoryview]:

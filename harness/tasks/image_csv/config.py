@@ -1,15 +1,14 @@
-"""Image classification from an annotation CSV: one column of image paths and one of labels."""
+"""Images from an annotation CSV: one column of image paths, and one of labels or several of numbers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from harness.config.base import Place
-from harness.config.schema import TaskSection
+from harness.config.targets import TableTask
 from harness.config.transforms import TransformsSection
 
 if TYPE_CHECKING:
@@ -19,23 +18,17 @@ _CHANNELS = {"rgb": 3, "gray": 1}
 Side = Annotated[int, Field(ge=1, le=2**16)]  # pixels
 
 
-class Task(TaskSection):
-    """A CSV (or Parquet file) with one image path and one label per row."""
+class Task(TableTask):
+    """A CSV (or Parquet file) with one image path and a label, several labels or numbers per row."""
 
     name: Literal["image_csv"]
-    """Classifies the images that an annotation CSV names."""
-    train_csv: Place
-    """Annotations to train on: .csv, .csv.gz or .parquet, local or an fsspec URL."""
-    eval_csv: Place
-    """Annotations to evaluate on; every label must occur in train_csv."""
+    """Predicts labels or numbers for the images that an annotation CSV names."""
     root: str = ""
     """Folder or fsspec URL (s3://bucket/images) that image paths are relative to; empty: the working directory."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
     """Size of the copies of files behind URLs that data.cache_dir keeps on this machine, in GiB."""
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
-    label_column: str = "label"
-    """Column of the CSV with the labels."""
     image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
     """[height, width] of the images that the model gets. An image that has another size, also after `transforms`, is
     cut at the centre to this aspect ratio and scaled; null: all images have the same size already.
@@ -50,17 +43,8 @@ class Task(TaskSection):
     """
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
     """One value per channel that pixels are then divided by; null: 0.5."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the target spread evenly over all classes, in training."""
     on_bad_image: Literal["error", "skip"] = "error"
     """A missing or corrupt image ends the run (error), or is counted and replaced by the next readable row (skip)."""
-
-    metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
-        "top1": "max",
-        "top5": "max",
-        "loss": "min",
-        "mean_class_accuracy": "max",
-    }
 
     @field_validator("mean", "std")
     @classmethod

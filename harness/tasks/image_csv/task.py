@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,70 +12,56 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torchvision.io import ImageReadMode
 
 from harness.data import transforms
 from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable, spread
 from harness.data.shards import bounds
-from harness.data.table.table import Table, open_table
-from harness.errors import ConfigError, DataError
-from harness.training.task import Classification, ModelSection, model_builder
+from harness.errors import ConfigError
+from harness.training import labelled_tables
+from harness.training.labelled_tables import Split
+from harness.training.objective import Objective
+from harness.training.task import ModelSection, Supervised, model_builder
 
 if TYPE_CHECKING:
     from harness.tasks.image_csv.config import Task
 
-_CHUNK_ROWS = 1 << 20  # labels in memory at once
 _SAMPLE = 200  # images of each split that harness check decodes
 
 
 def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises DataError."""
-    train, eval_ = (
-        open_table(source, text=(task.path_column,), label=task.label_column, cache_dir=cache_dir)
-        for source in (task.train_csv, task.eval_csv)
-    )
-    class_of = {label: index for index, label in enumerate(train.vocabulary)}
-    unknown = [label for label in eval_.vocabulary if label not in class_of]
-    if unknown:
-        raise _unknown_labels(eval_, task.train_csv, unknown, train.vocabulary)
-    train_images, eval_images = (
-        _images(task, table, [class_of[label] for label in table.vocabulary], seed, cache_dir)
-        for table in (train, eval_)
-    )
-    return ImageCsv(task, train_images, eval_images, train.vocabulary)
+    opened = labelled_tables.open_tables(task, (task.path_column,), cache_dir)
+    train, eval_ = (_images(task, split, seed, cache_dir) for split in (opened.train, opened.eval))
+    return ImageCsv(task, train, eval_, opened.objective)
 
 
 def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
-    """Open the table ``source`` for prediction with the classes and image size in ``learned``."""
-    table = open_table(source, text=(task.path_column,), cache_dir=cache_dir)
-    images = _images(task, table, [], 0, cache_dir)
-    return ImageCsv(task, images, images, *_learned(learned))
+    """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
+    split, objective = labelled_tables.open_new(task, learned, source, (task.path_column,), cache_dir)
+    images = _images(task, split, 0, cache_dir)
+    return ImageCsv(task, images, images, objective, _learned_size(learned))
 
 
-def _learned(facts: dict[str, Any]) -> tuple[tuple[str | int, ...], tuple[int, ...]]:
-    """The classes and the image size in ``facts``, the content of task.json. Raises ConfigError."""
-    classes, size = (facts[key] if isinstance(facts.get(key), list) else [] for key in ("classes", "image_size"))
-    if not (
-        classes and all(isinstance(label, str | int) for label in classes)
-        and len(size) == 2 and all(isinstance(side, int) and side > 0 for side in size)
-    ):  # fmt: skip
+def _learned_size(facts: dict[str, Any]) -> tuple[int, ...]:
+    """The image size in ``facts``, the content of task.json. Raises ConfigError."""
+    size = facts["image_size"] if isinstance(facts.get("image_size"), list) else []
+    if not (len(size) == 2 and all(isinstance(side, int) and side > 0 for side in size)):
         raise ConfigError(
-            "the run's task.json does not hold the classes and the image size of the training data",
+            "the run's task.json does not hold the image size of the training data",
             hint="start the run again to write the file: harness train -c RUN/config.yaml",
         )
-    return tuple(classes), tuple(size)
+    return tuple(size)
 
 
-def _images(task: Task, table: Table, classes: Sequence[int], seed: int, cache_dir: Path | None) -> ImageTable:
-    """The images of ``table``; ``classes[code]`` is the class index of a label code of the table."""
+def _images(task: Task, split: Split, seed: int, cache_dir: Path | None) -> ImageTable:
     for_training, for_evaluation = transforms.build(task.transforms, task.image_size, task.channels)
     return ImageTable(
-        table=table,
+        table=split.table,
         files=ImageFiles(task.root, cache_dir, task.cache_gib),
         path_column=task.path_column,
-        targets=np.asarray(classes, dtype=np.int64),
+        labels=split.labels,
         seed=seed,
         mode=ImageReadMode.RGB if task.color == "rgb" else ImageReadMode.GRAY,
         for_training=for_training,
@@ -86,22 +71,23 @@ def _images(task: Task, table: Table, classes: Sequence[int], seed: int, cache_d
 
 
 @dataclass(frozen=True)
-class ImageCsv(Classification):
+class ImageCsv(Supervised):
     """The opened task. ``learned_size``: (height, width) of the training images, for a task opened on new data."""
 
     options: Task
     train: ImageTable
     eval: ImageTable
-    classes: tuple[str | int, ...]
+    objective: Objective
     learned_size: tuple[int, ...] | None = None
 
     @property
     def summary(self) -> dict[str, Any]:
-        return {"train rows": len(self.train), "eval rows": len(self.eval), "classes": len(self.classes)}
+        rows = {"train rows": len(self.train), "eval rows": len(self.eval)}
+        return rows | self.objective.summary(len(self.eval))
 
     @property
     def notes(self) -> list[str]:
-        return [*self.train.table.notes, *self.eval.table.notes]
+        return [*self.train.table.notes, *self.eval.table.notes, *self.objective.notes]
 
     @property
     def fingerprint(self) -> str:
@@ -119,11 +105,8 @@ class ImageCsv(Classification):
             texts.append(f"{split}: {images.sample(spread(np.arange(len(images)), _SAMPLE), epoch, limit_s / 2)}")
         return "; ".join(texts)
 
-    def label_counts(self, start: int, stop: int) -> np.ndarray:
-        counts = np.zeros(len(self.classes), dtype=np.int64)
-        for _, codes in _label_chunks(self.train.table, start, stop):
-            counts += np.bincount(self.train.targets[codes], minlength=len(self.classes))
-        return counts
+    def label_counts(self, start: int, stop: int) -> np.ndarray | None:
+        return self.train.labels.counts(start, stop)
 
     @cached_property
     def image_size(self) -> tuple[int, ...]:
@@ -141,10 +124,10 @@ class ImageCsv(Classification):
 
     @property
     def learned(self) -> dict[str, Any]:
-        return {"classes": list(self.classes), "image_size": list(self.image_size)}
+        return {**self.objective.labels.learned, "image_size": list(self.image_size)}
 
     def model(self, section: ModelSection) -> nn.Module:
-        known = {"num_classes": len(self.classes), "in_channels": self.options.channels}
+        known = {"num_classes": len(self.objective.labels.names), "in_channels": self.options.channels}
         model = model_builder.build(section.name, section.args, known, self._example(self.image_size))
         if self.learned_size is None and self._first[0].shape != self._first[1].shape:
             model_builder.try_batch(model, section.name, known, self._example(self._first[0].shape[-2:]))
@@ -168,25 +151,14 @@ class ImageCsv(Classification):
         )
         return inputs.float().div_(255).sub_(mean).div_(std)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of logits (batch, classes)."""
-        return functional.cross_entropy(outputs, targets, label_smoothing=self.options.label_smoothing)
-
-    def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
-        table, label = self.eval.table, self.options.label_column
-        columns: dict[str, list[Any]] = {"id": table.strings(self.options.path_column, rows)}
-        if table.label is not None:
-            columns["label"] = [table.vocabulary[code] for code in table.labels(rows).tolist()]
-        elif label in table.columns:
-            columns["label"] = table.strings(label, rows)
-        return columns
+    def known(self, rows: np.ndarray) -> dict[str, Any]:
+        return {"id": self.eval.table.strings(self.options.path_column, rows), **self.eval.labels.known(rows)}
 
     @property
     def signature(self) -> dict[str, Any]:
         return {
             "input": "images",
-            "output": "logits",
-            "classes": list(self.classes),
+            **self.objective.signature,
             "preprocessing": self._preprocessing(),
         }
 
@@ -230,21 +202,3 @@ def _require_match(train: Tensor, evaluated: Tensor, task: Task) -> None:
             where="task.transforms.eval",
             hint="set task.image_size=[height,width], or this list, such as [{Resize: 256}, {CenterCrop: 224}]",
         )
-
-
-def _label_chunks(table: Table, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, label codes) of consecutive chunks of rows [start, stop)."""
-    for edge in range(start, stop, _CHUNK_ROWS):
-        yield edge, table.labels(np.arange(edge, min(edge + _CHUNK_ROWS, stop)))
-
-
-def _unknown_labels(table: Table, train_csv: str, unknown: list[Any], classes: Sequence[Any]) -> DataError:
-    near = difflib.get_close_matches(str(unknown[0]), [str(label) for label in classes], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "evaluate only labels that occur in training, or correct the CSV"
-    labels = ", ".join(repr(label) for label in unknown[:5])
-    code = table.vocabulary.index(unknown[0])
-    chunks = _label_chunks(table, 0, len(table))
-    row = next(start + int(np.argmax(codes == code)) for start, codes in chunks if code in codes)
-    return DataError(
-        f"{len(unknown)} label(s) that {train_csv} does not have: {labels}", where=table.where(row), hint=hint
-    )

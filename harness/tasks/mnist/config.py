@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from harness.config.base import Place, Positive
-from harness.config.schema import TaskSection
+from harness.config.targets import LabelledTask
 
 if TYPE_CHECKING:
     from harness.tasks.mnist.task import Images
 
 
-class Task(TaskSection):
+class Task(LabelledTask):
     """60,000 gray images of 28x28 pixels to train on, 10,000 to evaluate on, in ten classes."""
 
     name: Literal["mnist"]
@@ -23,13 +23,6 @@ class Task(TaskSection):
     """Train on the first N images only; null: all."""
     eval_rows: Positive | None = None
     """Evaluate on the first N images only; null: all."""
-
-    metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
-        "top1": "max",
-        "top5": "max",
-        "loss": "min",
-        "mean_class_accuracy": "max",
-    }
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "MNIST"
     """torchvision's name for the data set and its folder."""
     mean: ClassVar[float] = 0.1307  # over all training pixels, scaled to [0, 1]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torchvision import datasets
 
 from harness.data.arrays import map_idx
-from harness.training.task import Arrays, Classification, ModelSection, model_builder
+from harness.training.objective import Labels, Objective
+from harness.training.task import Arrays, ModelSection, Supervised, model_builder
 
 if TYPE_CHECKING:
     from harness.tasks.mnist.config import Task
@@ -24,7 +25,9 @@ def open_images(task: Task) -> Images:
     """Map the images in ``task.root``. Raises DataError."""
     names = getattr(datasets, task.kind).classes  # MNIST's are "0 - zero"
     classes = tuple(name.split(" - ")[0] for name in names)
-    return Images(task, _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows), classes)
+    images = Images(task, _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows), classes)
+    images.objective.check(len(images.eval))
+    return images
 
 
 def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
@@ -36,7 +39,7 @@ def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
 
 
 @dataclass(frozen=True)
-class Images(Classification):
+class Images(Supervised):
     """The opened task. Images are uint8 (rows, 1, height, width)."""
 
     options: Task
@@ -44,13 +47,19 @@ class Images(Classification):
     eval: Arrays
     classes: tuple[str, ...]
 
+    @cached_property
+    def objective(self) -> Objective:  # type: ignore[override]
+        labels = Labels("single_label", self.classes)
+        return Objective(self.options, labels, lambda: (self.label_counts(0, len(self.train)), len(self.train)))
+
     @property
     def summary(self) -> dict[str, Any]:
-        return {"train rows": len(self.train), "eval rows": len(self.eval), "classes": len(self.classes)}
+        rows = {"train rows": len(self.train), "eval rows": len(self.eval)}
+        return rows | self.objective.summary(len(self.eval))
 
     @property
     def notes(self) -> list[str]:
-        return []
+        return self.objective.notes
 
     @property
     def fingerprint(self) -> str:
@@ -71,10 +80,6 @@ class Images(Classification):
         """uint8 (batch, 1, height, width) -> normalized float32, on the same device."""
         return inputs.float().div_(255).sub_(self.options.mean).div_(self.options.std)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of logits (batch, classes)."""
-        return functional.cross_entropy(outputs, targets)
-
     def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
         return {"id": rows.tolist(), "label": [self.classes[code] for code in self.eval.targets[rows].tolist()]}
 
@@ -82,8 +87,7 @@ class Images(Classification):
     def signature(self) -> dict[str, Any]:
         return {
             "input": "images",
-            "output": "logits",
-            "classes": list(self.classes),
+            **self.objective.signature,
             "preprocessing": {
                 "color": "gray",
                 "size": list(self.train.inputs.shape[2:]),

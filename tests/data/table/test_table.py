@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.data.table import csv_reader, writers
+from harness.data.table.labels import LabelColumns
 from harness.data.table.table import open_table
 from harness.errors import DataError
 
@@ -291,6 +292,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from harness.data.table import csv_reader, writers
+from harness.data.table.labels import LabelColumns
 from harness.data.table.table import open_table
 csv_reader.BLOCK_BYTES, writers.MAX_BATCH_ROWS = 256 << 10, 8192  # buffers that are small compared to the files
 table = open_table(sys.argv[1], label="label", cache_dir=Path(sys.argv[2]))
@@ -313,3 +315,51 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         assert rows == 50_000 * blocks
         peak.append(megabytes)
     assert peak[1] - peak[0] < 40, peak  # for 80 MB more of CSV
+
+
+# Several labels per row, and numbers
+
+TAGS = LabelColumns("tags", ("tags",), "|", allow_empty=True)
+
+
+def tags_of(table, rows) -> list[list]:
+    counts, codes = table.tags(np.asarray(rows))
+    return [[table.vocabulary[c] for c in part] for part in np.split(codes, np.cumsum(counts)[:-1])]
+
+
+def test_several_labels_per_row(opened):
+    """Blanks around labels, empty parts, repeated labels, a quoted line break, rows without labels."""
+    csv = 'id,tags\n0, new york |cat|\n1,\n2,"cat|cat||\ndog"\n3,| |\n4,NA|été\n'.encode()
+    table = opened(csv, label=TAGS)
+    assert table.vocabulary == ("NA", "cat", "dog", "new york", "été")
+    assert [sorted(tags) for tags in tags_of(table, [4, 0, 1, 2, 3, 0])] == [
+        ["NA", "été"], ["cat", "new york"], [], ["cat", "dog"], [], ["cat", "new york"],
+    ]  # fmt: skip
+    assert table.strings("tags", np.arange(2)) == [" new york |cat|", ""]  # as written
+    assert tags_of(pickle.loads(pickle.dumps(table)), [2]) == tags_of(table, [2])
+    assert opened(b"tags\n10|9\n9\n", label=TAGS).vocabulary == (9, 10)
+    assert opened(b"tags\n10|9\nx\n", label=TAGS).vocabulary == ("10", "9", "x")
+
+
+def test_labels_of_many_rows_equal_a_plain_reading(opened):
+    """In several blocks of the file; the digest depends on the labels alone."""
+    generator = np.random.default_rng(0)
+    rows = [sorted(set(generator.integers(0, 300, generator.integers(1, 6)).tolist())) for _ in range(150_000)]
+    lines = ["|".join(map(str, row)) + "," + "x" * 60 for row in rows]
+    table = opened("\n".join(["tags,text", *lines]).encode(), label=TAGS)
+    chosen = generator.permutation(len(rows))[:2000]
+    assert [sorted(found) for found in tags_of(table, chosen)] == [rows[row] for row in chosen]
+    digest = table.digest
+    lines[-1] = lines[-1].replace(lines[-1].partition(",")[0], "299|298|0")
+    assert opened("\n".join(["tags,text", *lines]).encode(), label=TAGS).digest != digest
+
+
+def test_numbers(opened):
+    table = opened(b"x,y\n1, -2e3\n2.5,0\n-1,.5\n", label=LabelColumns("numbers", ("y", "x")))
+    assert table.numbers(np.asarray([2, 0])).tolist() == [[0.5, -1.0], [-2000.0, 1.0]]
+    expected = np.asarray([[-2000.0, 1.0], [0.0, 2.5], [0.5, -1.0]])
+    assert table.mean == pytest.approx(expected.mean(0), abs=1e-12)
+    assert table.std == pytest.approx(expected.std(0))
+    constant = opened(b"x\n4\n4\n", label=LabelColumns("numbers", ("x",)))
+    assert constant.std == (1.0,)
+    assert "all numbers in column 'x' are 4" in constant.notes[0]

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.data.table import csv_reader, labels
+from harness.data.table.labels import LabelColumns
 from harness.data.table.table import open_table
 from harness.errors import DataError
 
@@ -237,3 +238,21 @@ def test_csv_field_size_limit_is_restored(refused):
     before = csv.field_size_limit()
     refused(HEADER + b'"' + b"x" * 200_000)
     assert csv.field_size_limit() == before
+
+
+def test_rows_without_labels_or_numbers(refused):
+    """All of them are counted, the first are named with their lines, before anything is kept."""
+    tags = LabelColumns("tags", ("label",), "|")
+    message, line, hint = refused(b'label\na|b\n |\n"x\n|"\n\n|\n', label=tags)
+    assert (message, line) == ("2 of 4 rows have no label in column 'label': row 1 (line 3), row 3 (line 7)", "3")
+    assert "task.labels.empty=allow" in hint
+    message, _, _ = refused(b"label,b\n|,1\n,1\n", label=LabelColumns("tags", ("label",), "|", allow_empty=True))
+    assert message == "no row has a label in column 'label'"
+    numbers = LabelColumns("numbers", ("x", "y"))
+    message, line, hint = refused(b"x,y\n1,2\n3,\n4,ten\n\nnan,1\n1,-inf\n1e39,0\n1,5 kg\n0,0\n", label=numbers)
+    assert message == (
+        "6 of 8 rows have no finite number in 'x' or 'y': row 1 (line 3): '', row 2 (line 4): 'ten', "
+        "row 3 (line 6): 'nan', row 4 (line 7): '-inf', row 5 (line 8): '1e39', …"
+    )
+    assert (line, "plain numbers" in hint) == ("3", True)
+    assert "no column 'z'" in refused(b"x,y\n1,2\n", label=LabelColumns("numbers", ("x", "z")))[0]

@@ -1,0 +1,263 @@
+"""What a task with labels predicts, as settings: the kind of its labels, its loss and its metrics, each by name.
+
+``harness.training.objective`` computes them. The names, what they apply to and what they take are listed here, because
+a configuration is checked without importing torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from harness.config.base import Arguments, Place, Section
+from harness.config.schema import TaskSection
+
+Kind = Literal["single_label", "multi_label", "regression"]
+Better = Literal["max", "min"]
+_CLASSES: tuple[Kind, ...] = ("single_label", "multi_label")
+
+LOSSES: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {  # {name: (kinds of labels, settings that it takes)}
+    "cross_entropy": (("single_label",), ("label_smoothing", "class_weights")),
+    "bce": (_CLASSES, ("label_smoothing", "class_weights")),
+    "focal": (_CLASSES, ("gamma", "class_weights")),
+    "mse": (("regression",), ()),
+    "l1": (("regression",), ()),
+    "huber": (("regression",), ("delta",)),
+}
+METRICS: dict[str, tuple[tuple[Kind, ...], Better]] = {
+    "top1": (("single_label",), "max"),  # and top2, top3, ...
+    "top5": (("single_label",), "max"),
+    "mean_class_accuracy": (("single_label",), "max"),
+    "mean_average_precision": (("multi_label",), "max"),
+    "exact_match": (("multi_label",), "max"),
+    "micro_f1": (_CLASSES, "max"),
+    "macro_f1": (_CLASSES, "max"),
+    "rmse": (("regression",), "min"),
+    "mae": (("regression",), "min"),
+    "r2": (("regression",), "max"),
+    "loss": ((*_CLASSES, "regression"), "min"),
+}
+_ANY: tuple[tuple[Kind, ...], Better] = ((*_CLASSES, "regression"), "max")
+DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
+DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
+    "single_label": ("top1", "top5", "loss", "mean_class_accuracy"),
+    "multi_label": ("mean_average_precision", "micro_f1", "macro_f1", "exact_match", "loss"),
+    "regression": ("rmse", "mae", "r2", "loss"),
+}
+_ELSEWHERE = {  # what other libraries call them
+    "crossentropyloss": "cross_entropy", "categorical_crossentropy": "cross_entropy", "ce": "cross_entropy",
+    "bce_with_logits": "bce", "bcewithlogitsloss": "bce", "binary_cross_entropy": "bce", "binary_crossentropy": "bce",
+    "sigmoid_focal_loss": "focal", "mseloss": "mse", "mean_squared_error": "mse", "l2": "mse", "mae": "l1",
+    "l1loss": "l1", "mean_absolute_error": "l1", "smooth_l1": "huber", "huberloss": "huber",
+    "accuracy": "top1", "acc": "top1", "f1": "macro_f1", "map": "mean_average_precision",
+    "balanced_accuracy": "mean_class_accuracy", "subset_accuracy": "exact_match",
+}  # fmt: skip
+
+
+class LabelsSection(Section):
+    """What the label columns hold."""
+
+    kind: Kind | None = None
+    """single_label: each row has one of the classes. multi_label: each row has any number of the labels. regression:
+    each row has a number in each column. null: multi_label if separator is set, else single_label.
+    """
+    column: str | Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """Column of the labels; for regression also a list of columns. null: task.label_column."""
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    """Text between the labels of a row, such as "|", for multi_label."""
+    empty: Literal["error", "allow"] = "error"
+    """For multi_label: a row without any label is an error, or means that it has none of them (allow)."""
+
+    @property
+    def chosen(self) -> Kind:
+        return self.kind or ("multi_label" if self.separator else "single_label")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> LabelsSection:
+        columns = self.column if isinstance(self.column, tuple) else ()
+        if self.chosen == "multi_label" and self.separator is None:
+            raise ValueError('kind: multi_label needs the text between labels: set separator, such as separator: "|"')
+        if self.chosen != "multi_label" and (self.separator is not None or self.empty != "error"):
+            raise ValueError(f"separator and empty are for kind: multi_label, but the kind is {self.chosen}")
+        if self.chosen != "regression" and isinstance(self.column, tuple):
+            raise ValueError("several columns are for kind: regression; name one column")
+        if isinstance(self.column, tuple) and (not columns or len(set(columns)) < len(columns)):
+            raise ValueError(f"name each column once (found: {list(columns)})")
+        return self
+
+
+class LossSection(Section):
+    """The training loss."""
+
+    name: str | None = None
+    """cross_entropy, bce or focal for one class per row, bce or focal for several labels per row, mse, l1 or huber for
+    numbers; or package.module.Class (or function) of your own, which returns the mean over the rows. null: the first.
+    """
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """For cross_entropy and bce: share of the target spread evenly over all classes, in training."""
+    class_weights: Literal["balanced"] | Annotated[tuple[float, ...], Field(strict=False)] | dict[str, float] | None = (
+        None
+    )
+    """Weight of the rows with each class: a list in the order of the classes, or {class: weight} (others 1), or
+    balanced: the rarer the class, the larger. With several labels per row: the weight of rows that have the label.
+    """
+    gamma: Annotated[float, Field(ge=0)] | None = None
+    """For focal: how much less easy rows count; null: 2."""
+    delta: Annotated[float, Field(gt=0)] | None = None
+    """For huber: errors above count linearly, in standard deviations of the column; null: 1."""
+    args: Arguments = {}
+    """Keyword arguments of a loss of your own."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings of single losses that are set."""
+        given = {"label_smoothing": self.label_smoothing or None, "class_weights": self.class_weights,
+                 "gamma": self.gamma, "delta": self.delta, "args": self.args or None}  # fmt: skip
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class MetricSection(Section):
+    """A metric of your own or of torchmetrics."""
+
+    name: str
+    """A built-in metric, or package.module.Class (or function) such as torchmetrics.classification.MulticlassAUROC."""
+    key: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """Its name in the log; null: the last part of name."""
+    better: Better | None = None
+    """max: higher is better; min: lower is better. Required for a dotted name."""
+    args: Arguments = {}
+    """Keyword arguments; num_classes or num_labels is set where it is taken."""
+
+    @property
+    def shown(self) -> str:
+        return self.key or self.name.rpartition(".")[2]
+
+
+class LabelledTask(TaskSection):
+    """Base class of the options of a task with labels. Subclasses may change ``label_kind``."""
+
+    loss: LossSection = LossSection()
+    """The training loss."""
+    chosen_metrics: tuple[str | MetricSection, ...] = Field(default=(), strict=False, alias="metrics")
+    """Evaluation metrics by name; the first one picks the best checkpoint. [] chooses by the kind of the labels. A
+    metric of torchmetrics, or of your own, is a section {name, better, args}.
+    """
+
+    @property
+    def label_kind(self) -> Kind:
+        return "single_label"
+
+    @property
+    def metric_sections(self) -> tuple[MetricSection, ...]:
+        """The metrics as sections. The loss, which shows whether training diverges, is always among them."""
+        named = self.chosen_metrics or DEFAULT_METRICS[self.label_kind]
+        found = [MetricSection(name=each) if isinstance(each, str) else each for each in named]
+        if "loss" not in [each.shown for each in found]:
+            found.append(MetricSection(name="loss"))
+        return tuple(found)
+
+    @property
+    def metrics(self) -> dict[str, Better]:  # type: ignore[override]
+        """{metric: better direction}, the one that picks the best checkpoint first."""
+        return {each.shown: each.better or metric(each.name)[1] for each in self.metric_sections}
+
+    @property
+    def loss_name(self) -> str:
+        return self.loss.name or DEFAULT_LOSS[self.label_kind]
+
+
+class TableTask(LabelledTask):
+    """Base class of the options of a task that reads annotation tables."""
+
+    train_csv: Place
+    """Annotations to train on: .csv, .csv.gz or .parquet, local or an fsspec URL."""
+    eval_csv: Place
+    """Annotations to evaluate on; every label must occur in train_csv."""
+    label_column: str = "label"
+    """Column of the CSV with the labels."""
+    labels: LabelsSection = LabelsSection()
+    """What the labels are: one class per row, several labels per row, or numbers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _label_smoothing_was_moved(cls, raw: Any) -> Any:
+        """Refuse the former setting ``label_smoothing``; drop it if it had no effect."""
+        if not isinstance(raw, dict) or "label_smoothing" not in raw:
+            return raw
+        if raw["label_smoothing"]:
+            value = raw["label_smoothing"]
+            raise ValueError(f"label_smoothing was moved; instead of it write loss: {{label_smoothing: {value}}}")
+        return {key: value for key, value in raw.items() if key != "label_smoothing"}
+
+    @property
+    def label_kind(self) -> Kind:
+        return self.labels.chosen
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        column = self.labels.column or self.label_column
+        return (column,) if isinstance(column, str) else column
+
+
+def metric(name: str) -> tuple[tuple[Kind, ...], Better]:
+    """(kinds of labels, better direction) of a metric. A name that is not built in has every kind and ``max``."""
+    return METRICS.get("top1" if re.fullmatch("top[1-9][0-9]{0,5}", name) else name, _ANY)
+
+
+def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
+    """(key, contradiction, what to type instead) of settings that do not fit the kind of the labels."""
+    kind, loss = task.label_kind, task.loss_name
+    if isinstance(task, TableTask) and task.labels.column is not None and task.label_column != "label":
+        yield "task.label_column", "label_column and labels.column both name the column", "remove task.label_column"
+    suitable = {name: options for name, (kinds, options) in LOSSES.items() if kind in kinds}
+    own = "or package.module.Class of your own"
+    if "." in loss:
+        if refused := sorted(set(task.loss.options) - {"args"}):
+            yield (
+                f"task.loss.{refused[0]}",
+                f"{loss} is not built in, so {refused[0]} has no effect",
+                "use task.loss.args",
+            )
+    elif loss not in suitable:
+        what = f"the loss {loss} cannot be used with {kind} labels" if loss in LOSSES else f"there is no loss {loss!r}"
+        yield "task.loss.name", what, f"{_near(loss, suitable)}use {' or '.join(suitable)}, {own}"
+    else:
+        for option in sorted(set(task.loss.options) - set(suitable[loss])):
+            takes = " and ".join(suitable[loss]) or "no settings"
+            yield f"task.loss.{option}", f"the loss {loss} has no {option}", f"remove it; {loss} takes {takes}"
+    yield from _metric_problems(task, kind)
+
+
+def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str, str]]:
+    suitable = [name for name, (kinds, _) in METRICS.items() if kind in kinds]
+    keys = [each.shown for each in task.metric_sections]
+    for each in task.metric_sections:
+        if "." in each.name:
+            if each.better is None:
+                hint = f"write {{name: {each.name}, better: max}} (or min)"
+                yield "task.metrics", f"whether a higher {each.shown} is better is not known", hint
+            if each.shown in METRICS:
+                yield (
+                    "task.metrics",
+                    f"{each.name} has the name of a built-in metric",
+                    "give it another key: {key: NAME}",
+                )
+        elif metric(each.name) is _ANY:
+            hint = f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with better"
+            yield "task.metrics", f"there is no metric {each.name!r}", hint
+        elif kind not in metric(each.name)[0]:
+            yield "task.metrics", f"{each.name} is not a metric of {kind} labels", f"use {', '.join(suitable)}"
+        elif each.args or each.key or each.better not in (None, metric(each.name)[1]):
+            yield "task.metrics", f"{each.name} is built in and takes no settings", f"write its name: {each.name}"
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        yield "task.metrics", f"{twice[0]} is there twice", "remove one, or give it another key: {name: ..., key: NAME}"
+
+
+def _near(name: str, suitable: Sequence[str] | Mapping[str, Any]) -> str:
+    meant = _ELSEWHERE.get(name.lower(), name)
+    near = [meant] if meant in suitable else difflib.get_close_matches(name.lower(), list(suitable), n=1)
+    return f"did you mean {near[0]}? " if near else ""

@@ -1,0 +1,314 @@
+"""Losses against torch's, metrics against scikit-learn and torchmetrics, at any number of batches and ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from harness.config.targets import LabelledTask, TableTask
+from harness.distributed.launch_env import detect
+from harness.distributed.runtime import Runtime, open_runtime
+from harness.errors import ConfigError
+from harness.training.metrics import Sums
+from harness.training.objective import MAX_KEPT, Labels, Objective
+from harness.training.scores import average_precisions
+from tests.ranks import run_ranks
+
+SINGLE = Labels("single_label", ("a", "b", "c"))
+MULTI = Labels("multi_label", ("a", "b", "c", "d"), "|")
+NUMBERS = Labels("regression", ("x", "y"), mean=(10.0, 0.5), std=(4.0, 0.25))
+COUNTS = np.asarray([6, 3, 1])
+KINDS = {"single_label": {}, "multi_label": {"separator": "|"}, "regression": {"kind": "regression"}}
+
+
+def objective(labels: Labels, counts=COUNTS, **options) -> Objective:
+    options |= {"name": "x", "train_csv": "t", "eval_csv": "e", "labels": KINDS[labels.kind]}
+    return Objective(TableTask.model_validate(options), labels, lambda: (counts, int(counts.sum())))
+
+
+def batch(labels: Labels, rows: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(rows, len(labels.names), generator=generator)
+    if labels.kind == "regression":
+        return outputs, torch.randn(outputs.shape, generator=generator)
+    if labels.kind == "multi_label":
+        return outputs, (torch.rand(outputs.shape, generator=generator) < 0.4).to(torch.uint8)
+    return outputs, torch.randint(len(labels.names), (rows,), generator=generator)
+
+
+def report_of(subject: Objective, outputs, targets, edges=(0, 40), runtime=None) -> dict:
+    sums = Sums()
+    for start, stop in zip(edges, edges[1:], strict=False):
+        sums.add(subject.evaluate(outputs[start:stop], targets[start:stop]))
+    return subject.report(sums.reduce(runtime or Runtime()))
+
+
+# Losses
+
+
+def focal(outputs, targets, gamma):
+    probability = outputs.softmax(1)[torch.arange(len(targets)), targets]
+    return (-((1 - probability) ** gamma) * probability.log()).mean()
+
+
+def sigmoid_focal(outputs, targets, gamma):  # Lin et al. 2017
+    p = outputs.sigmoid()
+    return -(targets * (1 - p) ** gamma * p.log() + (1 - targets) * p**gamma * (1 - p).log()).mean()
+
+
+CASES = [
+    (SINGLE, {}, functional.cross_entropy),
+    (SINGLE, {"label_smoothing": 0.1}, lambda o, t: functional.cross_entropy(o, t, label_smoothing=0.1)),
+    (SINGLE, {"name": "bce"}, lambda o, t: functional.binary_cross_entropy_with_logits(o, torch.eye(3)[t])),
+    (SINGLE, {"name": "focal", "gamma": 1.5}, lambda o, t: focal(o, t, 1.5)),
+    (MULTI, {}, lambda o, t: functional.binary_cross_entropy_with_logits(o, t.float())),
+    (MULTI, {"name": "focal"}, lambda o, t: sigmoid_focal(o, t, 2.0)),
+    (NUMBERS, {}, functional.mse_loss),
+    (NUMBERS, {"name": "l1"}, functional.l1_loss),
+    (NUMBERS, {"name": "huber", "delta": 0.5}, lambda o, t: functional.huber_loss(o, t, delta=0.5)),
+    (MULTI, {"name": "torch.nn.MultiLabelSoftMarginLoss"}, lambda o, t: functional.multilabel_soft_margin_loss(o, t)),
+    (
+        NUMBERS,
+        {"name": "torch.nn.SmoothL1Loss", "args": {"beta": 2.0}},
+        lambda o, t: functional.smooth_l1_loss(o, t, beta=2),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("labels", "loss", "expected"), CASES, ids=[f"{each[0].kind}-{each[1].get('name')}" for each in CASES]
+)
+def test_losses_are_the_mean_over_rows(labels, loss, expected):
+    """The validation loss too, in batches of any size; label smoothing is for training only."""
+    subject, (outputs, targets) = objective(labels, loss=loss), batch(labels)
+    subject.check(40)
+    torch.testing.assert_close(subject.loss(outputs, targets), expected(outputs, targets))
+    parts = [subject.loss(outputs[a:b], targets[a:b]) * (b - a) / 40 for a, b in ((0, 7), (7, 40))]
+    torch.testing.assert_close(sum(parts), subject.loss(outputs, targets))
+    plain = expected if not loss.get("label_smoothing") else functional.cross_entropy
+    for edges in ((0, 40), (0, 3, 39, 40)):
+        assert report_of(subject, outputs, targets, edges)["loss"] == pytest.approx(plain(outputs, targets).item())
+
+
+def test_class_weights():
+    """The sum is divided by the number of rows, so that it does not depend on how they are split."""
+    outputs, targets = batch(SINGLE)
+    each = functional.cross_entropy(outputs, targets, reduction="none")
+    for given, weights in (
+        ("balanced", 10 / 3 / COUNTS), ([1.0, 0.0, 2.5], [1.0, 0.0, 2.5]), ({"c": 3.0}, [1.0, 1.0, 3.0]),
+    ):  # fmt: skip
+        expected = (each * torch.tensor(np.asarray(weights), dtype=torch.float32)[targets]).mean()
+        subject = objective(SINGLE, loss={"class_weights": given})
+        torch.testing.assert_close(subject.loss(outputs, targets), expected)
+        assert report_of(subject, outputs, targets, (0, 9, 40))["loss"] == pytest.approx(expected.item())
+    counts = np.asarray([5, 1, 9, 0])
+    outputs, targets = batch(MULTI)
+    subject = objective(MULTI, counts, loss={"class_weights": "balanced"})  # 15 rows in all
+    ratio = torch.tensor([10 / 5, 14 / 1, 6 / 9, 15.0])
+    expected = functional.binary_cross_entropy_with_logits(outputs, targets.float(), pos_weight=ratio)
+    torch.testing.assert_close(subject.loss(outputs, targets), expected)
+    for given, message in (
+        ([1.0, 2.0], "2 weights for 3 labels"), ([-1.0, 1, 1], "positive or zero"), ({"x": 1.0}, "no label 'x'"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            objective(SINGLE, loss={"class_weights": given}).check(9)
+
+
+class Trained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, outputs, targets):
+        return (outputs * self.weight).mean()
+
+
+def fails(outputs, targets):
+    raise IndexError("no such column")
+
+
+def detached(outputs, targets):
+    return outputs.detach().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"name": "torch.nn.CrossEntropyLoss", "args": {"reduction": "none"}}, r"shape \(8,\), not one number"),
+        ({"name": "torch.nn.CrossEntropyLos"}, "cannot be imported"),
+        ({"name": "torch.nn.CrossEntropyLoss", "args": {"wieght": 1}}, "unexpected keyword argument 'wieght'"),
+        ({"name": "tests.training.test_objective.Trained"}, "has parameters, which would not be trained"),
+        ({"name": "tests.training.test_objective.fails"}, "IndexError: no such column"),
+        ({"name": "tests.training.test_objective.detached"}, "has no gradient"),
+        ({"name": "tests.training.test_objective"}, "cannot be called"),
+        ({"name": "torch.nn.BCELoss"}, "the loss torch.nn.BCELoss fails"),
+    ],
+)  # fmt: skip
+def test_unusable_loss_is_refused_before_training(loss, message):
+    with pytest.raises(ConfigError, match=message):
+        objective(SINGLE, loss=loss).check(9)
+
+
+# Metrics
+
+
+def test_metrics_agree_with_scikit_learn():
+    reference = pytest.importorskip("sklearn.metrics")
+    outputs, targets = batch(SINGLE)
+    found = report_of(objective(SINGLE, metrics=["macro_f1", "micro_f1", "top2"]), outputs, targets, (0, 1, 30, 40))
+    predicted = outputs.argmax(1)
+    assert list(found)[:4] == ["macro_f1", "micro_f1", "top2", "loss"]
+    assert found["macro_f1"] == pytest.approx(reference.f1_score(targets, predicted, average="macro"))
+    assert found["micro_f1"] == pytest.approx(reference.f1_score(targets, predicted, average="micro"))
+    assert found["top2"] == pytest.approx(reference.top_k_accuracy_score(targets, outputs, k=2))
+
+    outputs, targets = batch(MULTI)
+    outputs = (outputs * 2).round() / 2  # with equal scores
+    found = report_of(objective(MULTI), outputs, targets, (0, 1, 30, 40))
+    predicted = outputs > 0
+    for average in ("macro", "micro"):
+        assert found[f"{average}_f1"] == pytest.approx(reference.f1_score(targets, predicted, average=average))
+    assert found["exact_match"] == pytest.approx(reference.accuracy_score(targets, predicted))
+    assert found["mean_average_precision"] == pytest.approx(reference.average_precision_score(targets, outputs))
+    assert found["by_label"]["c"]["rows"] == targets[:, 2].sum()
+    recall = reference.recall_score(targets, predicted, average=None)
+    assert [each["recall"] for each in found["by_label"].values()] == pytest.approx(recall.tolist())
+
+    outputs, targets = batch(NUMBERS)
+    found = report_of(objective(NUMBERS), outputs, targets, (0, 1, 30, 40))
+    true, predicted = (NUMBERS.mean + each.double().numpy() * NUMBERS.std for each in (targets, outputs))
+    assert found["mae"] == pytest.approx(reference.mean_absolute_error(true, predicted))
+    assert found["r2"] == pytest.approx(reference.r2_score(true, predicted))
+    assert found["rmse"] == pytest.approx(reference.root_mean_squared_error(true, predicted))
+    assert found["by_column"]["y"]["r2"] == pytest.approx(reference.r2_score(true[:, 1], predicted[:, 1]))
+
+
+def test_labels_that_no_row_has():
+    outputs, targets = batch(MULTI)
+    targets[:, 1] = 0
+    outputs[:, 1] = -1.0
+    assert len(average_precisions(outputs.numpy(), targets.numpy() > 0)) == 3
+    found = report_of(objective(MULTI), outputs, targets)
+    assert found["by_label"]["b"] == {"precision": None, "recall": None, "f1": None, "rows": 0}
+    f1 = [each["f1"] for each in found["by_label"].values() if each["f1"] is not None]
+    assert found["macro_f1"] == pytest.approx(np.mean(f1))
+
+
+def spread(outputs, targets):
+    """A metric of one's own: every row once, as probabilities and classes."""
+    assert targets.dtype == torch.int64
+    return float(outputs.sum() + targets.float().std())
+
+
+OWN = {
+    "single_label": [
+        {"name": "torchmetrics.classification.MulticlassAUROC", "better": "max"},  # keeps rows
+        {"name": "torchmetrics.classification.MulticlassCohenKappa", "better": "max"},  # adds counts
+        {"name": "tests.training.test_objective.spread", "better": "min"},
+    ],
+    "multi_label": [
+        {"name": "torchmetrics.classification.MultilabelHammingDistance", "better": "min", "key": "hamming"},
+        {"name": "torchmetrics.classification.MultilabelAveragePrecision", "better": "max"},
+    ],
+    "regression": [
+        {"name": "torchmetrics.MeanAbsolutePercentageError", "better": "min"},
+    ],
+}  # fmt: skip
+
+
+def own_values(kind: str, edges: tuple[int, ...], runtime: Runtime | None = None) -> dict[str, float]:
+    """The loss and the metrics of ``OWN``, of batches of rows."""
+    labels = {"single_label": SINGLE, "multi_label": MULTI, "regression": NUMBERS}[kind]
+    found = report_of(objective(labels, metrics=OWN[kind]), *batch(labels), edges, runtime)
+    return {name: value for name, value in found.items() if isinstance(value, float)}
+
+
+def own_values_of_ranks() -> list[dict[str, float]]:
+    with open_runtime(detect(os.environ), "cpu", 60) as runtime:
+        mine = ((0, 11, 40), ())[runtime.rank]  # one rank has no rows
+        return [own_values(kind, mine, runtime) for kind in OWN]
+
+
+@pytest.mark.slow
+def test_torchmetrics_counts_each_row_once_on_any_number_of_ranks():
+    pytest.importorskip("torchmetrics")
+    whole = [own_values(kind, (0, 40)) for kind in OWN]
+    assert [len(found) - 1 for found in whole] == [len(metrics) for metrics in OWN.values()]  # the loss is there, too
+    parts = [own_values(kind, (0, 1, 25, 40)) for kind in OWN]
+    for found in (parts, *run_ranks(2, own_values_of_ranks, group=False)):
+        for values, expected in zip(found, whole, strict=True):
+            assert values == pytest.approx(expected, rel=1e-6)
+    ours = report_of(objective(MULTI), *batch(MULTI))["mean_average_precision"]
+    assert whole[1]["MultilabelAveragePrecision"] == pytest.approx(ours)
+
+
+def breaks(outputs, targets):
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ({"name": "tests.training.test_objective.breaks"}, "breaks fails: ZeroDivisionError"),
+        ({"name": "torchmetrics.classification.MulticlassRecall", "args": {"average": "none"}}, "not a number"),
+        ({"name": "torchmetrics.classification.BinaryAUROC"}, "BinaryAUROC fails"),
+        ({"name": "torchmetrics.classification.AURROC"}, "cannot be imported"),
+    ],
+)
+def test_unusable_metric_is_refused_before_training(metric, message):
+    pytest.importorskip("torchmetrics")
+    with pytest.raises(ConfigError, match=message):
+        objective(SINGLE, metrics=[{**metric, "better": "max"}]).check(9)
+
+
+def test_costs_are_stated_and_limited():
+    facts = objective(MULTI).summary(1 << 20)
+    assert facts["labels"] == 4
+    assert re.search(r"keeps all outputs .* for mean_average_precision: 20.0 MiB", facts["metrics"])
+    with pytest.raises(ConfigError, match="mean_average_precision would keep"):
+        objective(MULTI).check(MAX_KEPT)
+    objective(MULTI, metrics=["micro_f1"]).check(MAX_KEPT)
+    with pytest.raises(ConfigError, match="top3 of 3 classes would always be 1"):
+        objective(SINGLE, metrics=["top3"]).check(9)
+    assert objective(Labels("single_label", ("a",))).notes == [
+        "all training rows have the label 'a': there is nothing to learn"
+    ]
+
+
+# Predictions
+
+
+def test_predictions_and_errors():
+    logits = torch.tensor([[3.0, -1.0, 0.5, -9.0], [-1.0, -1.0, -1.0, -1.0]])
+    table = objective(MULTI).predictions(logits)
+    assert table["prediction"] == ["a|c", ""]
+    assert table["score_c"].tolist() == pytest.approx([1 / (1 + math.exp(-0.5)), 1 / (1 + math.e)])
+    many = Labels("multi_label", tuple(range(200)), ",")
+    table = objective(many).predictions(torch.eye(200)[[7]] * 9 - 1)
+    assert (table["prediction"], table["label_1"]) == (["7"], [7])
+    assert list(table)[1:] == [f"{name}_{place}" for place in range(1, 6) for name in ("label", "score")]
+
+    subject = objective(NUMBERS)
+    table = subject.predictions(torch.tensor([[1.0, -2.0]]).half())
+    assert (table["prediction_x"], table["prediction_y"]) == ([14.0], [0.0])
+    assert subject.errors({**table, "label_x": [13.0]})["error_x"].tolist() == [1.0]
+    assert subject.errors({**table, "label_x": ["13"], "label_y": ["n/a"]}) == {}  # of a new table, as written
+
+
+@pytest.mark.parametrize("labels", [SINGLE, MULTI, NUMBERS], ids=lambda labels: labels.kind)
+def test_facts_survive_the_run_folder(labels):
+    assert Labels.of_learned(labels.kind, labels.learned, labels.separator) == labels
+    for damaged in ({}, {"classes": [], "columns": []}, {"classes": [1.5], "columns": ["x", "y"], "mean": [1.0]}):
+        with pytest.raises(ConfigError, match="task.json does not hold"):
+            Labels.of_learned(labels.kind, damaged, "|")
+
+
+def test_task_without_these_settings_has_the_defaults():
+    assert list(LabelledTask(name="x").metrics) == ["top1", "top5", "loss", "mean_class_accuracy"]
