@@ -22,7 +22,7 @@ VERBS = {
     "bench": "-c --config --out --rounds --steps --threads --world key=value {strategies}",
     "check": "-c --config --world key=value",
     "compare": "--json RUN_A RUN_B",
-    "data": "--from folder {digits,mnist,fashion_mnist,pet_names}",
+    "data": "WHAT",
     "doctor": "--json",
     "export": "--format --out --trust RUN key=value",
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
@@ -36,6 +36,14 @@ VERBS = {
     "sweep": "-c --config --dry-run --engine --parallel --retry-failed key=value",
     "train": "-c --config --local-rank --local_rank key=value",
     "verify-resume": "-c --config --engine --folder --full --kills --nproc --seed --steps key=value",
+}
+
+DATA = {
+    "data folder": "--force folder out",
+    "data huggingface": "--force --label --split name folder",
+    "data mnist": "--from folder",
+    "data split": "--by --eval --force --out --seed --stratify source",
+    "data tar": "--cache-dir --force --image --label tars out",
 }
 
 
@@ -61,8 +69,8 @@ def test_the_words_are_these(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert re.findall(r"^    ([\w-]+)\s", capsys.readouterr().out, re.M) == list(VERBS)
-    for verb, words in VERBS.items():
-        assert words_of(capsys, cli.main, verb) == set(words.split()), verb
+    for verb, words in [*VERBS.items(), *DATA.items()]:
+        assert words_of(capsys, cli.main, *verb.split()) == set(words.split()), verb
 
 
 def test_help_imports_nothing_heavy():

@@ -1,4 +1,4 @@
-"""``harness data``: download a data set into a folder, in the layout that its configuration reads."""
+"""``harness data``: make annotation tables of your own data, split them, or download a published data set."""
 
 from __future__ import annotations
 
@@ -8,34 +8,88 @@ from pathlib import Path
 from harness.errors import EXIT_DONE, ConfigError
 
 VERB = "data"
-HELP = "download a data set into a folder"
+HELP = "make an annotation table of a folder, tars or a Hugging Face data set, split one, or download a data set"
+_PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "dataset", choices=["digits", "mnist", "fashion_mnist", "pet_names"], help="data set to download"
+    verbs = parser.add_subparsers(dest="dataset", required=True, metavar="WHAT")
+    folder = verbs.add_parser("folder", help="a table of the images in a folder per class")
+    folder.add_argument("folder", type=Path, help="folder with a folder of images per class")
+    folder.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
+    tar = verbs.add_parser("tar", help="a table of the images in tar archives (WebDataset's layout), and their index")
+    tar.add_argument("folder", type=Path, metavar="tars", help="an archive, or a folder of archives")
+    tar.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
+    tar.add_argument("--image", metavar="ENDING", help="ending of the image, if samples have several")
+    tar.add_argument("--label", metavar="NAME", help="ending of the member with the label, or a key of KEY.json (cls)")
+    tar.add_argument("--cache-dir", type=Path, metavar="DIR", help="data.cache_dir of the run, if it is set")
+    hub = verbs.add_parser("huggingface", help="tables, and image files, of a data set of Hugging Face")
+    hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")
+    hub.add_argument("folder", type=Path, help="folder to write SPLIT.csv and images to")
+    hub.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split (may be repeated)")
+    hub.add_argument("--label", metavar="COLUMN", help="column with the labels (default: label, or the classes)")
+    split = verbs.add_parser("split", help="split a table into NAME.train.csv and NAME.eval.csv")
+    split.add_argument("source", type=Path, help="table to split: .csv, .csv.gz or .parquet")
+    split.add_argument("--eval", type=_share, required=True, metavar="SHARE", help="share of evaluation rows, as 0.1")
+    split.add_argument("--by", metavar="COLUMN", help="keep rows with the same value together, such as patients")
+    split.add_argument(
+        "--stratify", metavar="COLUMN", help="give each value about the same share in both, such as label"
     )
-    parser.add_argument("folder", type=Path, help="folder to write it to")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="PATH_OR_URL",
-        help="folder or URL with the original files (default: their published location)",
-    )
+    split.add_argument("--seed", type=int, default=0, metavar="N", help="another seed makes another split (default: 0)")
+    split.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the table)")
+    for verb in (folder, tar, hub, split):
+        verb.add_argument("--force", action="store_true", help="replace existing files")
+    for name in _PUBLISHED:
+        published = verbs.add_parser(name, help=f"download {name}")
+        published.add_argument("folder", type=Path, help="folder to write it to")
+        published.add_argument(
+            "--from", dest="source", metavar="PATH_OR_URL",
+            help="folder or URL with the original files (default: their published location)",
+        )  # fmt: skip
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1; use 0.1 for a tenth")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.dataset == "digits":
+    print(_run(arguments))
+    return EXIT_DONE
+
+
+def _run(given: argparse.Namespace) -> str:
+    if given.dataset in _PUBLISHED:
+        return _download(given.dataset, given.folder, given.source)
+    if given.dataset == "split":
+        from harness.data import split
+
+        return split.split(given.source, given.eval, given.by, given.stratify, given.seed, given.out, given.force)
+    if given.dataset == "huggingface":
+        from harness.data import from_huggingface
+
+        return from_huggingface.write(given.name, given.folder, given.split, given.label, given.force)
+    from harness.data import from_folder, from_tars, table_file
+
+    table_file.suffix_of(given.out)
+    table_file.require_new([given.out], given.force)
+    if given.dataset == "folder":
+        return from_folder.write(given.folder, given.out)
+    return from_tars.write(given.folder, given.out, given.image, given.label, given.cache_dir)
+
+
+def _download(dataset: str, folder: Path, source: str | None) -> str:
+    if dataset == "digits":
         from harness.data import digits
 
-        if arguments.source is not None:
+        if source is not None:
             raise ConfigError(
                 "the digits come with scikit-learn and have no other source", where="--from", hint="remove --from"
             )
-        print(digits.write(arguments.folder))
-    else:
-        from harness.data import published
+        return digits.write(folder)
+    from harness.data import published
 
-        write = getattr(published, arguments.dataset)
-        print(write(arguments.folder, arguments.source))
-    return EXIT_DONE
+    written: str = getattr(published, dataset)(folder, source)
+    return written

@@ -1,0 +1,101 @@
+"""Write annotation tables: a stream of rows into a .csv, .csv.gz or .parquet file, complete or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet
+
+from harness.errors import ConfigError, DataError, reason, remedy
+from harness.runs.files import replacing
+
+_BATCH_ROWS = 16_384
+_SUFFIXES = (".csv", ".csv.gz", ".parquet")
+
+
+def suffix_of(out: Path) -> str:
+    """``.csv``, ``.csv.gz`` or ``.parquet``. Raises ConfigError for another name."""
+    for suffix in _SUFFIXES:
+        if out.name.lower().endswith(suffix) and len(out.name) > len(suffix):
+            return suffix
+    raise ConfigError(
+        f"{out.name} is not the name of an annotation table", where=str(out), hint=f"end it with {', '.join(_SUFFIXES)}"
+    )
+
+
+def require_new(outs: Iterable[Path], force: bool) -> None:
+    """Raise ConfigError if one of ``outs`` exists, unless ``force``, or cannot be written."""
+    for out in outs:
+        if not out.parent.is_dir():
+            raise ConfigError(f"there is no folder {out.parent}", where=str(out), hint=f"mkdir -p {out.parent}")
+        if out.is_dir():
+            raise ConfigError("it is a folder", where=str(out), hint="give the name of a file")
+        if out.exists() and not force:
+            raise ConfigError(
+                "the file exists", where=str(out), hint="choose another name, or add --force to replace it"
+            )
+
+
+@contextmanager
+def writing(out: Path, schema: pa.Schema) -> Iterator[Callable[[pa.RecordBatch], None]]:
+    """Yield a function that adds rows to ``out``, which replaces an old file at the end of the block. Raises
+    DataError."""
+    try:
+        with ExitStack() as stack:
+            temporary = stack.enter_context(replacing(out))
+            if suffix_of(out) == ".parquet":
+                yield stack.enter_context(pa.parquet.ParquetWriter(str(temporary), schema)).write_batch
+                return
+            sink = stack.enter_context(pa.OSFile(str(temporary), "wb"))
+            if suffix_of(out) == ".csv.gz":
+                sink = stack.enter_context(pa.CompressedOutputStream(sink, "gzip"))
+            sink.write(_quoted([schema.names]))
+            yield lambda batch: _write_csv(sink, batch)
+    except OSError as error:
+        what = f"the table cannot be written: {reason(error)}"
+        raise DataError(what, where=str(out), hint=remedy(error, "or choose another folder")) from None
+
+
+def _write_csv(sink: Any, batch: pa.RecordBatch) -> None:
+    """Rows of text, with quotes only where they are necessary; pyarrow would quote all text or none."""
+    special = [pc.any(pc.match_substring_regex(column, r'[",\r\n]')).as_py() for column in batch.columns]
+    if batch.num_columns == 1 or any(special):
+        sink.write(_quoted(zip(*(column.to_pylist() for column in batch.columns), strict=True)))
+    else:
+        pa.csv.write_csv(batch, sink, pa.csv.WriteOptions(include_header=False, quoting_style="none"))
+
+
+def _quoted(rows: Iterable[Sequence[str]]) -> bytes:
+    rows = list(rows)
+    text = io.StringIO()
+    # A single empty field without quotes would be an empty line, which is not a row.
+    alone = bool(rows) and len(rows[0]) == 1
+    csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if alone else csv.QUOTE_MINIMAL).writerows(rows)
+    return text.getvalue().encode()
+
+
+def write_rows(out: Path, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> int:
+    """Write ``rows`` of text to ``out``; return their number. No rows make no file."""
+    schema, count, rows = pa.schema([(column, pa.string()) for column in columns]), 0, iter(rows)
+    part = list(islice(rows, _BATCH_ROWS))
+    if not part:
+        return 0
+    with writing(out, schema) as write:
+        while part:
+            write(
+                pa.RecordBatch.from_arrays(
+                    [pa.array(values, pa.string()) for values in zip(*part, strict=True)], schema=schema
+                )
+            )
+            count += len(part)
+            part = list(islice(rows, _BATCH_ROWS))
+    return count

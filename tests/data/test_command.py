@@ -1,0 +1,243 @@
+"""harness data: tables of folders, tar archives and Hugging Face data sets, and splits of tables."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from torchvision.io import encode_jpeg, write_jpeg
+
+from harness import cli
+from harness.data.table.table import open_table
+
+PIXELS = torch.arange(3 * 8 * 8, dtype=torch.uint8).view(3, 8, 8)
+JPEG = bytes(encode_jpeg(PIXELS).numpy())
+
+
+def data(*words) -> int:
+    return cli.main(["data", *map(str, words)])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_table(path: Path, rows: list[tuple], header: tuple = ("path", "label")) -> Path:
+    with open(path, "w", newline="") as stream:
+        csv.writer(stream).writerows([header, *rows])
+    return path
+
+
+# folder
+
+
+def test_folder(tmp_path, capsys):
+    photos = tmp_path / "my photos"
+    for name in ("kätzchen/1.JPG", 'kätzchen/a/2, "x"\n.jpeg', "dog/1.png", "top.jpg", "dog/.hidden.jpg", "dog/x.txt"):
+        (photos / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jpeg(PIXELS, str(photos / name))
+    (photos / "empty").mkdir()
+    (photos / "dog" / "gone.jpg").symlink_to("/nowhere")
+    (photos / "dog" / "loop").symlink_to("../dog")
+    (photos / "wolf").symlink_to("dog")
+    out = tmp_path / "out.csv"
+    assert data("folder", photos, out) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: 2 broken links and special files, ")
+    assert "1 images outside a class folder" in printed
+    assert "2 files that are no images" in printed
+    assert "2 hidden files" in printed
+    assert "no images in 1 folder(s), which are no classes: empty" in printed
+    expected = [("dog/1.png", "dog"), ("kätzchen/1.JPG", "kätzchen"),
+                ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.png", "wolf")]  # fmt: skip
+    assert [tuple(row.values()) for row in rows_of(out)] == expected
+    table = open_table(out, text=("path",), label="label", cache_dir=tmp_path)
+    assert table.strings("path", np.arange(4)) == [path for path, _ in expected]
+    first = out.read_bytes()
+    assert data("folder", photos, out) == 2  # it exists
+    assert data("folder", photos, out, "--force") == 0
+    assert out.read_bytes() == first
+    for other in ("out.csv.gz", "out.parquet"):
+        assert data("folder", photos, tmp_path / other) == 0
+        assert open_table(tmp_path / other, label="label", cache_dir=tmp_path).digest == table.digest
+
+
+def test_folders_that_make_no_table(tmp_path, capsys):
+    for name in ("train/cat", "val/cat", "flat"):
+        (tmp_path / name).mkdir(parents=True)
+        write_jpeg(PIXELS, str(tmp_path / name / "1.jpg"))
+    (tmp_path / "splits").mkdir()
+    for name in ("train", "val"):
+        (tmp_path / name).rename(tmp_path / "splits" / name)
+    out = tmp_path / "out.csv"
+    for words, code, message in (
+        (("folder", tmp_path / "splits", out), 2, "its folders are splits, not classes: train, val"),
+        (("folder", tmp_path / "flat", out), 65, "no images in class folders; skipped: 1 images outside"),
+        (("folder", tmp_path / "gone", out), 65, "the folder cannot be read: No such file"),
+        (("folder", tmp_path / "splits", tmp_path / "out.txt"), 2, "end it with .csv, .csv.gz, .parquet"),
+        (("folder", tmp_path / "splits", tmp_path / "no" / "out.csv"), 2, "there is no folder"),
+    ):
+        assert data(*words) == code
+        assert message in capsys.readouterr().err
+        assert not out.exists()
+    assert data("folder", tmp_path / "splits" / "train", out) == 0
+    assert "note: there is one class" in capsys.readouterr().out
+
+
+# tar
+
+
+def test_tar(tmp_path, capsys):
+    (tmp_path / "shards").mkdir()
+    for shard in range(2):
+        members = {}
+        for key in ("a", "b.v2", "sub/c"):
+            stem, label = key.partition(".")[0], {"a": b"cat\n", "b.v2": b"dog", "sub/c": b"cat"}[key]
+            members |= {f"{shard}{key}.jpg": JPEG, f"{shard}{stem}.cls": label, f"{shard}{stem}.json": b'{"kind": 7}'}
+        if shard:
+            members["./note.txt"] = b"no image"
+        write_tar(tmp_path / "shards" / f"train-{shard:06d}.tar", members)
+    out = tmp_path / "out.csv"
+    # The key ends at the first dot, so "b.v2.jpg" has the ending "v2.jpg".
+    assert data("tar", tmp_path / "shards", out, "--cache-dir", tmp_path / "cache") == 0
+    assert "wrote 6 rows from 2 archive(s)" in capsys.readouterr().out
+    rows = rows_of(out)
+    assert [row["label"] for row in rows] == ["cat", "dog", "cat"] * 2
+    assert rows[4]["path"] == "train-000001.tar/1b.v2.jpg"
+    assert len(list((tmp_path / "cache" / "tars").glob("*/*.npy"))) == 2
+    assert data("tar", tmp_path / "shards", out, "--label", "kind", "--force") == 0
+    assert {row["label"] for row in rows_of(out)} == {"7"}
+    capsys.readouterr()
+    assert data("tar", tmp_path / "shards", out, "--label", "breed", "--force") == 65
+    assert (
+        "sample 0a has no label 'breed'; its members end with jpg, cls, json; 0a.json has kind"
+        in capsys.readouterr().err
+    )
+    plain = write_tar(tmp_path / "plain.tar", {"1.jpg": JPEG, "2.jpg": JPEG, "2.seg.png": JPEG})
+    assert data("tar", plain, tmp_path / "p.csv") == 65
+    assert "sample 2 has several images: jpg, seg.png\n  -> add --image jpg" in capsys.readouterr().err
+    assert data("tar", plain, tmp_path / "p.csv", "--image", ".jpg") == 0
+    assert "note: the samples have no labels" in capsys.readouterr().out
+    assert rows_of(tmp_path / "p.csv") == [{"path": "plain.tar/1.jpg"}, {"path": "plain.tar/2.jpg"}]
+
+
+# split
+
+
+def test_split_of_rows(tmp_path):
+    """Exact, deterministic, complete, in order, with values that need quotes."""
+    table = write_table(tmp_path / "t.csv", [(f'"{i}",\nx', i % 3) for i in range(100)])
+    assert data("split", table, "--eval", "0.1") == 0
+    train, evaluation = rows_of(tmp_path / "t.train.csv"), rows_of(tmp_path / "t.eval.csv")
+    assert (len(train), len(evaluation)) == (90, 10)
+    numbers = [int(row["path"].split('"')[1]) for row in evaluation]
+    assert numbers == sorted(numbers)
+    key = lambda row: int(row["path"].split('"')[1])  # noqa: E731
+    assert sorted(train + evaluation, key=key) == rows_of(table)
+    assert data("split", table, "--eval", "0.1") == 2  # they exist
+    other = tmp_path / "other"
+    other.mkdir()
+    assert data("split", table, "--eval", "0.1", "--out", other) == 0
+    assert (other / "t.eval.csv").read_bytes() == (tmp_path / "t.eval.csv").read_bytes()
+    assert data("split", table, "--eval", "0.1", "--seed", "1", "--force") == 0
+    assert rows_of(tmp_path / "t.eval.csv") != evaluation
+
+
+def test_split_by_group_and_label(tmp_path, capsys):
+    rows = [(f"{i}.png", ["a", "b", "rare"][0 if i % 5 else (2 if i == 35 else 1)], f"p{i // 7}") for i in range(700)]
+    table = write_table(tmp_path / "t.csv", rows, ("path", "label", "patient"))
+    assert data("split", table, "--eval", "0.2", "--stratify", "label") == 0
+    assert "1 value(s) of label are only in t.train.csv: rare" in capsys.readouterr().out
+    assert Counter(row["label"] for row in rows_of(tmp_path / "t.eval.csv")) == {"a": 112, "b": 28}
+    assert data("split", table, "--eval", "0.2", "--by", "patient", "--stratify", "label", "--force") == 0
+    train, evaluation = rows_of(tmp_path / "t.train.csv"), rows_of(tmp_path / "t.eval.csv")
+    assert not {row["patient"] for row in train} & {row["patient"] for row in evaluation}
+    assert len(train) + len(evaluation) == 700
+    assert 133 <= len(evaluation) <= 147
+    assert {row["label"] for row in train} == {"a", "b", "rare"}
+    capsys.readouterr()
+    for words, message in (
+        (("--eval", "0.2", "--by", "pation"), "no column 'pation'"),
+        (("--eval", "0.0001"), "0.0001 of 700 rows is 0: one part would be empty"),
+    ):
+        assert data("split", table, *words, "--force") in (2, 65)
+        assert message in capsys.readouterr().err
+    write_table(tmp_path / "one.csv", [(i, "x") for i in range(9)])
+    assert data("split", tmp_path / "one.csv", "--eval", "0.3", "--by", "label") == 2
+    assert "column 'label' has 1 value(s)" in capsys.readouterr().err
+    assert not list(tmp_path.glob("one.*.csv"))
+
+
+def test_split_of_gzip_and_parquet(tmp_path):
+    """A Parquet file keeps its types and its other columns."""
+    table = write_table(tmp_path / "t.csv", [(i, i % 2) for i in range(40)])
+    (tmp_path / "z.csv.gz").write_bytes(gzip.compress(table.read_bytes()))
+    assert data("split", tmp_path / "z.csv.gz", "--eval", "0.25") == 0
+    assert data("split", table, "--eval", "0.25") == 0
+    assert rows_of(tmp_path / "z.eval.csv.gz") == rows_of(tmp_path / "t.eval.csv")
+    columns = {
+        "path": [str(i) for i in range(40)],
+        "label": list(range(40)),
+        "box": [[1.0, float(i)] for i in range(40)],
+    }
+    pa.parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert data("split", tmp_path / "t.parquet", "--eval", "0.25", "--by", "label") == 0
+    parts = [pa.parquet.read_table(tmp_path / f"t.{part}.parquet") for part in ("train", "eval")]
+    assert parts[0].schema == pa.parquet.read_schema(tmp_path / "t.parquet")
+    assert pa.concat_tables(parts).sort_by("label").to_pydict() == columns
+
+
+# huggingface
+
+
+def test_huggingface(tmp_path, capsys):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
+    files = [str(tmp_path / f"{i}.jpg") for i in range(3)]
+    for file in files:
+        write_jpeg(PIXELS, file)
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a b", "c"]), "n": datasets.Value("int32")}
+    columns = {"image": [*files, None], "label": [0, 1, 0, -1], "n": [5, 6, 7, 8]}
+    saved = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(str(tmp_path / "saved"))
+    assert data("huggingface", tmp_path / "saved", tmp_path / "out") == 0
+    rows = rows_of(tmp_path / "out" / "train.csv")
+    assert [row["label"] for row in rows] == ["a b", "c", "a b", ""]
+    assert [row["n"] for row in rows] == ["5", "6", "7", "8"]
+    assert rows[3]["path"] == ""
+    assert (tmp_path / "out" / rows[1]["path"]).read_bytes() == Path(files[1]).read_bytes()  # not encoded again
+    assert len(rows_of(tmp_path / "out" / "test.csv")) == 1
+    capsys.readouterr()
+    assert data("huggingface", tmp_path / "saved", tmp_path / "out") == 2
+    assert data("huggingface", tmp_path / "saved", tmp_path / "new", "--split", "dev") == 2
+    assert "has no split dev\n  -> it has train, test" in capsys.readouterr().err
+    text = datasets.Dataset.from_dict({"text": ['x, "y"\nz', "b"], "label": [1, 0]})
+    text.save_to_disk(str(tmp_path / "text"))
+    assert data("huggingface", tmp_path / "text", tmp_path / "texts") == 0
+    assert rows_of(tmp_path / "texts" / "train.csv")[0] == {"label": "1", "text": 'x, "y"\nz'}
+
+
+def test_missing_data_set_is_an_error(tmp_path, capsys, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert data("huggingface", os.fspath(tmp_path / "gone"), tmp_path / "out") == 65
+    assert "the data set cannot be loaded" in capsys.readouterr().err
