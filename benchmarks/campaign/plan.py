@@ -17,6 +17,11 @@ from benchmarks.campaign.trigger import Kill
 NAMES = "bella luna max lucy charlie cooper daisy buddy sadie molly bailey lola stella tucker zoe milo leo jasper"
 LAUNCHED = 0.08  # share of the chains with real launchers, whose ranks take seconds to start
 OF_EVERY_START = ("start-up", "end")  # also of a run that has nothing left to train
+_SCHEDULES: list[dict[str, Any]] = [
+    {"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}, {"name": "one_cycle"},
+    {"name": "plateau", "patience": 0, "threshold": 0.1, "factor": 0.5}, {"name": "cosine_restarts", "cycle_epochs": 1},
+    {"name": "wsd", "warmup_steps": 2, "decay_ratio": 0.5},
+]  # fmt: skip
 _WAYS = [("ddp", 1), ("ddp", 2), ("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 2), ("dp", 1), ("none", 1)]
 
 
@@ -71,6 +76,10 @@ def chain(seed: int, number: int) -> Chain:
     at_url = rng.random() < 0.15
     name, task, model, options = _task(rng, strategy, level)
     every = rng.choice([None, 1, 2, 3])
+    behind, shards = rng.random() < 0.4, strategy == "fsdp" and rng.random() < 0.5 and not at_url
+    if again := strategy != "dp" and rng.random() < 0.3:
+        model["activation_checkpointing"] = ["*"]
+    schedule = rng.choice(_SCHEDULES)
     sgd, adam = {"name": "sgd", "lr": 0.05, "momentum": 0.9}, {"name": "adam", "lr": 0.003}
     sections = {
         "seed": number,
@@ -79,18 +88,27 @@ def chain(seed: int, number: int) -> Chain:
         "data": {"num_workers": workers, "shard": shard},
         "batch": {"global": 12, "accumulate": accumulate},
         "optimizer": adam if rng.random() < 0.5 and level != "O3" else sgd,  # Adam's epsilon is 0 in float16
-        "schedule": rng.choice([{"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}]),
+        "schedule": schedule,
         "precision": {"opt_level": level},
         "parallel": {"strategy": strategy, "delay_allreduce": not overlapped},
         "train": train,
-        "checkpoint": {"every_steps": every, "keep": rng.choice([1, 2])},
+        "checkpoint": {
+            "every_steps": every,
+            "keep": rng.choice([1, 2]),
+            "async_save": behind,
+            "format": "sharded" if shards else "whole",
+        },
     }
+    if schedule["name"] == "one_cycle":
+        sections["optimizer"] = {key: value for key, value in sections["optimizer"].items() if key != "momentum"}
+    options |= {"asynchronous checkpoints": behind, "sharded checkpoints": shards, "activation checkpointing": again}
     options |= {"moving average": ema, "clipping": clip, "micro-batches": accumulate > 1, "loader worker": workers > 0}
     kind = f"ddp, {'overlapped' if overlapped else 'delayed'}" if strategy == "ddp" else strategy
     traits = {
         "level": level, "strategy": kind, "ranks": str(world_size), "engine": engine, "shard rule": shard,
         "task": name, "run folder": "URL" if at_url else "local",
         "checkpoint every": f"{every} steps" if every else "epoch",
+        "schedule": schedule["name"],
         "option": ",".join(option for option, on in options.items() if on) or "none",
     }  # fmt: skip
     num_kills = rng.randint(3, 4) if launched else rng.randint(4, 6)

@@ -142,11 +142,13 @@ def arm(root: str, report: str, rank: int, kill: dict[str, Any] | None) -> None:
     files count; ``report``: a file that receives a JSON line for the kill, or the counts at the end."""
     from harness.runs.remote import RemoteRunFolder
     from harness.training import checkpointing, evaluate, loop
+    from harness.training.checkpoint_writer import CheckpointWriter
 
     trigger = Trigger(root, report, rank, Kill(**kill) if kill else None)
     trigger.inside(loop, "train", "loop", after="end")
     trigger.inside(loop, "epoch", "step")
     trigger.inside(loop, "evaluation", "evaluation")
+    trigger.inside(CheckpointWriter, "_write", "checkpoint")  # in a thread of its own
     for module in (loop, checkpointing):
         trigger.inside(module, "save", "checkpoint")
         trigger.inside(module, "keep_best", "checkpoint")

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.campaign.job import End
 from benchmarks.campaign.plan import Chain
 from benchmarks.campaign.trigger import Kill
+from harness.runs import checkpoint
 from harness.trackers.metrics_log import TIMES
 
 _KILLED, _STOPPED, _LOST = -signal.SIGKILL, 75, 70
@@ -25,7 +26,7 @@ _OF_CAMPAIGN = {"config.yaml", "terminal.txt", "report.jsonl", "python"}
 def digests(run: Path) -> dict[str, str]:
     """{part: SHA-256} of the results in a run folder, without times. Independent of ``harness compare``."""
     newest = run / "checkpoints" / (run / "checkpoints/latest").read_text().strip()
-    content = torch.load(newest / "state.pt", weights_only=True)
+    content = checkpoint.read(newest)
     content.pop("log_offset")  # counts bytes, and the logged times vary in their number of digits
     found = {f"checkpoint: {part}": _digest(_timeless(value)) for part, value in content.items()}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

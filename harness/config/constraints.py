@@ -32,6 +32,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     if isinstance(config.task, LabelledTask):
         for key, message, hint in targets.problems(config.task):
             yield Conflict._make(((key,), message, hint))
+    yield from _checkpoint(config)
     if config.best_metric not in config.task.metrics:
         yield Conflict(
             ("checkpoint.best_metric", "task.name"),
@@ -205,6 +206,15 @@ def _parallel(config: Config) -> Iterator[Conflict]:
             ("parallel.sync_batchnorm", "parallel.strategy"),
             "sync_batchnorm needs several processes, but dp runs in one",
             "use parallel.strategy=ddp, with one process per device",
+        )
+
+
+def _checkpoint(config: Config) -> Iterator[Conflict]:
+    if config.checkpoint.format == "sharded" and config.parallel.strategy != "fsdp":
+        yield Conflict(
+            ("checkpoint.format", "parallel.strategy"),
+            f"a sharded checkpoint holds the shards of fsdp, but {config.parallel.strategy} has whole tensors",
+            "use checkpoint.format=whole, or parallel.strategy=fsdp",
         )
 
 

@@ -250,6 +250,15 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     every_steps: Positive | None = None
     """Optimizer steps between checkpoints within an epoch; null: only at the end of each epoch."""
+    format: Literal["whole", "sharded"] = "whole"
+    """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), which
+    needs no host that holds the whole model; the folder must be shared by all machines. Either resumes on any number of
+    ranks.
+    """
+    async_save: bool = False
+    """Copy the state to memory and go on training while it is written. At most one checkpoint is on its way; a failed
+    write fails the run.
+    """
     keep: Positive = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
     resume: Place = "auto"
@@ -319,7 +328,8 @@ class Config(Section):
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
      "data.num_workers", "data.cache_dir", "task.cache_gib", "checkpoint.every_steps", "checkpoint.keep",
-     "checkpoint.resume", "runtime", "batch.eval_per_rank", "model.activation_checkpointing", "trackers", "launch"]
+     "checkpoint.resume", "checkpoint.format", "checkpoint.async_save", "runtime", "batch.eval_per_rank",
+     "model.activation_checkpointing", "trackers", "launch"]
 )  # fmt: skip
 
 # Settings in which the ranks of one run may differ, each with the reason. All others must be equal on every rank.

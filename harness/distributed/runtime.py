@@ -59,6 +59,17 @@ class Runtime:
         return self.launch.world_size
 
     @property
+    def group(self) -> Any:
+        """The gloo group of ``gather`` and the like; None without a process group."""
+        return self._control
+
+    def new_group(self) -> Any:
+        """A gloo group of all ranks for the collectives of another thread. Collective."""
+        if self.world_size == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+
+    @property
     def host(self) -> str:
         return socket.gethostname()
 

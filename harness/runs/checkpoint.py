@@ -1,7 +1,7 @@
 """Checkpoints: written completely or not at all, verified by hash, and loaded without executing code.
 
     checkpoints/step-N/state.pt       plain data and tensors; loads with weights_only=True
-    checkpoints/step-N/manifest.json  size and SHA-256 of state.pt
+    checkpoints/step-N/manifest.json  size and SHA-256 of state.pt, and of the shards (``sharded``), if there are any
     checkpoints/latest, best          text files that name a step
     weights.safetensors               the best model's weights (the averaged ones, if there is an average)
 
@@ -29,12 +29,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.errors import CheckpointError, reason, remedy, require_regular_file
-from harness.runs import layout
+from harness.runs import layout, sharded
 from harness.runs.files import commit, read_json, read_text, replacing, sha256, temporary_for, write_atomically
 
 log = logging.getLogger("harness")
 
 FORMAT = 1
+SHARDED = 2  # has more files, which the manifest lists
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals
@@ -51,27 +52,48 @@ class Checkpoints:
         self._pinned: set[Path] = set()
         self._lock = threading.Lock()  # an upload pins checkpoints from its own thread
 
-    def write(self, step: int, content: dict[str, Any]) -> None:
-        """Save ``content`` as the newest checkpoint. Raises CheckpointError, with earlier checkpoints intact."""
+    def unfinished(self, step: int) -> Path:
+        """The folder in which the checkpoint of ``step`` is written."""
+        return temporary_for(self.folder / layout.step_name(step))
+
+    def begin(self, step: int) -> Path:
+        """Make the folder ``unfinished``, empty."""
         self._require_run()
+        path = self.unfinished(step)
+        with self._writing(step):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+        return path
+
+    def write(self, step: int, content: dict[str, Any], shards: sharded.Files | None = None) -> None:
+        """Save ``content`` as the newest checkpoint. ``shards``: files that ranks have written into the folder of
+        ``begin``. Raises CheckpointError, with earlier checkpoints intact."""
         final = self.folder / layout.step_name(step)
-        temporary = temporary_for(final)
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+        temporary = self.begin(step) if shards is None else self.unfinished(step)
+        form = FORMAT if shards is None else SHARDED
+        with self._writing(step):
             path = temporary / layout.STATE
             with open(path, "wb") as file:
-                torch.save({"format": FORMAT, **content}, file)
+                torch.save({"format": form, **content}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            manifest = {"format": FORMAT, "step": step, "bytes": path.stat().st_size, "sha256": sha256(path)}
+            manifest = {"format": form, "step": step, "bytes": path.stat().st_size, "sha256": sha256(path)}
+            if shards is not None:
+                manifest["files"] = shards
             write_atomically(temporary / layout.MANIFEST, json.dumps(manifest) + "\n")
             if final.exists():  # damaged, or abandoned by a resume from an earlier step
                 shutil.rmtree(final)
             commit(temporary, final)
             write_atomically(self.folder / layout.LATEST, final.name + "\n")
+        self.sweep()
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Context in which an error of the system becomes a CheckpointError, and removes what was written."""
+        try:
+            yield
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(self.unfinished(step), ignore_errors=True)
             if isinstance(error, FileNotFoundError) and not self.folder.is_dir():
                 raise folder_gone(self.folder.parent) from None
             again = "resumes from the previous checkpoint" if self.exist() else "starts from the beginning"
@@ -80,7 +102,6 @@ class Checkpoints:
                 where=str(self.folder),
                 hint=remedy(error, f"start the same command again: it {again}"),
             ) from None
-        self.sweep()
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
         """Make ``step`` the best checkpoint, and write its ``weights`` to ``path``."""
@@ -237,24 +258,31 @@ def damage(path: Path) -> str:
         return "it has no manifest.json, so it is incomplete or not a checkpoint of this harness"
     except (OSError, ValueError, KeyError, TypeError):
         return "its manifest.json cannot be read"
-    if form != FORMAT:
-        return f"{_OTHER_FORMAT} {form}, but this version of the harness reads {FORMAT}: use the version that wrote it"
-    file = path / layout.STATE
+    if form not in (FORMAT, SHARDED):
+        reads = f"{FORMAT} and {SHARDED}"
+        return f"{_OTHER_FORMAT} {form}, but this version of the harness reads {reads}: use the version that wrote it"
+    files = {layout.STATE: {"bytes": size, "sha256": digest}, **(manifest.get("files", {}) if form == SHARDED else {})}
+    return next(filter(None, (_damage_of(path / name, facts) for name, facts in files.items())), "")
+
+
+def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str:
     try:
         require_regular_file(file)
     except OSError as error:
-        return "state.pt is missing" if isinstance(error, FileNotFoundError) else f"state.pt: {error.strerror}"
-    if file.stat().st_size != size:
-        return f"state.pt is truncated: {file.stat().st_size} of {size} bytes"
-    if sha256(file) != digest:
-        return "state.pt is damaged: its SHA-256 differs from the one in manifest.json"
+        missing = isinstance(error, FileNotFoundError)
+        return f"{file.name} is missing" if missing else f"{file.name}: {error.strerror}"
+    if file.stat().st_size != recorded["bytes"]:
+        return f"{file.name} is truncated: {file.stat().st_size} of {recorded['bytes']} bytes"
+    if sha256(file) != recorded["sha256"]:
+        return f"{file.name} is damaged: its SHA-256 differs from the one in manifest.json"
     return ""
 
 
-def read(path: Path, mapped: bool = False) -> dict[str, Any]:
+def read(path: Path, mapped: bool = False, own: sharded.Own = lambda key, size: None) -> dict[str, Any]:
     """Load the checkpoint folder ``path`` onto the CPU. Raises CheckpointError, which names the folder.
 
     ``mapped``: memory-map the file, so that the ranks of a node share its pages. Copy the tensors that are to stay.
+    ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones.
     """
     try:
         content: dict[str, Any] = torch.load(path / layout.STATE, map_location="cpu", weights_only=True, mmap=mapped)
@@ -263,9 +291,16 @@ def read(path: Path, mapped: bool = False) -> dict[str, Any]:
         hint = f"other tools may run the code in it, so do not load it with them; {_ANOTHER}" if refused else _ANOTHER
         message = refused or f"the checkpoint cannot be read: {reason(error)}"
         raise CheckpointError(message, where=str(path), hint=hint) from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") not in (FORMAT, SHARDED):
         raise CheckpointError("state.pt is not a checkpoint of this harness", where=str(path), hint=_ANOTHER)
-    return content
+    if content["format"] == FORMAT:
+        return content
+    try:
+        whole: dict[str, Any] = sharded.filled(path, content, own)
+    except Exception as error:
+        what = f"the shards of the checkpoint cannot be read: {reason(error)}"
+        raise CheckpointError(what, where=str(path), hint=_ANOTHER) from None
+    return {**whole, "format": FORMAT}
 
 
 def _refusal(error: Exception) -> str:

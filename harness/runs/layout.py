@@ -2,7 +2,7 @@
 
 config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
 weights.safetensors  report.html  trackers.json  start.json, uploaded (runs at a URL)
-checkpoints/step-N/{state.pt, manifest.json}  checkpoints/{latest, best}
+checkpoints/step-N/{state.pt, manifest.json, and shards}  checkpoints/{latest, best}
 logs/rank-N.log  logs/rank-N.exit.json
 """
 

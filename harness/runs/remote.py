@@ -47,6 +47,12 @@ def run_folder(config: Config) -> RunFolder:
             hint="give a folder, or the URL of a store, such as s3://BUCKET/runs",
         )  # fmt: skip
     if is_url(config.output):
+        if config.checkpoint.format == "sharded":
+            raise ConfigError(
+                "all ranks write a sharded checkpoint into one folder, but machines with a URL share none",
+                where="checkpoint.format",
+                hint="use checkpoint.format=whole, or set output to a folder that all machines share",
+            )
         return RemoteRunFolder(config)
     return RunFolder(Path(config.output) / config.name, config.checkpoint.keep)
 

@@ -34,6 +34,7 @@ from harness.training import (
     strategy,
     weights,
 )
+from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
@@ -106,7 +107,10 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         schedule=size.schedule,
         ema=ema,
         health=Health(config, runtime, chosen, parallel.module, ema, optimizer, folder.where),
-        checkpoints=folder.checkpoints,
+        writer=CheckpointWriter(
+            runtime, folder.checkpoints, parallel.sharded and config.checkpoint.format == "sharded",
+            config.checkpoint.async_save, folder.publish,
+        ),
         tracker=tracker,
         progress=ProgressBar(runtime.rank),
         stop=stop,

@@ -37,34 +37,34 @@ def save(run: Run) -> None:
     ranks = runtime.gather_to_first(_of_this_rank(run))
     seen = run.coverage.bits(runtime)
     skipped_rows = run.skipped_rows.bits(runtime) if state.epoch_skipped else None
-    weights, optimizer = _whole(run, run.module), _whole(run, run.optimizer)
-    ema = _whole(run, run.ema) if run.ema else None
-    with runtime.together("saving"):
-        if runtime.rank == 0:
-            run.checkpoints.write(
-                state.step,
-                {
-                    "state": state.to_dict(),
-                    "model": weights,
-                    "optimizer": optimizer,
-                    "amp": run.precision.state_dict(),
-                    "backend": run.precision.backend,
-                    "opt_level": run.config.precision.opt_level,
-                    "ema": ema,
-                    "ranks": ranks,
-                    "seen": seen,
-                    "skipped_rows": skipped_rows,
-                    "log_offset": run.tracker.offset(),
-                    "world_size": runtime.world_size,
-                    "data": run.task.fingerprint,
-                },
-            )
-            run.folder.publish()
+    run.writer.wait()  # before the model is gathered, which may need the memory
+    shards = run.writer.shards
+    weights, optimizer, ema = (
+        None if part is None else part.state_dict() if shards else _whole(run, part)
+        for part in (run.module, run.optimizer, run.ema)
+    )
+    content = {
+        "state": state.to_dict(),
+        "model": weights,
+        "optimizer": optimizer,
+        "amp": run.precision.state_dict(),
+        "backend": run.precision.backend,
+        "opt_level": run.config.precision.opt_level,
+        "ema": ema,
+        "ranks": ranks,
+        "seen": seen,
+        "skipped_rows": skipped_rows,
+        "log_offset": run.tracker.offset(),
+        "world_size": runtime.world_size,
+        "data": run.task.fingerprint,
+    }
+    run.writer.write(state.step, content if shards or runtime.rank == 0 else None)
     run.saved_step = state.step
 
 
 def keep_best(run: Run) -> None:
     """Mark the checkpoint of the current step as the best, and write its weights as safetensors."""
+    run.writer.wait()  # the best checkpoint must exist
     with run.averaged():
         weights = _whole(run, run.module)
         with run.runtime.together("keeping the best weights"):
@@ -92,6 +92,7 @@ def resume(run: Run) -> None:
         run.state.forget_best()  # the best weights are in the folder of the other run
         run.saved_step = -1
         save(run)  # so that this run no longer needs the other one
+        run.writer.wait()
 
 
 def find(run: Run) -> tuple[Path | None, bool]:
@@ -114,7 +115,8 @@ def restore(run: Run, path: Path) -> None:
     the data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams
     (dropout) start from new seeds, and batch norm statistics are the mean over the former ranks.
     """
-    content = checkpoint.read(path, mapped=run.parallel.sharded)  # mapped: each rank then reads only its shard
+    own = fsdp.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
+    content = checkpoint.read(path, mapped=run.parallel.sharded, own=own)  # mapped: each rank then reads only its shard
     _check_fit(run, content, path)
     try:
         run.module.load_state_dict(fsdp.model_parts(run.module, content["model"]))

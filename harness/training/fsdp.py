@@ -6,7 +6,7 @@ A sharded tensor is a ``DTensor``. All functions pass other values through uncha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from harness.runs import sharded
 
 MIN_BLOCK = 1 << 16  # parameters; a smaller block is not worth two collectives of its own per pass
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -102,8 +104,58 @@ def whole(tree: Any, keep: bool) -> Any:
     return tree
 
 
+def split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """(``tree`` with marks in place of its sharded tensors, {key: sharded tensor}). Keys join the path with slashes."""
+    found: dict[str, Tensor] = {}
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, DTensor):
+            found[path] = value
+            return {sharded.MARK: path}
+        if isinstance(value, dict):
+            return {key: plain(item, f"{path}/{key}" if path else str(key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(plain(item, f"{path}/{number}") for number, item in enumerate(value))
+        return value
+
+    return plain(tree, ""), found
+
+
+def own_shards(model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequence[Tensor]) -> sharded.Own:
+    """For the keys of ``split``: this rank's shard of the parameter that a tensor belongs to."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = model.state_dict()
+
+    def own(key: str, size: torch.Size) -> Tensor | None:
+        top, _, rest = key.partition("/")
+        like: Any = None
+        if top == "model":
+            like = state.get(rest)
+        elif top == "optimizer" and (index := rest.split("/")[1]).isdigit() and int(index) < len(params):
+            like = params[int(index)]
+        elif top == "ema" and (index := rest.split("/")[-1]).isdigit() and int(index) < len(average):
+            like = average[int(index)]
+        return like.detach() if isinstance(like, DTensor) and like.shape == size else None
+
+    return own
+
+
+def wrapped_like(tensor: Tensor, local_part: Tensor) -> Tensor:
+    """``local_part``, on the CPU, as a sharded tensor like ``tensor``, if that is one."""
+    if not isinstance(tensor, DTensor):
+        return local_part
+    mesh = tensor.device_mesh
+    if mesh.device_type != "cpu":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(
+        local_part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def part_like(like: Any, value: Any) -> Any:
     """This rank's shard of the whole tensor ``value`` if ``like`` is sharded, else ``value``. No communication."""
+    if isinstance(value, DTensor):
+        return value
     if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
         here = value.to(like.device)
         # A copy, since a slice of a memory-mapped file would keep the file open.

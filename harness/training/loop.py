@@ -28,12 +28,14 @@ def train(run: Run) -> bool:
         if run.evaluation_due():
             evaluation(run)
         elif run.finished():
+            run.writer.wait()
             run.health.result(run.state)
             return True
         else:
             epoch(run)
             save(run)
     save(run)  # if stopped before the first step; otherwise there is one
+    run.writer.wait()
     return False
 
 

@@ -18,6 +18,7 @@ from harness.distributed.stop import Stop
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
+from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.health import Health
 from harness.training.optim import Ema
@@ -46,7 +47,7 @@ class Run:
     schedule: Schedule
     ema: Ema | None
     health: Health
-    checkpoints: Checkpoints
+    writer: CheckpointWriter
     tracker: MetricsLog
     progress: ProgressBar
     stop: Stop
@@ -58,6 +59,10 @@ class Run:
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
     weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return self.writer.checkpoints
 
     @property
     def module(self) -> nn.Module:
@@ -175,6 +180,7 @@ class Run:
 
     def close(self) -> None:
         self.progress.stop()
+        self.writer.close()
         self.tracker.close(done=self.finished() and not self.runtime.failed)
         self.train_data.loader.close()
         self.eval_data.loader.close()

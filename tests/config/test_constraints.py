@@ -94,6 +94,9 @@ CASES = {
     "fsdp with compile": (
         {"parallel": FSDP, "model": {"compile": True}}, ["parallel.strategy"], "compiled model", "compile=false",
     ),
+    "shards without fsdp": (
+        {"checkpoint": {"format": "sharded"}}, ["checkpoint.format"], "ddp has whole tensors", "format=whole",
+    ),
     "dp with activation checkpointing": (
         {"parallel": {"strategy": "dp"}, "model": {"activation_checkpointing": True}},
         ["parallel.strategy"], "its own device", "strategy=ddp",
@@ -166,7 +169,8 @@ def test_every_conflict_in_the_code_has_a_case():
         {"parallel": {"strategy": "fsdp", "sync_batchnorm": True}},
         {"parallel": {"strategy": "ddp", "sync_batchnorm": True}, "optimizer": {"name": "fused_lamb", "larc": {}}},
         {"parallel": {"strategy": "dp"}, "model": {"channels_last": True}, "precision": {"opt_level": "O2"}},
-        {"checkpoint": {"best_metric": "mean_class_accuracy"}},
+        {"checkpoint": {"best_metric": "mean_class_accuracy", "async_save": True}},
+        {"checkpoint": {"format": "sharded", "async_save": True}, "parallel": FSDP},
     ],
 )
 def test_settings_without_a_conflict(sections):

@@ -434,6 +434,7 @@ parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm
 train train.epochs train.max_steps train.clip_norm train.log_every train.deterministic train.ema_decay train.patience
 train.on_nan train.evaluate_every train.mixup train.cutmix
 checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.best_metric
+checkpoint.format checkpoint.async_save
 trackers
 runtime runtime.device runtime.timeout_s
 launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.threads launch.max_restarts launch.interface

@@ -14,6 +14,7 @@ import yaml
 from torchvision.io import write_png
 
 from harness.compare.exactness import differences
+from harness.runs import checkpoint
 from harness.trackers.metrics_log import TIMES
 from tests.end_to_end.processes import drive_in_terminal
 from tests.ranks import free_port, launch_environment, start, wait_for
@@ -180,7 +181,7 @@ def losses(folder: Path) -> list[float]:
 
 def last_checkpoint(folder: Path) -> dict[str, Any]:
     """The content of the newest checkpoint without its times."""
-    content: dict[str, Any] = torch.load(newest_checkpoint(folder) / "state.pt", weights_only=True)
+    content: dict[str, Any] = checkpoint.read(newest_checkpoint(folder))
     for times in [content["state"], *[rank["meter"] for rank in content["ranks"]]]:
         for key in [key for key in times if key.endswith("_s")]:  # seconds
             times.pop(key)

@@ -71,6 +71,7 @@ EVERYTHING = {
     "checkpoint": {"every_steps": 2, "keep": 2},
 }
 ADAM = {"name": "adamw", "lr": 0.01, "momentum": None, "args": {"betas": [0.8, 0.9]}}
+ASYNC = {"async_save": True}
 O1, O2 = {"opt_level": "O1"}, {"opt_level": "O2"}
 
 
@@ -78,18 +79,35 @@ O1, O2 = {"opt_level": "O1"}, {"opt_level": "O2"}
     ("settings", "kill"),
     [
         ({"parallel": FSDP, "precision": O1}, (1, 5, "step")),
+        ({"parallel": FSDP, "precision": O1, "checkpoint": {"format": "sharded"}}, (0, 7, "save")),
+        (
+            {"parallel": FSDP, "optimizer": ADAM, "checkpoint": {"format": "sharded", "async_save": True}},
+            (1, 9, "step"),
+        ),
+        ({"parallel": {"delay_allreduce": False}, "precision": O1, "checkpoint": ASYNC}, (0, 6, "save")),
         ({"parallel": {"delay_allreduce": False}, "precision": O1}, (1, 5, "step")),
         ({"parallel": {"strategy": "dp"}, "precision": O1}, (0, 7, "step")),
         ({"parallel": {**FSDP, "sync_batchnorm": True}, "optimizer": ADAM}, (0, 6, "save")),
         ({"parallel": {"sync_batchnorm": True}, "optimizer": {"larc": {}}, "precision": O1}, (1, 9, "step")),
         ({"optimizer": {**ADAM, "name": "fused_lamb"}, "precision": O2}, (0, 9, "step")),
     ],
-    ids=["fsdp O1", "overlapped O1", "dp O1", "fsdp syncbn adamw", "syncbn larc", "fused_lamb O2"],
+    ids=[
+        "fsdp O1",
+        "sharded",
+        "sharded async",
+        "async overlapped O1",
+        "overlapped O1",
+        "dp O1",
+        "fsdp syncbn adamw",
+        "syncbn larc",
+        "fused_lamb O2",
+    ],
 )
 def test_killed_run_is_resumed_exactly(tmp_path, data, settings, kill):
     ranks = 1 if settings.get("parallel", {}).get("strategy") == "dp" else 2
-    unbroken = train(tmp_path / "unbroken", data, ranks, **EVERYTHING, **settings)
-    broken = write_config(tmp_path / "broken", data, **EVERYTHING, **settings)
+    settings = {**EVERYTHING, **settings, "checkpoint": {**EVERYTHING["checkpoint"], **settings.get("checkpoint", {})}}
+    unbroken = train(tmp_path / "unbroken", data, ranks, **settings)
+    broken = write_config(tmp_path / "broken", data, **settings)
     assert run(broken, ranks, kill=Kill(*kill))[kill[0]] == -signal.SIGKILL
     assert run(broken, ranks) == [0] * ranks
     assert_same_run(unbroken, run_folder(broken))
@@ -122,15 +140,20 @@ def test_activation_checkpointing_gives_the_same_weights_bit_for_bit(tmp_path, d
     assert_same_run(plain, run_folder(config))
 
 
-def test_sharded_checkpoint_resumes_on_one_rank_on_four_and_as_ddp(tmp_path, data):
-    """Each continuation gives the losses of the unbroken run, and every checkpoint holds whole tensors."""
+@pytest.mark.parametrize("form", ["whole", "sharded"])
+def test_sharded_checkpoint_resumes_on_one_rank_on_four_and_as_ddp(tmp_path, data, form):
+    """Each continuation gives the losses of the unbroken run, and what is read of a checkpoint are whole tensors."""
     settings = {
         "model": TWO_UNITS,
         "data": {"shard": "global"},
         "train": {"epochs": 2, "log_every": 1, "ema_decay": 0.9},
         "optimizer": {"name": "adam", "lr": 0.01, "momentum": None},
     }
-    folder = train(tmp_path / "two", data, 2, parallel=FSDP, **settings, checkpoint={"every_steps": 5, "keep": 9})
+    saved = {"every_steps": 5, "keep": 9, "format": form}
+    folder = train(tmp_path / "two", data, 2, parallel=FSDP, **settings, checkpoint=saved)
+    names = {path.name for path in (folder / "checkpoints" / "step-5").iterdir()}
+    shards = {"__0_0.distcp", "__1_0.distcp", ".metadata"} if form == "sharded" else set()
+    assert names == {"state.pt", "manifest.json", *shards}
     expected = losses(folder)
     content = last_checkpoint(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in content["model"].items()}

@@ -186,7 +186,9 @@ def test_checkpoint_of_another_version_is_not_passed_over(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         checkpoints.newest()
     text, newer = str(caught.value), checkpoints.folder / "step-30"
-    assert text.startswith(f"{newer}: its format is 99, but this version of the harness reads 1: use the version that")
+    assert text.startswith(
+        f"{newer}: its format is 99, but this version of the harness reads 1 and 2: use the version that"
+    )
     assert "continue from the older step-20" in text
     assert f"remove step-30, or start a new run with name=NAME checkpoint.resume={newer.with_name('step-20')}" in text
     shutil.rmtree(newer)
@@ -240,7 +242,7 @@ def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch, write)
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("value", [{"weight": torch.ones(1)}, torch.ones(1), {"format": 2}, []])
+@pytest.mark.parametrize("value", [{"weight": torch.ones(1)}, torch.ones(1), {"format": 3}, []])
 def test_foreign_files(tmp_path, value):
     torch.save(value, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match="not a checkpoint of this harness"):

@@ -1,0 +1,189 @@
+"""Checkpoints that are written behind the training, and shards from every rank."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from harness.distributed.launch_env import Launch
+from harness.distributed.runtime import Runtime
+from harness.errors import CheckpointError
+from harness.runs.checkpoint import Checkpoints, damage, read
+from harness.training.checkpoint_writer import CheckpointWriter, copied
+from tests.ranks import run_ranks
+
+
+def writer(folder: Path, **options) -> CheckpointWriter:
+    checkpoints = Checkpoints(folder / "checkpoints", 2)
+    return CheckpointWriter(Runtime(), checkpoints, shards=False, publish=lambda: None, **options)
+
+
+# Behind the training
+
+
+def test_what_is_written_is_what_was_copied(tmp_path, monkeypatch):
+    """Training changes the tensors while the thread waits; the second checkpoint waits for the first."""
+    behind = writer(tmp_path, behind=True)
+    go, original = threading.Event(), Checkpoints.write
+
+    def late(checkpoints, *args):
+        assert go.wait(20)
+        original(checkpoints, *args)
+
+    monkeypatch.setattr(Checkpoints, "write", late)
+    weight = torch.ones(1000, 10).t()
+    content = {"model": {"w": weight}, "state": {"step": 1}, "ranks": [{"rng": [torch.arange(3)]}]}
+    behind.write(1, content)
+    weight.fill_(2.0)
+    assert not behind.checkpoints.exist()
+    go.set()
+    behind.write(2, {**content, "state": {"step": 2}})
+    weight.fill_(3.0)
+    assert behind.checkpoints.newest().name in ("step-1", "step-2")
+    behind.wait()
+    for step in (1, 2):
+        found = read(behind.checkpoints.folder / f"step-{step}")
+        assert torch.equal(found["model"]["w"], torch.full((10, 1000), float(step)))
+        assert found["state"] == {"step": step}
+        assert torch.equal(found["ranks"][0]["rng"][0], torch.arange(3))
+    behind.wait()
+    behind.close()
+
+
+def test_a_copy_uses_the_memory_of_the_one_before():
+    first = copied({"a": torch.ones(3), "b": [torch.ones(2), 1]}, None)
+    second = copied({"a": torch.zeros(3), "b": [torch.ones(4), 1], "c": torch.ones(1)}, first)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert second["b"][0].shape == (4,)
+    assert torch.equal(second["c"], torch.ones(1))
+
+
+def test_a_failed_write_fails_the_next_call(tmp_path, monkeypatch):
+    behind = writer(tmp_path, behind=True)
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    behind.write(1, {"state": {}})
+    with pytest.raises(CheckpointError, match="checkpoint of step 1 could not be written: No space left"):
+        behind.write(2, {"state": {}})
+    behind.write(3, {"state": {}})
+    behind.close()  # of a run that fails anyway
+    with pytest.raises(CheckpointError, match="step 3"):
+        behind.wait()
+    assert list(behind.checkpoints.folder.iterdir()) == []
+
+
+# Shards
+
+
+def _rank(folder: str, behind: bool) -> CheckpointWriter:
+    launch = Launch(dist.get_rank(), dist.get_rank(), 2, 2)
+    runtime = Runtime(launch, timeout_s=20)
+    return CheckpointWriter(runtime, Checkpoints(Path(folder), 2), shards=True, behind=behind, publish=lambda: None)
+
+
+def _content() -> dict:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)])
+    return {"model": {"a.b": weight, "plain": torch.ones(2)}, "optimizer": {"state": {0: {"exp_avg": weight * 2}}}}
+
+
+def _written(folder, behind):
+    writer, content = _rank(folder, behind), _content()
+    for step in (1, 2, 3):
+        content["model"]["a.b"].to_local().fill_(step)
+        writer.write(step, content)
+    writer.wait()
+    return [path.name for path in sorted(Path(folder).iterdir())]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_shards_are_read_as_whole_tensors(tmp_path, behind):
+    assert run_ranks(2, _written, str(tmp_path), behind)[0] == ["latest", "step-2", "step-3"]
+    found = read(tmp_path / "step-3")
+    assert torch.equal(found["model"]["a.b"], torch.full((5, 3), 3.0))
+    assert type(found["model"]["a.b"]) is torch.Tensor
+    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], torch.arange(15.0).view(5, 3) * 2)
+    for name in ("__1_0.distcp", ".metadata"):
+        path = tmp_path / "step-3" / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        assert damage(tmp_path / "step-3").startswith(f"{name} is truncated: ")
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        assert damage(tmp_path / "step-3").startswith(f"{name} is damaged: ")
+        path.unlink()
+        assert damage(tmp_path / "step-3") == f"{name} is missing"
+        path.write_bytes(data)
+    assert Checkpoints(tmp_path, 2).newest().name == "step-3"
+
+
+def _one_fails(folder, behind):
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    writer, content = _rank(folder, behind), _content()
+    writer.write(1, content)
+    writer.wait()
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    with pytest.raises(CheckpointError) as caught:  # noqa: PT012  either call raises
+        writer.write(2, content)
+        writer.wait()
+    return str(caught.value), damage(Path(folder) / "step-1"), Checkpoints(Path(folder), 2).named("latest")
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_rank_that_cannot_write_fails_all(tmp_path, behind):
+    for message, problem, latest in run_ranks(2, _one_fails, str(tmp_path), behind):
+        assert "rank 1 could not write its shards: " in message
+        assert "No space left" in message
+        assert (problem, latest) == ("", "step-1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+
+
+def _one_has_another_folder(folder):
+    other = Path(folder) / f"machine-{dist.get_rank()}"
+    writer = _rank(str(other), False)
+    (other / "step-1.tmp").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as caught:
+        writer.write(1, _content())
+    return str(caught.value)
+
+
+def test_machines_without_a_shared_folder(tmp_path):
+    for message in run_ranks(2, _one_has_another_folder, str(tmp_path)):
+        assert "rank 0 does not find __1_0.distcp, which another rank has written" in message
+        assert "checkpoint.format=whole" in message
+
+
+def _own_shards(folder):
+    like = _content()["model"]["a.b"]
+    found = read(Path(folder) / "step-3", own=lambda key, size: like if key == "model/a.b" else None)
+    part = found["model"]["a.b"]
+    return type(part) is DTensor, part.to_local().tolist(), type(found["optimizer"]["state"][0]["exp_avg"]).__name__
+
+
+def test_a_rank_reads_its_shards_only(tmp_path):
+    run_ranks(2, _written, str(tmp_path), False)
+    assert run_ranks(2, _own_shards, str(tmp_path)) == [
+        (True, [[3.0] * 3] * 3, "Tensor"),
+        (True, [[3.0] * 3] * 2, "Tensor"),
+    ]
+
+
+class Code:
+    def __reduce__(self):
+        return exec, ("open('executed', 'w')",)
+
+
+def test_metadata_that_would_execute_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_ranks(2, _written, str(tmp_path), False)
+    (tmp_path / "step-3" / ".metadata").write_bytes(pickle.dumps(Code()))
+    with pytest.raises(CheckpointError, match=r"\.metadata names builtins\.exec"):
+        read(tmp_path / "step-3")
+    assert not (tmp_path / "executed").exists()
