@@ -93,9 +93,11 @@ class UrlCache:
         self._after_fork()
         copy = self._copy(url)
         if not copy.exists():
+            # Outside of the lock, which takes any OSError for one of its own.
+            size = int(_attempted(url, lambda filesystem, path: filesystem.info(path)).get("size") or 0)
             with locked(copy.with_name(f"{copy.name}.archive")):  # all workers want it at about the same time
                 if not copy.exists():
-                    self._download_file(url, copy)
+                    self._download_file(url, copy, size)
         return str(copy)
 
     def _copy(self, url: str) -> Path:
@@ -123,8 +125,7 @@ class UrlCache:
                 temporary.write_bytes(content)
         return content
 
-    def _download_file(self, url: str, copy: Path) -> None:
-        size = int(_attempted(url, lambda filesystem, path: filesystem.info(path)).get("size") or 0)
+    def _download_file(self, url: str, copy: Path, size: int) -> None:
         if not self._has_room(size):
             limit = f"{self.max_bytes / 2**30:.1f} GiB"
             raise DataError(

@@ -240,6 +240,27 @@ def test_missing_bucket_is_reported_before_training(tmp_path, data, s3):
     assert "nowhere" not in str(fsspec.filesystem("s3", **_keys(s3)).ls(""))  # nor was it made
 
 
+@pytest.mark.slow
+def test_images_in_a_bucket(tmp_path, data, unbroken, s3):
+    """Two ranks with loader workers train on images behind URLs as on files, and a start without access says so."""
+    files = fsspec.filesystem("s3", **_keys(s3))
+    files.put(f"{data}/", "bucket/photos/", recursive=True)
+    at_url = {**SETTINGS, "task": {"root": "s3://bucket/photos"}, "data": {"num_workers": 1}}
+    config = write_config(tmp_path / "run", data, **at_url)
+    cache = tmp_path / "cache"
+    assert train(config, [cache, cache], s3_environment(s3)) == [0, 0], terminal(config)
+    assert_same_run(config.parent / "runs" / "run", unbroken[2])
+    assert any((cache / "urls").rglob("*"))
+    for name, root, environ, message in (
+        ("gone", "s3://nowhere/photos", s3_environment(s3), "image not found: s3://nowhere/photos/"),
+        ("keys", "s3://bucket/photos", {"AWS_ENDPOINT_URL": s3, "AWS_EC2_METADATA_DISABLED": "true",
+         "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere"}, "AWS_ACCESS_KEY_ID"),
+    ):  # fmt: skip
+        config = write_config(tmp_path / name, data, **{**at_url, "task": {"root": root}})
+        assert train(config, [tmp_path / "other"], environ) == [65]
+        assert message in terminal(config)
+
+
 class Term(Kill):
     """Receives SIGTERM at the end of a step."""
 

@@ -1,0 +1,313 @@
+"""Images in tar archives and behind URLs: the same pixels as from files, in any process, and clear errors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Thread
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from torchvision.io import ImageReadMode
+from torchvision.transforms import v2
+
+from harness.data import tars, url_cache
+from harness.data.image_files import ImageFiles
+from harness.data.images import ImageTable
+from harness.data.loader import BatchRequest, Loader
+from harness.data.row_labels import ClassLabels
+from harness.data.table.table import open_table
+from harness.errors import DataError
+from tests.data.test_command import write_table, write_tar
+from tests.fixtures import write_rows
+
+ROWS = 12
+
+
+def table(folder: Path, root: str, paths: list[str], on_bad_image="error", cache_gib=1.0) -> ImageTable:
+    source = write_table(folder / "t.csv", [(path, row % 3) for row, path in enumerate(paths)])
+    opened = open_table(source, text=("path",), label="label", cache_dir=folder / "cache")
+    return ImageTable(
+        table=opened, files=ImageFiles(root, folder / "cache", cache_gib), path_column="path",
+        labels=ClassLabels(opened, np.arange(3), 3), seed=0, mode=ImageReadMode.GRAY, for_training=v2.Identity(),
+        for_evaluation=v2.Identity(), on_bad_image=on_bad_image,
+    )  # fmt: skip
+
+
+def loaded(images: ImageTable, num_workers: int) -> list[torch.Tensor]:
+    loader = Loader(images, num_workers, torch.device("cpu"), timeout_s=60)
+    try:
+        parts = np.array_split(np.arange(len(images)), 4)
+        return [batch.inputs for batch in loader.fetch(BatchRequest(rows, 0) for rows in parts)]
+    finally:
+        loader.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_rows(tmp_path, "train", ROWS)
+    return tmp_path
+
+
+@pytest.fixture
+def expected(folder):
+    """The images, read from files."""
+    return loaded(table(folder, str(folder), [f"train_images/{row}.png" for row in range(ROWS)]), 0)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder; ``asked`` counts the GET requests; ``answer`` may change what happens to one."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[str] = []
+        self.answer = lambda handler: None
+        server = self
+
+        class Handler(SimpleHTTPRequestHandler):
+            def do_GET(self):  # noqa: N802
+                server.asked.append(self.path)
+                if server.answer(self) is None:
+                    super().do_GET()
+
+            def log_message(self, *_):
+                pass
+
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        Thread(target=self.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def server(folder, monkeypatch):
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
+    monkeypatch.setattr(url_cache, "_PAUSE_S", 0.01)
+    server = Server(folder / "train_images")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+PATHS = [f"{row}.png" for row in range(ROWS)]
+
+
+# Tar archives
+
+
+@pytest.fixture
+def shards(folder):
+    """Two archives, with names that need a long header, and their paths."""
+    (folder / "my shards").mkdir()
+    deep = f"{'d' * 90}/{'e' * 90}/ü"
+    paths = []
+    for shard in range(2):
+        rows = range(shard * 6, shard * 6 + 6)
+        members = {f"{deep}{row}.png": (folder / "train_images" / f"{row}.png").read_bytes() for row in rows}
+        write_tar(folder / "my shards" / f"{shard}.tar", members)
+        paths += [f"{shard}.tar/{name}" for name in members]
+    return paths
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_members_are_the_same_images(folder, shards, expected, num_workers):
+    images = table(folder, str(folder / "my shards"), shards)
+    assert all(map(torch.equal, loaded(images, num_workers), expected))
+    images.require_files(np.arange(ROWS), None, 5)
+    assert images.sample(np.arange(ROWS), None, 5) == "12 of 12 images decoded (8x8)"
+
+
+def test_each_archive_is_indexed_once(folder, shards, monkeypatch):
+    root = str(folder / "my shards")
+    loaded(table(folder, root, shards), 0)
+    tars._index.cache_clear()  # as in another process
+    monkeypatch.setattr(tars, "members", lambda *_: pytest.fail("the archive is read again"))
+    loaded(table(folder, root, shards), 0)
+    monkeypatch.undo()
+    content = (folder / "train_images" / "7.png").read_bytes()
+    write_tar(folder / "my shards" / "0.tar", {shards[0].partition("/")[2]: content})
+    assert table(folder, root, shards).batch(np.arange(1), 0).inputs[0, 0, 0, 0] == 7
+    assert len(list((folder / "cache" / "tars").glob("*/*.npy"))) == 2  # the old index is gone
+
+
+def test_bad_members_and_archives(folder, shards):
+    """A member is a bad image, which may be skipped; an archive that cannot be read ends the run."""
+    archive = folder / "my shards" / "0.tar"
+    broken = write_tar(folder / "my shards" / "b.tar", {"x.png": b"<html>", "e.png": b""})
+    for path, message in (
+        ("0.tar/gone.png", f"image not found: {archive}/gone.png (the archive {archive} has no member gone.png)"),
+        ("9.tar/gone.png", f"image not found: {folder}/my shards/9.tar/gone.png"),
+        ("b.tar/x.png", f"image cannot be decoded: {broken}/x.png: "),
+        ("b.tar/e.png", f"image cannot be decoded: {broken}/e.png: "),
+    ):
+        with pytest.raises(DataError) as caught:
+            table(folder, str(folder / "my shards"), [shards[0], path]).batch(np.arange(2), 0)
+        assert str(caught.value).startswith(f"{folder}/t.csv:3: {message}")
+        skipped = table(folder, str(folder / "my shards"), [shards[0], path], "skip").batch(np.arange(2), 0)
+        assert skipped.bad == [1]
+        assert skipped.rows.tolist() == [0, 0]
+    whole, (*_, (_, offset, size)) = archive.read_bytes(), tars.members(str(archive), "")
+    end = offset + -(-size // 512) * 512
+    twice = write_tar(folder / "twice.tar", {"./a.png": b"1", "b.png": b"2", "a.png": b"3"}).read_bytes()
+    for content, message in (
+        (whole[:end], "the archive is not complete (it has no end marker)"),
+        (whole[: end + 100], "the archive is not complete ("),
+        (whole[: offset + 1], "the archive is not complete (in ddd"),
+        (b"", "this is not a tar archive: empty file"),
+        (b"x" * 2048, "this is not a tar archive: "),
+        (b"\x1f\x8b" + whole, "the archive is packed with gzip, so its members cannot be read one by one"),
+        (twice, "the archive has two members a.png"),
+    ):
+        archive.write_bytes(content)
+        for on_bad_image in ("error", "skip"):
+            with pytest.raises(DataError) as caught:
+                table(folder, str(folder / "my shards"), shards, on_bad_image).batch(np.arange(1), 0)
+            assert f"{folder}/t.csv:2: {archive}: {message}" in str(caught.value)
+
+
+# URLs
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_url_is_asked_for_once(folder, server, expected, num_workers):
+    """With workers, which are forked after this process has used fsspec."""
+    fsspec.filesystem("http").cat_file(f"{server.url}/0.png")
+    server.asked.clear()
+    for _ in range(2):
+        images = table(folder, f"{server.url}/", PATHS)
+        assert all(map(torch.equal, loaded(images, num_workers), expected))
+        assert sorted(server.asked) == sorted(f"/{path}" for path in PATHS)
+    assert not list((folder / "cache" / "urls").rglob("*.tmp"))
+    whole = table(folder, "/nowhere", [f"{server.url}/{path}" for path in PATHS])  # URLs in the table
+    assert all(map(torch.equal, loaded(whole, 0), expected))
+    assert len(server.asked) == ROWS
+
+
+def test_downloads_run_at_the_same_time(folder, server):
+    server.answer = lambda handler: time.sleep(0.3)
+    start = time.perf_counter()
+    table(folder, server.url, PATHS).batch(np.arange(ROWS), 0)
+    assert time.perf_counter() - start < 0.3 * ROWS / 2
+
+
+def test_a_full_cache_is_not_an_error(folder, server, expected, monkeypatch):
+    """What fits is kept; copies that nobody has used for a day make room."""
+    size = (folder / "train_images" / "0.png").stat().st_size
+    old = folder / "cache" / "urls" / "ab" / "old"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"x" * 4 * size)
+    (old.parent / "dead.1-2.tmp").write_bytes(b"x" * 4 * size)
+    for stale in old.parent.iterdir():
+        os.utime(stale, (0, 0))
+    for _ in range(2):
+        assert all(
+            map(torch.equal, loaded(table(folder, server.url, PATHS, cache_gib=5.5 * size / 2**30), 0), expected)
+        )
+    copies = [path for path in (folder / "cache" / "urls").rglob("*") if path.is_file()]
+    assert 3 <= len(copies) <= 6
+    assert old not in copies
+    assert len(server.asked) == 2 * ROWS - len(copies)
+
+
+def test_failures_of_a_url(folder, server, monkeypatch):
+    """A missing image is a bad image; a server that fails is not the fault of a row."""
+    images = table(folder, server.url, [PATHS[0], "gone.png"])
+    with pytest.raises(DataError, match=f"t.csv:3: image not found: {server.url}/gone.png\n  -> check task.root"):
+        images.batch(np.arange(2), 0)
+    assert table(folder, server.url, [PATHS[0], "gone.png"], "skip").batch(np.arange(2), None).bad == [1]
+    server.asked.clear()
+    server.answer = lambda handler: handler.send_error(503) or True
+    for on_bad_image in ("error", "skip"):
+        with pytest.raises(DataError) as caught:
+            table(folder, server.url, ["1.png"], on_bad_image).batch(np.arange(1), 0)
+        assert f"t.csv:2: {server.url}/1.png cannot be read: ClientResponseError: 503" in str(caught.value)
+    assert server.asked == ["/1.png"] * 2 * url_cache.ATTEMPTS
+    monkeypatch.setattr(url_cache, "TIMEOUT_S", 0.2)
+    server.answer = lambda handler: time.sleep(1.0)
+    with pytest.raises(DataError, match=r"2.png cannot be read: no answer within 0.2 s\n  -> check the address"):
+        table(folder, server.url, ["2.png"]).batch(np.arange(1), 0)
+    for root, message in (
+        ("http://127.0.0.1:9/x", "cannot be read: ClientConnector"),
+        ("nosuch://x", "cannot be read: ValueError: Protocol not known"),
+    ):
+        with pytest.raises(DataError, match=message):
+            table(folder, root, ["2.png"], "skip").batch(np.arange(1), 0)
+
+
+def test_an_error_then_success_is_retried(folder, server, expected):
+    failed = set()
+
+    def fail_once(handler):
+        if handler.path not in failed:
+            failed.add(handler.path)
+            handler.send_error(500)
+            return True
+        return None
+
+    server.answer = fail_once
+    assert all(map(torch.equal, loaded(table(folder, server.url, PATHS), 0), expected))
+
+
+def _read(folder: Path, url: str) -> None:
+    url_cache.UrlCache(folder, 2**30).read(url)
+
+
+def test_killed_download_leaves_no_copy(folder, server):
+    def half(handler):
+        content = (folder / "train_images" / "0.png").read_bytes()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content[: len(content) // 2])
+        handler.wfile.flush()
+        time.sleep(2.0)
+        return True
+
+    server.answer, cache = half, folder / "cache" / "urls"
+    process = get_context("fork").Process(target=_read, args=(cache, f"{server.url}/0.png"))
+    process.start()
+    until = time.monotonic() + 30
+    while not server.asked and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    server.answer = lambda handler: None
+    content = url_cache.UrlCache(cache, 2**30).read(f"{server.url}/0.png").numpy().tobytes()
+    assert content == (folder / "train_images" / "0.png").read_bytes()
+
+
+def test_archives_behind_a_url(folder, server, shards, expected):
+    """Each is downloaded once, whatever the number of workers; one that does not fit is refused."""
+    for archive in (folder / "my shards").iterdir():
+        shutil.copy(archive, folder / "train_images")
+    assert all(map(torch.equal, loaded(table(folder, server.url, shards), 2), expected))
+    assert sorted(server.asked) == ["/0.tar", "/1.tar"]
+    shutil.rmtree(folder / "cache" / "urls")
+    with pytest.raises(DataError, match="has no space for this archive .*\n  -> raise task.cache_gib"):
+        table(folder, server.url, shards, cache_gib=1e-6).batch(np.arange(1), 0)
+    with pytest.raises(DataError, match="image not found: .*/7.tar/a.png"):
+        table(folder, server.url, ["7.tar/a.png"]).batch(np.arange(1), 0)
+
+
+def test_file_systems_in_memory_and_missing_roots(folder, expected):
+    memory = fsspec.filesystem("memory")
+    for path in PATHS:
+        memory.pipe_file(f"/bucket/{path}", (folder / "train_images" / path).read_bytes())
+    try:
+        assert all(map(torch.equal, loaded(table(folder, "memory://bucket", PATHS), 0), expected))
+    finally:
+        memory.rm("/bucket", recursive=True)
+    assert all(map(torch.equal, loaded(table(folder, f"file://{folder}/train_images", PATHS), 0), expected))
+    with pytest.raises(
+        DataError, match=r"task.root: the folder .*/train_imagse does not exist\n  -> did you mean train_im"
+    ):
+        table(folder, str(folder / "train_imagse"), PATHS).require_files(np.arange(1), None, 1)
