@@ -362,11 +362,16 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def in_recipe(key: str) -> bool:
+    """True if the setting ``key`` changes what is trained."""
+    return key not in NOT_THE_RECIPE and key.split(".")[0] not in NOT_THE_RECIPE
+
+
 def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that change what is trained: {key: (before, now)} of two resolved configurations."""
     old, new = flatten(before), flatten(now)
     return {
         key: (old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in NOT_THE_RECIPE and key.split(".")[0] not in NOT_THE_RECIPE
+        if old.get(key) != new.get(key) and in_recipe(key)
     }

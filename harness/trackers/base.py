@@ -23,15 +23,29 @@ class RunInfo:
     output: Path
     settings: dict[str, Any]  # {dotted key: value}
     config_yaml: str
+    recipe: dict[str, Any]  # those of ``settings`` that change what is trained
+    metrics: tuple[str, ...]  # names of those of an evaluation
+
+
+@dataclass(frozen=True)
+class LabelPairs:
+    """``counts``: int (labels, predictions), the number of rows of each label with each prediction."""
+
+    names: list[str]
+    counts: np.ndarray
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The first rows of predictions.csv. ``images``: uint8 (rows, 1 or 3, height, width), or None."""
+    """Rows of predictions.csv. ``images``: uint8 (rows, 1 or 3, height, width), or None."""
 
     columns: list[str]
     rows: list[list[Any]]
     images: np.ndarray | None
+    name: str = "predictions"
+    """``predictions``: the first rows; ``wrong``: the first whose prediction is not the label."""
+    confusion: LabelPairs | None = None
+    """With the first rows of a classification: the counts over all rows."""
 
     def title(self, row: int) -> str:
         """A caption for the image of a row, such as "prediction cat, label dog"."""
@@ -50,18 +64,26 @@ class Tracker(Protocol):
 
     def log(self, entry: Entry) -> None: ...
 
-    def show(self, sample: Sample) -> None: ...
+    def show(self, sample: Sample) -> None:
+        """Show rows of predictions.csv, at the end of training: called once for each name of a sample."""
 
     def finish(self, files: list[Path], done: bool) -> None:
         """Close the tracker: the last call. ``files``: artifacts to keep. ``done``: training ran to its end."""
 
 
+# Of an entry, but nothing to plot: its place in time, or known beforehand.
+_NO_CHART = frozenset(["step", "epoch", "samples", "rows", "wall_s"])
+_ONLY_IF_NOT_ZERO = frozenset(["bad_rows", "skipped", "samples_skipped", "steps_skipped"])
+_ONLY_IF_NOT_ALL = frozenset(["rows_used", "rows_updated"])  # of ``rows``
+
+
 def scalars(entry: Entry) -> dict[str, float]:
-    """The finite numbers of an entry as {"train/loss": 0.5, ...}."""
+    """The finite numbers of an entry that are worth a chart, as {"train/loss": 0.5, ...}."""
     return {
         f"{entry['split']}/{name}": value
         for name, value in entry.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in _NO_CHART
+        if (value or name not in _ONLY_IF_NOT_ZERO) and (name not in _ONLY_IF_NOT_ALL or value != entry.get("rows"))
     }
 
 

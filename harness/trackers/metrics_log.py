@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from harness.config import plugins
-from harness.config.schema import Config, flatten
+from harness.config.schema import Config, flatten, in_recipe
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.checkpoint import folder_gone
@@ -27,7 +27,7 @@ log = logging.getLogger("harness")
 
 # Fields that differ between two runs that are otherwise equal.
 TIMES = (
-    "wall_s", "samples_per_s", "data_wait",
+    "wall_s", "samples_per_s", "tflops", "mfu", "memory_mib", "data_wait",
     "time_data", "time_forward", "time_backward", "time_reduce", "time_optimizer", "time_host",
 )  # fmt: skip
 CLOSE_S = 60.0  # for a tracker to process its queue at the end of training
@@ -78,7 +78,9 @@ def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
         run_id, started = secrets.token_hex(8), time.time()
         write_atomically(path, json.dumps({"id": run_id, "started": started}) + "\n")
     settings = flatten(config.model_dump(mode="json", by_alias=True))
-    return RunInfo(config.name, run_id, started, folder, folder.parent, settings, config_yaml)
+    recipe = {key: value for key, value in settings.items() if in_recipe(key)}
+    metrics = tuple(config.task.metrics)
+    return RunInfo(config.name, run_id, started, folder, folder.parent, settings, config_yaml, recipe, metrics)
 
 
 def _open(path: Path) -> TextIO:

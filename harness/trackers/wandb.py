@@ -12,6 +12,7 @@ import numpy as np
 import wandb
 from requests.utils import get_netrc_auth
 
+from harness.trackers import pictures
 from harness.trackers.base import Entry, RunInfo, Sample, scalars
 
 PROJECT = "apex-harness"  # unless WANDB_PROJECT names another
@@ -66,7 +67,10 @@ class Tracker:
             images = [wandb.Image(np.moveaxis(image, 0, -1).squeeze()) for image in sample.images]
             rows = [[row[0], image, *row[1:]] for row, image in zip(sample.rows, images, strict=True)]
             table = wandb.Table(columns=[sample.columns[0], "image", *sample.columns[1:]], data=rows)
-        self._run.log({"predictions": table})
+        shown: dict[str, Any] = {sample.name: table}
+        if sample.confusion is not None:
+            shown["confusion"] = wandb.Image(np.moveaxis(pictures.confusion(sample.confusion), 0, -1))
+        self._run.log(shown)
 
     def finish(self, files: list[Path], done: bool) -> None:
         self._run.finish(exit_code=0 if done else 1)

@@ -25,6 +25,7 @@ from harness.trackers import metrics_log
 from harness.training import (
     checkpointing,
     determinism,
+    flops,
     fsdp,
     mixing,
     optim,
@@ -65,6 +66,10 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         model = build_model(config, task)
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
+    # Only rank 0 logs it. Before the strategy and amp change the model.
+    arithmetic = (
+        flops.of_run(model, task, config.precision, runtime.device) if runtime.rank == 0 else flops.Arithmetic()
+    )
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
     with runtime.together("moving the model to its device"):
         model = model.to(runtime.device)
@@ -119,6 +124,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         coverage=Coverage(len(task.train)),
         skipped_rows=Coverage(len(task.train)),
         started=time.perf_counter(),
+        arithmetic=arithmetic,
         weights=given,
     )  # fmt: skip
     checkpointing.resume(run)

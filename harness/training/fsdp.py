@@ -89,6 +89,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full(tensor: Tensor) -> Tensor:
+    """``tensor`` with the parts of all ranks. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tree: Any, keep: bool) -> Any:
     """``tree`` (of dictionaries and lists) with every sharded tensor gathered on the CPU, or None without ``keep``.
 

@@ -6,7 +6,7 @@ import logging
 import math
 
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
@@ -49,9 +49,11 @@ def epoch(run: Run) -> None:
     lr = run.schedule.lr(state.applied, state.plateau.reductions)
     for group in data.groups(state.epoch, state.segments):
         lr = run.schedule.set_lr(run.optimizer, state.applied, state.plateau.reductions)
-        step(run, group)
-        data.advance(state.segments)
         left -= 1
+        next_step = state.step + 1
+        logs = next_step % config.train.log_every == 0 or next_step == config.train.max_steps or left == 0
+        step(run, group, measured=logs)
+        data.advance(state.segments)
         run.progress.step()
         if state.step % config.train.log_every == 0:
             run.log_train(lr)
@@ -69,11 +71,12 @@ def epoch(run: Run) -> None:
         state.next_epoch()
 
 
-def step(run: Run, group: list[MicroBatch]) -> None:
+def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     """One optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike.
 
-    Gradients are averaged over ranks once, in the last backward pass. Whether they overflowed is read after that, from
-    gradients that are equal on all ranks, so that it needs no communication.
+    ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
+    backward pass. Whether they overflowed is read after that, from gradients that are equal on all ranks, so that it
+    needs no communication.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     losses = []
@@ -95,9 +98,13 @@ def step(run: Run, group: list[MicroBatch]) -> None:
     skip = precision.skips(run.optimizer)
     if train.clip_norm is not None or train.on_nan == "skip":
         norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
+        run.meter.norm = norm
         if train.on_nan == "skip" and not skip and not norm.isfinite():  # the host waits here, as documented
             skip = True
             run.optimizer.zero_grad(set_to_none=True)
+    elif measured:
+        params = precision.master_params(run.optimizer)
+        run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
     run.optimizer.step()  # does nothing after an overflow, or without gradients
     run.optimizer.zero_grad(set_to_none=True)
     if run.ema and not skip:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from harness.errors import DataError, HarnessError
@@ -17,6 +20,8 @@ from harness.runs.files import replacing, temporary_for
 
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
 SAMPLE_ROWS = 32
+MAX_PAIRS = 10_000  # of label and prediction; more are too many for a picture
+ROW = "row of the dataset"
 FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other columns follow in its order
 
 
@@ -27,6 +32,8 @@ class Written:
     rows: int = 0
     bad: int = 0  # rows without a prediction, because they could not be read
     head: pa.Table | None = None  # the first SAMPLE_ROWS rows
+    wrong: pa.Table | None = None  # the first SAMPLE_ROWS rows whose prediction is not the label, with column ROW
+    pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # {(label, prediction): number of rows}
 
 
 class PredictionFile:
@@ -39,7 +46,24 @@ class PredictionFile:
         self._schema: pa.Schema | None = None
         self._file: Any = None
         self._parquet: Any = None
-        self._rows = self._bad = 0
+        self._rows = self._bad = self._compared = 0
+        self._wrong: list[pa.Table] = []
+        self._pairs: Counter[tuple[str, str]] = Counter()
+
+    def _compare(self, table: pa.Table) -> None:
+        """Count the pairs of label and prediction, and keep the first rows in which they differ. Only classes: numbers
+        of a regression nearly always differ."""
+        first, self._compared = self._compared, self._compared + len(table)
+        if not {"label", "prediction"} <= {*table.column_names} or pa.types.is_floating(table["prediction"].type):
+            return
+        label, prediction = (table[name].cast(pa.string()) for name in ("label", "prediction"))
+        self._pairs.update(
+            pair for pair in zip(label.to_pylist(), prediction.to_pylist(), strict=True) if None not in pair
+        )
+        left = SAMPLE_ROWS - sum(map(len, self._wrong))
+        places = np.flatnonzero(pc.fill_null(pc.not_equal(label, prediction), False).to_numpy())[:left]
+        if len(places):
+            self._wrong.append(table.take(places).append_column(ROW, pa.array(first + places)))
 
     def add(self, blocks: Iterable[tuple[pa.Table, int]]) -> None:
         """Append blocks of rows, each with its number of unreadable rows."""
@@ -67,6 +91,7 @@ class PredictionFile:
             if name not in table.column_names:
                 table = table.append_column(name, pa.nulls(len(table)))
         table = table.select(self._schema.names).cast(self._schema)
+        self._compare(table)
         if self._parquet is not None:
             self._parquet.write_table(table.combine_chunks(), row_group_size=len(table))
         else:
@@ -90,7 +115,8 @@ class PredictionFile:
         if self._parquet is not None:
             self._parquet.close()
         self._opened.close()
-        return Written(self._rows, self._bad, self._head)
+        wrong = pa.concat_tables(self._wrong) if self._wrong else None
+        return Written(self._rows, self._bad, self._head, wrong, self._pairs)
 
     def discard(self) -> None:
         """Delete the unfinished file; does nothing after ``finish``."""

@@ -8,6 +8,7 @@ number only: block k has rows k*size to (k+1)*size - 1, the last block is padded
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,16 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
 from harness.errors import CheckpointError, DataError, HarnessError, first_line
 from harness.runs import layout
-from harness.trackers.base import Sample
+from harness.trackers.base import LabelPairs, Sample
 from harness.training import fsdp
 from harness.training.evaluate import prepare
-from harness.training.prediction_file import FIRST_COLUMNS, PredictionFile, Written
+from harness.training.prediction_file import FIRST_COLUMNS, ROW, PredictionFile, Written
 from harness.training.run import Run
 from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions
 
 log = logging.getLogger("harness")
 
+MAX_CONFUSION = 64  # classes in the picture of a confusion matrix
 BLOCK_ROWS = 64  # fewer if the configuration has smaller batches
 
 
@@ -186,16 +188,34 @@ def write_for_run(run: Run) -> bool:
     if written is None:
         return False
     if written.head is not None:
-        run.tracker.show(_sample(run.task.eval, written.head))
+        for sample in _samples(run.task.eval, written):
+            run.tracker.show(sample)
         log.info("predictions.csv: %d rows, with the weights of step %d", written.rows, run.state.best_step)
     return True
 
 
-def _sample(dataset: Dataset, head: pa.Table) -> Sample:
-    """The first rows for trackers, with their images if the inputs are images."""
-    batch = dataset.batch(np.arange(len(head)), None)
-    head = head.take(pa.array(batch.rows))  # without unreadable rows
+def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
+    """What trackers show of a file of predictions."""
+    assert written.head is not None  # otherwise the file has no rows
+    names = sorted({name for pair in written.pairs for name in pair}, key=lambda name: (len(name), name))
+    matrix = None
+    if 2 <= len(names) <= MAX_CONFUSION:
+        place = {name: index for index, name in enumerate(names)}
+        counts = np.zeros((len(names), len(names)), np.int64)
+        for (label, prediction), count in written.pairs.items():
+            counts[place[label], place[prediction]] = count
+        matrix = LabelPairs(names, counts)
+    yield _sample(dataset, np.arange(len(written.head)), written.head, "predictions", matrix)
+    if written.wrong is not None:
+        rows = written.wrong[ROW].to_numpy()
+        yield _sample(dataset, rows, written.wrong.drop_columns([ROW]), "wrong")
+
+
+def _sample(dataset: Dataset, rows: np.ndarray, table: pa.Table, name: str, matrix: LabelPairs | None = None) -> Sample:
+    """``rows`` of ``dataset``, with their predictions in ``table``, and their images if the inputs are images."""
+    batch = dataset.batch(rows, None)
+    readable = np.flatnonzero(np.isin(rows, batch.rows))
     inputs = batch.inputs
     images = inputs.dtype == torch.uint8 and inputs.dim() == 4 and inputs.shape[1] in (1, 3)
-    rows = [list(row.values()) for row in head.to_pylist()]
-    return Sample(head.column_names, rows, inputs.numpy() if images else None)
+    values = [list(row.values()) for row in table.take(readable).to_pylist()]
+    return Sample(table.column_names, values, inputs.numpy() if images else None, name, matrix)

@@ -6,6 +6,7 @@ All of it is saved in checkpoints. Nothing here holds weights.
 from __future__ import annotations
 
 import math
+import resource
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
+from harness.training import fsdp
 from harness.training.schedule import Plateau
 from harness.training.step_timer import PHASES, step_timer
 
@@ -140,6 +142,7 @@ class Meter:
         self.steps = 0
         self.wait_s = 0.0
         self.time_s = 0.0
+        self.norm: Tensor | None = None  # of the gradients of the last step, if it was measured
         self.timer = step_timer(device)
         self._mark = time.perf_counter()
 
@@ -163,6 +166,18 @@ class Meter:
         self.rows_skipped += rows
         if mean is not None:
             self.loss.add_(mean.detach(), alpha=0)
+
+    def take_norm(self) -> float | None:
+        """The gradient norm of the last step that measured it. Collective if gradients are sharded; the host waits for
+        the device."""
+        norm, self.norm = self.norm, None
+        return None if norm is None else float(fsdp.full(norm))
+
+    def peak_mib(self) -> float:
+        """The most memory of the device so far, in MiB: that of tensors on CUDA, that of this process on a CPU."""
+        if self.loss.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.loss.device) / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # in KiB on Linux
 
     def spent_s(self) -> dict[str, float]:
         """Seconds of this rank by phase. The time between steps is ``data`` while the host waited for data, and

@@ -20,6 +20,7 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
+from harness.training.flops import Arithmetic
 from harness.training.health import Health
 from harness.training.optim import Ema
 from harness.training.precision import Precision
@@ -58,6 +59,7 @@ class Run:
     saved_step: int = -1
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
+    arithmetic: Arithmetic = Arithmetic()  # known on rank 0, which logs it
     weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
 
     @property
@@ -108,17 +110,25 @@ class Run:
         state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
         self.health.loss(seen.total, steps, state, self.saved_step)
         rows_per_s, scale = seen.rows / time_s if time_s else None, self.precision.loss_scale()
+        norm = meter.take_norm()
         self.tracker.log(
             "train",
-            {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, "loss_scale": scale,
-             "skipped": state.skipped, "samples": state.rows, "samples_skipped": state.rows_skipped,
-             "samples_per_s": rows_per_s, "data_wait": seen.waited,
+            {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **self._group_rates(),
+             "grad_norm": norm, "loss_scale": scale, "skipped": state.skipped, "samples": state.rows,
+             "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
+             **self.arithmetic.rates(rows_per_s or 0.0, self.runtime.world_size), "memory_mib": meter.peak_mib(),
+             "data_wait": seen.waited,
              **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "wall_s": self.wall_s()},
         )  # fmt: skip
         which = "the last step was" if steps == 1 else f"all of the last {steps} steps were"
         all_skipped = f"{which} skipped, loss scale {scale:g}"
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
+
+    def _group_rates(self) -> dict[str, float]:
+        """The learning rates of the groups that have their own, numbered as in the log at the start."""
+        groups = self.optimizer.param_groups
+        return {f"lr_group_{n}": group["lr"] for n, group in enumerate(groups) if group.get("lr_scale", 1.0) != 1.0}
 
     def log_coverage(self) -> None:
         """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.

@@ -165,6 +165,8 @@ def announce(run: Run) -> None:
     size = build.sizes(config, run.train_data.num_rows, runtime.world_size)
     facts = build.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
     facts |= optim.described(run.optimizer, run.module)
+    if run.arithmetic.per_row is not None:
+        facts["model FLOPs"] = f"{run.arithmetic.per_row:.4g} per row, forward and backward"
     facts |= {"parallel": run.parallel.strategy, "launched by": runtime.launch.by, "run folder": run.folder.where}
     for name, value in facts.items():
         log.info("%14s: %s", name, value)

@@ -111,7 +111,7 @@ def test_divergence_at_a_known_step(runs, capsys):
         next(line for line in map(json.loads, (runs / name / "metrics.jsonl").open()) if line["step"] == 11)
         for name in ("one", "diverged")
     ]
-    assert first["fields"] == {"loss": [line["loss"] for line in lines]}
+    assert first["fields"] == {key: [line[key] for line in lines] for key in ("loss", "grad_norm")}
     assert str(lines[0]["loss"]) in text
     assert str(lines[1]["loss"]) in text
 

@@ -16,7 +16,7 @@ import pytest
 
 from harness.config import loader
 from harness.trackers import metrics_log
-from harness.trackers.base import Sample, scalars
+from harness.trackers.base import LabelPairs, Sample, scalars
 from tests.end_to_end.processes import wait_until
 from tests.fixtures import make_config, write_rows
 
@@ -25,7 +25,9 @@ SAMPLE = Sample(
     ["id", "prediction", "label", "score_cat", "score_dog"],
     [["a.png", "cat", "cat", 0.9, 0.1], ["b.png", "cat", "dog", 0.6, 0.4], ["c.png", "dog", "dog", 0.2, 0.8]],
     IMAGES,
+    confusion=LabelPairs(["cat", "dog"], np.array([[1, 0], [1, 1]])),
 )
+WRONG = Sample(SAMPLE.columns, SAMPLE.rows[1:2], IMAGES[1:2], "wrong")
 BIN = Path(sys.executable).parent
 
 
@@ -63,6 +65,7 @@ def killed_and_resumed(start, folder: Path, name: str) -> list[dict]:
     for step in range(11, 16):
         log.log("train", {"step": step, "epoch": 1, "loss": 1 / step, "wall_s": step * 0.7})
     log.show(SAMPLE)
+    log.show(WRONG)
     log.close(done=True)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 16
@@ -99,10 +102,15 @@ def test_tensorboard(tmp_path, start):
     fresh = EventAccumulator(str(folder))
     for reader in (fresh, watching):
         reader.Reload()
-        for name in ("train/loss", "train/wall_s", "eval/top1"):
+        for name in ("train/loss", "eval/top1"):
             points = [(event.step, event.value) for event in reader.Scalars(name)]
             assert points == [(step, pytest.approx(value)) for step, value in expected(lines, name)], name
-    assert "eval/loss" not in fresh.Tags()["scalars"]  # the value was not finite
+    assert set(fresh.Tags()["scalars"]) == {"train/loss", "eval/top1"}  # eval/loss was not finite; the rest is no chart
+    plugin = fresh.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"optimizer.name" in plugin
+    assert b"train.log_every" not in plugin  # which changes nothing of what is trained
+    metrics = fresh.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    assert all(f"eval/{name}".encode() in metrics for name in ("top1", "loss"))
     started = json.loads((folder.parent / "trackers.json").read_text())["started"]
     assert [event.wall_time for event in fresh.Scalars("train/loss")][10] == pytest.approx(started + 11 * 0.7)
     (config,) = fresh.Tensors("config/text_summary")
@@ -110,8 +118,12 @@ def test_tensorboard(tmp_path, start):
     (table,) = fresh.Tensors("predictions/text_summary")
     assert "|b.png|cat|dog|0.6|0.4|" in table.tensor_proto.string_val[0].decode()
     images = fresh.Tags()["images"]
-    assert len(images) == 3
-    assert "prediction" in images[1]
+    assert [name.partition(" ")[0] for name in images] == [
+        *(f"predictions/0{n}" for n in range(3)),
+        "confusion",
+        "wrong/00",
+    ]
+    assert images[4] == "wrong/00 prediction cat, label dog"
     assert fresh.Images(images[1])[0].encoded_image_string.startswith(b"\x89PNG")
 
 
@@ -161,7 +173,8 @@ def test_wandb(tmp_path, start, monkeypatch):
     (offline,) = (folder / "wandb").glob("offline-run-*")  # one for both starts, complete
     assert offline.name.endswith(run_id)
     rows, records = history_of(offline / f"run-{run_id}.wandb")
-    for name in ("train/loss", "train/wall_s", "eval/top1"):
+    assert not any("train/wall_s" in row for row in rows)
+    for name in ("train/loss", "eval/top1"):
         assert [(row["step"], row[name]) for row in rows if name in row] == expected(lines, name), name
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
     assert (run.run_id, run.display_name, run.project) == (run_id, "small", "apex-harness")
@@ -172,9 +185,10 @@ def test_wandb(tmp_path, start, monkeypatch):
     content = json.loads((offline / "files" / table["predictions/path"]).read_text())
     assert content["columns"] == ["id", "image", "prediction", "label", "score_cat", "score_dog"]
     assert content["data"][1][0] == "b.png"
-    (artifact,) = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
+    artifact, _ = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
     staged = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
     assert len(staged) == 4  # the table, with its images
+    assert sum("confusion/path" in row for row in rows) == 1
     assert all(path.is_relative_to(folder / "wandb") for path in staged.values())  # not in the user's home
     whole = json.loads(staged["predictions.table.json"].read_text())
     assert staged[whole["data"][1][1]["path"]].read_bytes().startswith(b"\x89PNG")
@@ -243,7 +257,7 @@ def test_mlflow(tmp_path, start, monkeypatch):
     assert run.data.params["optimizer.name"] == "sgd"
     assert run.data.params["train.epochs"] == "10"  # MLflow parameters cannot change; config.yaml is current
     files = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert files == {"config.yaml", "summary.json", "predictions.csv", "predictions", "model"}
+    assert files == {"config.yaml", "summary.json", "predictions.csv", "predictions", "wrong", "confusion.png", "model"}
     assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == ["model/weights.safetensors"]
     pictures = [file.path for file in client.list_artifacts(run.info.run_id, "predictions")]
     assert pictures[1] == "predictions/01 prediction cat_ label dog.png"

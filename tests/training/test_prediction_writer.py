@@ -20,7 +20,7 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.training import prediction_writer as predictions
 from harness.training.classification import Classification
-from harness.training.prediction_file import GROUP_ROWS, PredictionFile
+from harness.training.prediction_file import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
 
@@ -105,6 +105,23 @@ def test_file_that_another_process_writes_is_left_alone(folder):
     (folder / "x.csv.tmp").write_text("left by a killed process")
     again.add([block])
     assert again.finish().rows == GROUP_ROWS
+
+
+def test_wrong_rows_and_pairs_for_trackers(folder):
+    """Over all rows of the file; the samples leave out rows that cannot be read."""
+    rows = Rows(500, frozenset([3, 77]))
+    written = write(folder, "x.csv", rows)
+    table = pd.read_csv(folder / "x.csv")
+    read = table.dropna(subset="prediction")
+    wrong = read[read["prediction"] != read["label"]]
+    assert written.wrong[ROW].to_pylist() == wrong.index[:SAMPLE_ROWS].tolist()
+    pairs = read.groupby(["label", "prediction"]).size()
+    assert written.pairs == {(str(label), prediction): count for (label, prediction), count in pairs.items()}
+    first, second = predictions._samples(rows, written)
+    assert (first.name, second.name) == ("predictions", "wrong")
+    assert (first.confusion.counts.sum(), second.confusion) == (498, None)
+    assert len(first.rows) == SAMPLE_ROWS - 1  # row 3
+    assert [row[0] for row in second.rows] == [f"row {row}" for row in wrong.index[:SAMPLE_ROWS]]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

@@ -1,0 +1,83 @@
+"""The arithmetic of a model, and how much of a GPU's peak a run uses.
+
+Model FLOPs per row are those of the forward pass times three, because the backward pass needs about twice as many
+(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). What activation checkpointing computes again does
+not count, nor does it matter here that frozen layers need less.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.config.schema import PrecisionSection
+from harness.training.task import OpenedTask
+
+# Dense peak of the tensor cores in FLOP/s: {words of the device's name: (float16 and bfloat16, TF32)}; the
+# first match counts. From NVIDIA's data sheets, half of the figures given there "with sparsity".
+PEAKS: dict[str, tuple[float, float]] = {
+    "B200": (2250e12, 1100e12),
+    "H200": (989e12, 494e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100 NVL": (835e12, 417e12),
+    "H100": (989e12, 494e12),
+    "A100": (312e12, 156e12),
+    "L40S": (362e12, 183e12),
+    "L4": (121e12, 60e12),
+    "A10": (125e12, 62.5e12),
+    "V100": (125e12, 0.0),
+    "T4": (65e12, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the model computes, and what the device could."""
+
+    per_row: int | None = None  # FLOPs of forward and backward
+    peak: float | None = None  # FLOP/s of one device
+
+    def rates(self, rows_per_s: float, world_size: int) -> dict[str, float]:
+        """``tflops``: 10^12 FLOP/s over all ranks; ``mfu``: the share of the devices' peak, model FLOPs utilisation."""
+        if self.per_row is None:
+            return {}
+        rate = self.per_row * rows_per_s
+        return {"tflops": rate / 1e12, **({"mfu": rate / (self.peak * world_size)} if self.peak else {})}
+
+
+def of_run(model: nn.Module, task: OpenedTask, section: PrecisionSection, device: torch.device) -> Arithmetic:
+    return Arithmetic(per_row(model, task), peak(device, section))
+
+
+def per_row(model: nn.Module, task: OpenedTask) -> int | None:
+    """FLOPs of a forward and backward pass for one row, without computing it; None if the model cannot be traced.
+
+    Runs on the meta device: no memory, no random numbers, no change of ``model``.
+    """
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    try:
+        row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
+        inputs = torch.cat([row, row]).to("meta")  # two rows: batch norm refuses one
+        state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            functional_call(model, state, (inputs,))
+    except Exception:  # of the user's own model, or an operation without a meta kernel; training reports real faults
+        return None
+    return 3 * int(counter.get_total_flops()) // 2 or None
+
+
+def peak(device: torch.device, section: PrecisionSection) -> float | None:
+    """The peak of ``device`` in FLOP/s at the precision of ``section``; None if it is not known, as on a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = next((PEAKS[part] for part in PEAKS if re.search(rf"\b{part}\b", name)), None)  # "A10" is not in "A100"
+    if found is None or (section.opt_level == "O0" and not section.tf32):
+        return None
+    return (found[1] if section.opt_level == "O0" else found[0]) or None
