@@ -26,7 +26,8 @@ _IMAGES = 32  # decoded
 _IMAGE = re.compile(r"\.(jpe?g|png|webp|gif)$", re.IGNORECASE)  # what torchvision decodes
 _EVAL = ("eval", "val", "valid", "validation", "dev", "test")
 _PATH_NAMES = ("path", "image", "file", "filename", "img", "filepath", "image_path")
-_LABEL_NAMES = ("label", "class", "target", "category", "y", "labels")
+_LABEL_NAMES = ("label", "class", "target", "category", "y", "labels", "tags", "classes")
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _TYPICAL = 224  # height and width of images that most published models were trained on
 _SMALL = 64  # up to here a small network is enough
 
@@ -102,7 +103,7 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
     raise ConfigError(
         "there are no validation rows beside it",
         where=given[0],
-        hint=f"harness data split {given[0]} --eval 0.1 sets some apart; or harness init {given[0]} EVAL.csv",
+        hint=f"set some apart: harness data split {given[0]} --eval 0.1; or harness init {given[0]} EVAL.csv",
     )
 
 
@@ -161,7 +162,7 @@ def _plain(value: object) -> str:
 def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
     """The lines of YAML below ``extends``."""
     path_column, why_path = _path_column(train)
-    label_column, why_label = _label_column(train, path_column)
+    labels, why_labels = _labels(train, path_column)
     root, why_root = _root(train, path_column)
     size, gray, why_size = _image_size(Path(root), train.columns[path_column])
     small = (max(size) if size else _TYPICAL) <= _SMALL
@@ -169,7 +170,7 @@ def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
     yield f"  train_csv: {_plain(train.source)}\n  eval_csv: {_plain(evaluation.source)}"
     yield f"  root: {_plain(root)}  # {why_root}"
     yield f"  path_column: {_plain(path_column)}  # {why_path}"
-    yield f"  label_column: {_plain(label_column)}  # {why_label}"
+    yield f"  {labels}  # {why_labels}"
     yield f"  image_size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}  # {why_size}"
     if gray and small:
         yield "  color: gray  # those images have one channel"
@@ -197,25 +198,56 @@ def _path_column(rows: Annotations) -> tuple[str, str]:
     )
 
 
-def _label_column(rows: Annotations, path_column: str) -> tuple[str, str]:
-    """The column with the classes, why, and what else there is. Raises ConfigError if there is none."""
-    kinds = {name: len(set(values)) for name, values in rows.columns.items() if name != path_column}
-    possible = {name: count for name, count in kinds.items() if 2 <= count <= max(2, rows.num_rows / 2)}
-    if not possible:
-        found = ", ".join(f"{name} ({count} different values)" for name, count in kinds.items()) or "none"
+def _labels(rows: Annotations, path_column: str) -> tuple[str, str]:
+    """The setting for the column with the labels as YAML, and why, with what else there is. Raises ConfigError."""
+    others = {name: values for name, values in rows.columns.items() if name != path_column}
+    found = {name: kind for name, values in others.items() if (kind := _kind(values, name.lower() in _LABEL_NAMES))}
+    counts = {name: len(set(values)) for name, values in others.items()}
+    shown = {name: f"{name} ({counts[name]} values)" for name in others}
+    if not found:
         raise ConfigError(
-            f"no column looks like classes: other columns are {found}, in {rows.num_rows} rows",
+            f"no column looks like labels; besides {path_column} there is {', '.join(shown.values()) or 'none'}, "
+            f"in {rows.num_rows} rows",
             where=rows.source,
-            hint="add a column with one of a few values per row, such as label",
+            hint="add a column such as label, with one of a few values per row, several of them, or a number",
         )
-    named = [name for wanted in _LABEL_NAMES for name in possible if name.lower() == wanted]
     names = list(rows.columns)
-    after = [name for name in possible if names.index(name) > names.index(path_column)]  # where it usually stands
-    best = (named or after or list(possible))[0]
-    values = sorted(set(rows.columns[best]))
-    shown = ", ".join(_plain(value) for value in values[:3]) + (", ..." if len(values) > 3 else "")
-    others = [f"{name} ({count} values)" for name, count in kinds.items() if name != best]
-    return best, f"{len(values)} classes: {shown}; other columns: {', '.join(others) or 'none'}".replace("\n", " ")
+    best = min(found, key=lambda name: (
+        _LABEL_NAMES.index(name.lower()) if name.lower() in _LABEL_NAMES else len(_LABEL_NAMES),
+        found[name] != "classes", names.index(name) < names.index(path_column), names.index(name),
+    ))  # fmt: skip
+    rest = f"; other columns: {', '.join(text for name, text in shown.items() if name != best) or 'none'}"
+    if found[best] == "numbers":
+        values = [float(value) for value in others[best]]
+        why = f"numbers from {min(values):g} to {max(values):g}"
+        return f"labels: {{kind: regression, column: {_plain(best)}}}", f"{why}{rest}".replace("\n", " ")
+    separator = "" if found[best] == "classes" else found[best]
+    labels = sorted({label for value in others[best] for label in (value.split(separator) if separator else [value])})
+    few = ", ".join(_plain(label) for label in labels[:3]) + (", ..." if len(labels) > 3 else "")
+    if separator:
+        setting = f"labels: {{column: {_plain(best)}, separator: {_plain(separator)}}}"
+        return setting, f"several of {len(labels)} labels per row: {few}{rest}".replace("\n", " ")
+    return f"label_column: {_plain(best)}", f"{len(labels)} classes: {few}{rest}".replace("\n", " ")
+
+
+def _kind(values: Sequence[str], named: bool) -> str:
+    """What a column seems to hold: ``classes``, ``numbers``, the separator of several labels per row, or nothing.
+    ``named``: it has the name of a label."""
+    distinct = set(values)
+    for separator in ("|", ";", ","):
+        several = [value for value in values if separator in value]
+        labels = {label for value in distinct for label in value.split(separator)}
+        if (
+            len(several) > len(values) / 20
+            and len(labels) < max(3, len(values) / 2)
+            and len(labels) < len(distinct) + 2
+        ):
+            return separator
+    if all(map(_NUMBER.fullmatch, distinct)) and (
+        any("." in value for value in distinct) or (named and len(distinct) > max(20, len(values) / 2))
+    ):
+        return "numbers"
+    return "classes" if 2 <= len(distinct) <= max(2, len(values) / 2) else ""
 
 
 def _root(rows: Annotations, path_column: str) -> tuple[str, str]:

@@ -63,6 +63,35 @@ def test_an_existing_file_is_kept(folder, capsys):
     assert loader.load("other.yaml").task.eval_csv == "pets/eval.csv"
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "setting", "reason"),
+    [
+        ("tags", lambda row: ("cat|dog", "dog", "cat|bird")[row % 3], {"separator": "|", "column": "tags"},
+         "several of 3 labels per row: bird, cat, dog"),
+        ("weight", lambda row: f"{row / 7:.3f}", {"kind": "regression", "column": "weight"}, "numbers from "),
+        ("target", lambda row: str(row * 3), {"kind": "regression", "column": "target"}, "numbers from "),
+    ],
+)  # fmt: skip
+def test_other_kinds_of_labels(folder, column, value, setting, reason):
+    """After a split of one file; the written file trains."""
+    from harness import load_config, train
+
+    (folder / "images").mkdir()
+    rows = [f"file,{column},id"]
+    for row in range(40):
+        write_png(torch.full((1, 8, 8), 3 * row, dtype=torch.uint8), str(folder / "images" / f"{row}.png"))
+        rows.append(f"images/{row}.png,{value(row)},x{row}")
+    (folder / "all.csv").write_text("\n".join(rows) + "\n")
+    assert cli.main(["data", "split", "all.csv", "--eval", "0.3"]) == 0
+    first_config.write(["all.train.csv"], None)
+    assert reason in (folder / "all.yaml").read_text()
+    config = load_config("all.yaml", {"train.max_steps": 2, "runtime.device": "cpu", "data.num_workers": 0})
+    found = config.task.labels.model_dump(exclude_defaults=True)
+    assert (found, config.task.eval_csv) == (setting, "all.eval.csv")
+    assert preflight.examine("all.yaml", ["runtime.device=cpu"], 2)[1] == []
+    assert train(config).finished
+
+
 def test_small_gray_images_named_by_their_place(folder):
     """Equal sizes are kept; numbers that differ in every row are no classes; paths may be relative to this folder."""
     for split, count in (("train", 40), ("test", 10)):
@@ -88,7 +117,7 @@ def test_small_gray_images_named_by_their_place(folder):
         ({"p/train/cat/1.jpg": "", "p/val/cat/1.jpg": ""}, ["p"], "p/train train.csv, harness data folder p/val"),
         ({"notes/a.txt": ""}, ["notes"], "this folder has no CSV and no images"),
         ({"a.csv": "name,label\nx,1\ny,2\n"}, ["a.csv", "a.csv"], "no column has paths of images"),
-        ({"a.csv": "file,n\nx.png,1\ny.png,2\nz.png,3\n"}, ["a.csv", "a.csv"], "n (3 different values), in 3 rows"),
+        ({"a.csv": "file,n\nx.png,1\ny.png,2\nz.png,3\n"}, ["a.csv", "a.csv"], "besides file there is n (3 values), in 3"),
         ({"a.csv": "file,n\n"}, ["a.csv", "a.csv"], "the file has a header and no rows"),
     ],
 )  # fmt: skip
