@@ -230,12 +230,12 @@ class TrainSection(Section):
     """
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
-    mixup: Annotated[float, Field(gt=0)] | None = None
-    """Alpha of MixUp, such as 0.2: mixes the images of a batch in pairs; null: off. With cutmix, each step draws one of
+    mixup: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of MixUp, such as 0.2: mixes the images of a batch in pairs; 0: off. With cutmix, each step draws one of
     the two. The loss is that of both labels, in the same shares.
     """
-    cutmix: Annotated[float, Field(gt=0)] | None = None
-    """Alpha of CutMix, such as 1.0: pastes a part of one image of a batch into another; null: off."""
+    cutmix: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of CutMix, such as 1.0: pastes a part of one image of a batch into another; 0: off."""
     patience: Positive | None = None
     """Stop after this many evaluations without a better checkpoint.best_metric; null: never."""
     on_nan: Literal["stop", "skip"] = "stop"

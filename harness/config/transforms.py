@@ -33,6 +33,7 @@ def _step(value: Any) -> Any:
 
 
 Step = Annotated[Any, BeforeValidator(_step), WithJsonSchema(_STEP_SCHEMA)]
+Steps = Annotated[tuple[Step, ...], BeforeValidator(lambda value: () if value is None else value)]
 
 
 class TransformsSection(Section):
@@ -40,9 +41,9 @@ class TransformsSection(Section):
     RandomErasing: {p: 0.1}, or CenterCrop: 224 for the first argument; or package.module.Class of your own.
     """
 
-    train: tuple[Step, ...] = Field(default=(), strict=False)
+    train: Steps = Field(default=(), strict=False)
     """Applied to training images in this order. Random numbers depend on the seed, the epoch and the row."""
-    eval: tuple[Step, ...] = Field(default=(), strict=False)
+    eval: Steps = Field(default=(), strict=False)
     """Applied to the images of validation, prediction and export."""
 
 

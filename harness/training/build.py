@@ -225,7 +225,7 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
 
 def require_mixable(config: Config, task: OpenedTask) -> None:
     """Raise ConfigError if train.mixup or train.cutmix is set and does not fit the task."""
-    if config.train.mixup is not None or config.train.cutmix is not None:
+    if config.train.mixup or config.train.cutmix:
         mixing.require(config.train, task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs))
 
 

@@ -23,7 +23,7 @@ def mixed(train: TrainSection, seed: int, step: int, inputs: Tensor) -> tuple[Te
 
     With both kinds, each step draws one of them.
     """
-    kinds = [(name, alpha) for name in ("mixup", "cutmix") if (alpha := getattr(train, name)) is not None]
+    kinds = [(name, alpha) for name in ("mixup", "cutmix") if (alpha := getattr(train, name))]
     if not kinds:
         return inputs, 1.0
     rng = np.random.default_rng(derive(MIXING, seed, step))
@@ -47,11 +47,11 @@ def mixed_loss(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, target
 
 def require(train: TrainSection, inputs: Tensor) -> None:
     """Raise ConfigError if ``inputs``, a prepared batch, cannot be mixed as ``train`` says."""
-    key = "train.mixup" if train.mixup is not None else "train.cutmix"
-    if (train.mixup is not None or train.cutmix is not None) and not inputs.is_floating_point():
+    key = "train.mixup" if train.mixup else "train.cutmix"
+    if (train.mixup or train.cutmix) and not inputs.is_floating_point():
         kind = str(inputs.dtype).removeprefix("torch.")
-        raise ConfigError(f"{kind} inputs cannot be mixed; this task has no images", where=key, hint=f"set {key}=null")
-    if train.cutmix is not None and inputs.dim() < 4:
+        raise ConfigError(f"{kind} inputs cannot be mixed; this task has no images", where=key, hint=f"set {key}=0")
+    if train.cutmix and inputs.dim() < 4:
         shape = "x".join(map(str, inputs.shape[1:])) or "no dimensions"
         raise ConfigError(f"CutMix needs images, and a row has {shape}", where="train.cutmix", hint="use train.mixup")
 

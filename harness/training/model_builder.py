@@ -117,7 +117,7 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
         raise determinism.explained(error) or ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where="model.name",
-            hint="check model.args, task.image_size and task.color (torchvision's models need rgb)",
+            hint="check model.args, task.image_size, task.transforms and task.color (torchvision's models need rgb)",
         ) from None
     finally:
         model.train()

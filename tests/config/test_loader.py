@@ -508,6 +508,7 @@ def test_every_experiment_refers_to_the_schema_and_loads():
         "digits",
         "fashion_mnist",
         "finetune",
+        "imagenet",
         "mnist",
         "pet_names",
         "pet_names_gru",

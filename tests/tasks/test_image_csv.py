@@ -283,6 +283,11 @@ def test_former_augment_is_refused_with_its_equivalent(folder):
     assert make_config(folder, task={"augment": none}) == make_config(folder)  # as old run folders have it
 
 
+def test_null_is_no_transforms(folder):
+    for nothing in (None, {}, {"train": None, "eval": []}):
+        assert make_config(folder, task={"transforms": nothing}) == make_config(folder)
+
+
 @pytest.mark.parametrize(
     "facts",
     [{}, {"classes": [], "image_size": [8, 8]}, {"classes": "ab", "image_size": [8, 8]},

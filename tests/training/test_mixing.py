@@ -116,8 +116,8 @@ def test_loss_is_that_of_mixed_labels():
 @pytest.mark.parametrize(
     ("section", "inputs", "message", "hint"),
     [
-        ({"mixup": 0.2}, torch.zeros(2, 8, dtype=torch.int64), "train.mixup: int64 inputs cannot be mixed", "=null"),
-        ({"cutmix": 1.0}, torch.zeros(2, 8, dtype=torch.int64), "train.cutmix: int64 inputs", "train.cutmix=null"),
+        ({"mixup": 0.2}, torch.zeros(2, 8, dtype=torch.int64), "train.mixup: int64 inputs cannot be mixed", "mixup=0"),
+        ({"cutmix": 1.0}, torch.zeros(2, 8, dtype=torch.int64), "train.cutmix: int64 inputs", "train.cutmix=0"),
         ({"mixup": 0.2, "cutmix": 1.0}, torch.zeros(2, 3, 8), "train.cutmix: CutMix needs images, and a row has 3x8",
          "use train.mixup"),
     ],
@@ -146,8 +146,7 @@ def test_task_without_images_is_refused_before_training(tmp_path, capfd):
     assert codes(["check", "-c", config], ["train", "-c", config]) == [2, 2]
     shown = "".join(capfd.readouterr())
     assert (
-        shown.count("train.mixup: int64 inputs cannot be mixed; this task has no images\n  -> set train.mixup=null")
-        == 2
+        shown.count("train.mixup: int64 inputs cannot be mixed; this task has no images\n  -> set train.mixup=0") == 2
     )
 
 

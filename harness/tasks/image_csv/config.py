@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from harness.config.base import NullIsEmpty
 from harness.config.targets import TableTask
 from harness.config.transforms import TransformsSection
 
@@ -33,7 +34,7 @@ class Task(TableTask):
     """[height, width] of the images that the model gets. An image that has another size, also after `transforms`, is
     cut at the centre to this aspect ratio and scaled; null: all images have the same size already.
     """
-    transforms: TransformsSection = TransformsSection()
+    transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()
     """Changes of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md)."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels that images are converted to: three (rgb) or one (gray)."""
