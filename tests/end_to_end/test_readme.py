@@ -208,3 +208,16 @@ def test_links_work():
     assert len(links) >= 8
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_rows_of_the_peers_page_are_present_or_have_a_reason():
+    page = (ROOT / "docs" / "peers.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| [^|-]", line)]
+    assert len(rows) > 50
+    for row in rows:
+        assert len(row) == 7, row[0]
+        own = row[-1]
+        assert "**no**" in own or not re.match("no\\b|absent(?!:| on purpose:)", own), row[0]
+        assert all(reason.strip() for reason in re.findall("absent(?: on purpose)?:([^;|]*)", own)), row[0]
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page):
+        assert (ROOT / "docs" / link).exists(), link
