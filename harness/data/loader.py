@@ -21,7 +21,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import PREFETCH, LoadError, WatchedDataLoader, in_loader_worker, sent, worker_death
-from harness.data.shards import Segment, bounds, num_steps, shard, step_rows
+from harness.data.shards import Rows, Segment, bounds, num_steps, rows_of, shard, step_rows
 from harness.errors import TrainingError, remedy
 
 
@@ -156,12 +156,20 @@ class MicroBatch:
 
     weight: factor of the mean loss, so that the sum over micro-batches, averaged over ranks, is the mean over all rows
         of the step
+    rows: numbers of the rows of this step that are in the batch, each once: no repeated row, no replacement
     num_rows: how many rows of the batch count; with 0, the pass only takes part in communication
     """
 
     batch: Batch
     weight: float
+    rows: np.ndarray
     num_rows: int
+
+    @classmethod
+    def of(cls, batch: Batch, planned: np.ndarray, scale: float) -> MicroBatch:
+        as_planned = len(batch.rows) == len(planned) and not batch.bad
+        rows = batch.rows if as_planned else np.intersect1d(batch.rows, planned)
+        return cls(batch, len(planned) * scale, rows, len(planned))
 
 
 @dataclass(frozen=True)
@@ -223,9 +231,9 @@ class TrainData:
                 group = list(itertools.islice(batches, len(parts)))
             except StoppedWaiting:
                 return
-            yield [MicroBatch(batch, len(part) * scale, len(part)) for part, batch in zip(parts, group, strict=True)]
+            yield [MicroBatch.of(batch, part, scale) for part, batch in zip(parts, group, strict=True)]
 
-    def _micro_batches(self, rows: np.ndarray, num_left: int, step: int) -> list[np.ndarray]:
+    def _micro_batches(self, rows: Rows, num_left: int, step: int) -> list[np.ndarray]:
         """This rank's rows of ``step``, in the same number of parts on every rank.
 
         In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the
@@ -260,7 +268,7 @@ class TrainData:
         """Number of rows in each segment, over all ranks."""
         left = self.num_rows
         for segment in segments:
-            rows = sum(step_rows(left, segment.world_size, segment.per_rank, step) for step in range(segment.steps))
+            rows = rows_of(left, segment)
             left -= rows
             yield rows
 

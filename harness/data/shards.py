@@ -1,5 +1,7 @@
 """Shard rules: which rows a rank trains on, and in which order. Pure functions of numbers, without communication.
 
+Rows are computed when they are asked for, by position, so that the cost depends on them and not on the table.
+
 An epoch is a sequence of optimizer steps. Every row is in exactly one step of one rank, and every rank takes the same
 number of steps. If a run is resumed within an epoch at another world size, only the remaining rows are assigned.
 
@@ -11,15 +13,19 @@ number of steps. If a run is resumed within an epoch at another world size, only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-RowNumbers = np.ndarray  # int64
-
 RULES = ("contiguous", "strided", "global")
 _ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
+_CHUNK = 1 << 17  # rows that are computed at once: 1 MiB, 20 ms
+_SMALL = 1 << 12  # rows up to which a permutation is a table: 32 KiB
+_ROUNDS = 8
+_WORD = np.uint64(64)
 
 
 def bounds(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -39,30 +45,130 @@ class Segment:
     steps: int
 
 
+class Rows:
+    """Row numbers in an order, computed in chunks. ``rows[start:stop]`` and ``numpy.asarray(rows)`` are int64."""
+
+    def __init__(self, length: int, at: Callable[[np.ndarray], np.ndarray]) -> None:
+        """``at`` maps positions, int64 and in range(length), to row numbers."""
+        self._length, self.at = length, at
+        self._chunk = lru_cache(2)(self._compute)  # a loader is a few batches ahead of training
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self._length)
+        first, last = start // _CHUNK, (stop - 1) // _CHUNK
+        if first == last:
+            return self._chunk(first)[start - first * _CHUNK : stop - first * _CHUNK]
+        return self.at(np.arange(start, stop))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or np.int64)
+
+    def _compute(self, index: int) -> np.ndarray:
+        return self.at(np.arange(index * _CHUNK, min((index + 1) * _CHUNK, self._length)))
+
+
 def shard(
     rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
-) -> RowNumbers:
+) -> Rows:
     """The rows of ``rank`` in ``epoch`` after the completed ``segments``, in training order.
 
     Shards are disjoint, and together they have all rows that are left.
     """
-    left = _left_over(rule, num_rows, epoch, seed, segments)
+    if rule not in RULES:
+        raise ValueError(f"unknown shard rule {rule!r}; use {', '.join(RULES)}")
+    left = Rows(num_rows, permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else _same)
+    for part, segment in enumerate(segments):
+        left = _left(rule, left, segment, (seed, epoch, part))
     return _share(rule, left, rank, world_size, (seed, epoch, len(segments)))
 
 
-def _left_over(rule: str, num_rows: int, epoch: int, seed: int, segments: Sequence[Segment]) -> RowNumbers | range:
-    """The rows of the epoch that ``segments`` have not used, in the order in which they are assigned next."""
-    order = _order(rule, num_rows, epoch, seed)
-    if not segments:
-        return order
-    left: RowNumbers = np.asarray(order)
-    for part, segment in enumerate(segments):
-        used = np.zeros(num_rows, dtype=bool)
-        for rank in range(segment.world_size):
-            rows = _share(rule, left, rank, segment.world_size, (seed, epoch, part))
-            used[rows[: segment.steps * segment.per_rank]] = True
-        left = left[~used[left]]
-    return left
+def _share(rule: str, rows: Rows, rank: int, world_size: int, key: tuple[int, int, int]) -> Rows:
+    """The part of ``rows`` that ``rank`` trains on, in order."""
+    num_strided = len(range(rank, len(rows), world_size))
+    if rule == "global":
+        return Rows(num_strided, lambda index: rows.at(rank + index * world_size))
+    start, stop = bounds(len(rows), rank, world_size)
+    length = num_strided if rule == "strided" else stop - start
+    order = permutation(length, (_SHUFFLE, *key, rank))
+    if rule == "strided":
+        return Rows(length, lambda index: rows.at(rank + order(index) * world_size))
+    return Rows(length, lambda index: rows.at(start + order(index)))
+
+
+def _left(rule: str, rows: Rows, segment: Segment, key: tuple[int, int, int]) -> Rows:
+    """The rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
+    permutation (global), or of each rank in turn."""
+    most = segment.steps * segment.per_rank
+    if rule == "global":
+        used = min(most * segment.world_size, len(rows))
+        return Rows(len(rows) - used, lambda index: rows.at(used + index))
+    of_rank = lru_cache(None)(lambda rank: _share(rule, rows, rank, segment.world_size, key))
+    ends = np.cumsum([max(len(of_rank(rank)) - most, 0) for rank in range(segment.world_size)])
+    firsts = np.concatenate([[0], ends[:-1]])
+
+    def at(index: np.ndarray) -> np.ndarray:
+        ranks, found = np.searchsorted(ends, index, side="right"), np.empty(len(index), np.int64)
+        for rank in np.unique(ranks).tolist():
+            its = ranks == rank
+            found[its] = of_rank(rank).at(index[its] - firsts[rank] + most)
+        return found
+
+    return Rows(int(ends[-1]), at)
+
+
+def _same(index: np.ndarray) -> np.ndarray:
+    return index
+
+
+def permutation(num: int, key: tuple[int, ...], small: int = _SMALL) -> Callable[[np.ndarray], np.ndarray]:
+    """A random permutation of range(num) that ``key`` determines: a function from positions to values, both int64.
+
+    Up to ``small`` elements it is a table. Above, it takes no memory: an alternating Feistel network permutes all
+    numbers of as many bits, and is applied again where it leaves the range (cycle walking; Black and Rogaway 2002).
+    """
+    generator = np.random.default_rng(key)
+    if num <= small:
+        table = generator.permutation(num)
+        return lambda index: table[index]
+    keys = generator.integers(1 << 64, size=_ROUNDS, dtype=np.uint64)
+    bits = max((num - 1).bit_length(), 2)
+    low, high = np.uint64(bits - bits // 2), np.uint64(bits // 2)  # bits of the two halves
+    mask, end = np.uint64((1 << int(low)) - 1), np.uint64(num)
+
+    def network(value: np.ndarray) -> np.ndarray:
+        left, right = value >> low, value & mask
+        for step in range(0, _ROUNDS, 2):
+            left ^= _mixed(right, keys[step]) >> (_WORD - high)
+            right ^= _mixed(left, keys[step + 1]) >> (_WORD - low)
+        return left << low | right
+
+    def at(index: np.ndarray) -> np.ndarray:
+        value = network(index.astype(np.uint64))
+        while (outside := value >= end).any():
+            value[outside] = network(value[outside])
+        return value.astype(np.int64)
+
+    return at
+
+
+def _mixed(value: np.ndarray, key: np.uint64) -> np.ndarray:
+    """A hash of ``value`` and ``key`` whose upper bits depend on all bits: the finalizer of SplitMix64 (Steele, Lea and
+    Flood 2014)."""
+    value = value + key
+    value ^= value >> np.uint64(30)
+    value *= np.uint64(0xBF58476D1CE4E5B9)
+    value ^= value >> np.uint64(27)
+    value *= np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def rows_of(num_rows: int, segment: Segment) -> int:
+    """The number of rows of ``num_rows`` that ``segment`` uses, over all ranks."""
+    (short, num_long), most = divmod(num_rows, segment.world_size), segment.steps * segment.per_rank
+    return num_long * min(most, short + 1) + (segment.world_size - num_long) * min(most, short)
 
 
 def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") -> int:
@@ -80,23 +186,3 @@ def step_rows(num_rows: int, world_size: int, per_rank: int, step: int) -> int:
         return min(max(length - step * per_rank, 0), per_rank)
 
     return num_long * rows(long) + (world_size - num_long) * rows(short)
-
-
-def _order(rule: str, num_rows: int, epoch: int, seed: int) -> RowNumbers | range:
-    """All rows before they are shared. File order is a range, so the cost of a shard depends on its own rows only."""
-    if rule == "global":
-        return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_rows)
-    return range(num_rows)
-
-
-def _share(rule: str, rows: RowNumbers | range, rank: int, world_size: int, key: tuple[int, int, int]) -> RowNumbers:
-    """The part of ``rows`` that ``rank`` trains on, in order."""
-    if rule == "global":
-        return np.asarray(rows[rank::world_size])
-    if rule == "strided":
-        own = np.asarray(rows[rank::world_size], dtype=np.int64)
-    elif rule == "contiguous":
-        own = np.asarray(rows[slice(*bounds(len(rows), rank, world_size))], dtype=np.int64)
-    else:
-        raise ValueError(f"unknown shard rule {rule!r}; use {', '.join(RULES)}")
-    return np.random.default_rng((_SHUFFLE, *key, rank)).permutation(own)

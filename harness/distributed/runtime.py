@@ -79,11 +79,11 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def union(self, bits: torch.Tensor) -> torch.Tensor:
-        """Bitwise or over ranks of a uint8 tensor on the CPU, in place."""
+    def sum_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``sum`` for a tensor on the CPU, which nccl cannot reduce."""
         if self.world_size > 1:
-            dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self._control)
-        return bits
+            dist.all_reduce(tensor, group=self._control)
+        return tensor
 
     def gather(self, value: Value) -> list[Value]:
         """Every rank's ``value`` (picklable), by rank, on all ranks."""

@@ -35,8 +35,8 @@ def save(run: Run) -> None:
     run.health.weights(state, run.saved_step)
     state.wall_s = run.wall_s()
     ranks = runtime.gather_to_first(_of_this_rank(run))
-    seen = run.coverage.bits(runtime)
-    skipped_rows = run.skipped_rows.bits(runtime) if state.epoch_skipped else None
+    seen = run.coverage.sums(runtime)
+    skipped_rows = run.skipped_rows.sums(runtime) if state.epoch_skipped else None
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.shards
     weights, optimizer, ema = (

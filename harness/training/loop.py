@@ -122,9 +122,9 @@ def count(run: Run, losses: list[tuple[Tensor, MicroBatch]], skip: bool) -> None
         batch = micro.batch
         meter.bad += min(len(batch.bad), micro.num_rows)  # padding rows are not counted
         if micro.num_rows:
-            run.coverage.add(batch.rows)
+            run.coverage.add(micro.rows)
             if skip:
-                run.skipped_rows.add(batch.rows)
+                run.skipped_rows.add(micro.rows)
                 meter.add_skipped(loss if run.config.train.on_nan == "stop" else None, micro.num_rows)
             else:
                 meter.add_loss(loss, micro.num_rows)

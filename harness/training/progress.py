@@ -21,6 +21,8 @@ from harness.training import fsdp
 from harness.training.schedule import Plateau
 from harness.training.step_timer import PHASES, step_timer
 
+_BUCKETS = 1 << 12  # of rows in Coverage: 96 KiB
+
 
 @dataclass
 class State:
@@ -85,38 +87,61 @@ class State:
 
 
 class Coverage:
-    """A set of rows of the epoch. Each rank records its own; ``bits`` and ``count`` join them."""
+    """The rows that an epoch has used, each rank recording its own, in memory that does not grow with the table.
+
+    Rows are counted in at most _BUCKETS buckets of consecutive rows, with the sums of their numbers and of the squares.
+    A bucket whose count and sums are those of all its rows has each of them once.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._used = np.zeros(num_rows, dtype=bool)
-        self._pending: list[np.ndarray] = []  # batched: marking row by row would dominate a small step
+        self.width = max(-(-num_rows // _BUCKETS), 1)  # rows per bucket
+        self._sums = np.zeros((3, -(-num_rows // self.width)), dtype=np.int64)  # count, numbers, squares, modulo 2^64
+        self._pending: list[np.ndarray] = []  # batched: adding row by row would dominate a small step
 
     def add(self, rows: np.ndarray) -> None:
         self._pending.append(rows)
         if len(self._pending) == 256:
-            self._mark()
+            self._flush()
 
-    def bits(self, runtime: Runtime) -> Tensor:
-        """The rows that any rank recorded, eight per byte. Collective."""
-        self._mark()
-        return runtime.union(torch.from_numpy(np.packbits(self._used)))
+    def sums(self, runtime: Runtime) -> Tensor:
+        """What all ranks recorded, int64 (3, buckets). Collective."""
+        self._flush()
+        return runtime.sum_on_host(torch.from_numpy(self._sums.copy()))
 
-    def count(self, runtime: Runtime) -> int:
-        """The number of distinct rows that all ranks recorded. Collective."""
-        return int(np.unpackbits(self.bits(runtime).numpy(), count=self.num_rows).sum())
+    def found(self, sums: Tensor) -> tuple[int, list[str]]:
+        """(number of distinct rows, up to three of the missing rows or ranges that contain one) in ``sums``."""
+        used, missing = 0, list[str]()
+        for bucket, (count, total, squares) in enumerate(sums.T.tolist()):
+            first = bucket * self.width
+            size = min(self.width, self.num_rows - first)
+            numbers, whole = size * (size - 1) // 2, (size - 1) * size * (2 * size - 1) // 6
+            complete = count == size and total == numbers and (squares - whole) % (1 << 64) == 0
+            used += size if complete else min(count, size - 1)
+            if complete or len(missing) == 3:
+                continue
+            one = numbers - total  # the missing row, if it is only one
+            is_one = count == size - 1 and 0 <= one < size and (whole - squares - one * one) % (1 << 64) == 0
+            missing.append(f"{first + one}" if is_one else f"some of {first} to {first + size - 1}")
+        return used, missing
 
     def clear(self) -> None:
         self._pending.clear()
-        self._used[:] = False
+        self._sums[:] = 0
 
-    def load(self, bits: Tensor) -> None:
-        self._used[:] = np.unpackbits(bits.numpy(), count=self.num_rows).astype(bool)
+    def load(self, sums: Tensor) -> None:
+        self._sums[:] = sums.numpy()
 
-    def _mark(self) -> None:
-        if self._pending:
-            self._used[np.concatenate(self._pending)] = True
-            self._pending.clear()
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        buckets, offsets = np.divmod(np.concatenate(self._pending), self.width)
+        order = np.argsort(buckets, kind="stable")
+        buckets, offsets = buckets[order], offsets[order]
+        firsts = np.flatnonzero(np.diff(buckets, prepend=-1))
+        for line, values in zip(self._sums, (np.ones_like(offsets), offsets, offsets * offsets), strict=True):
+            line[buckets[firsts]] += np.add.reduceat(values, firsts)
+        self._pending.clear()
 
 
 class Window(NamedTuple):

@@ -134,8 +134,9 @@ class Run:
         """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
         Collective."""
         state, rows = self.state, self.coverage.num_rows
-        used = self.coverage.count(self.runtime)
-        left_out = self.skipped_rows.count(self.runtime) if state.epoch_skipped else 0
+        used, missing = self.coverage.found(self.coverage.sums(self.runtime))
+        skipped = self.skipped_rows.sums(self.runtime) if state.epoch_skipped else None
+        left_out = 0 if skipped is None else int(skipped[0].sum())
         self.tracker.log(
             "epoch",
             {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - left_out, "rows": rows,
@@ -146,6 +147,8 @@ class Run:
             steps = "1 step" if state.epoch_skipped == 1 else f"{state.epoch_skipped} steps"
             why = "for overflow" if self.config.train.on_nan == "stop" else "for overflow or NaN"
             text += f"; {used - left_out} of them updated the weights, {left_out} were in {steps} skipped {why}"
+        if missing and self.config.data.tail == "use":
+            text += f"; not used: row {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
         unreadable = f"; {state.bad_rows} unreadable images so far" if state.bad_rows else ""
         log.info("epoch %d: %s%s", state.epoch + 1, text, unreadable)
         self.coverage.clear()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.data.shards import RULES, Segment, bounds, num_steps, shard, step_rows
+from harness.data.shards import RULES, Segment, bounds, num_steps, permutation, rows_of, shard, step_rows
+from tests.conftest import ROOT
 
 rules = st.sampled_from(RULES)
 sizes = st.integers(1, 400)
@@ -16,7 +20,7 @@ worlds = st.integers(1, 9)
 
 @given(rules, sizes, worlds, st.integers(0, 3), st.integers(0, 5))
 def test_shards_cover_every_row_once(rule, num_rows, world, epoch, seed):
-    shards = [shard(rule, num_rows, rank, world, epoch, seed) for rank in range(world)]
+    shards = [np.asarray(shard(rule, num_rows, rank, world, epoch, seed)) for rank in range(world)]
     assert sorted(np.concatenate(shards).tolist()) == list(range(num_rows))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
@@ -57,7 +61,7 @@ def test_global_batches_do_not_depend_on_world_size(num_rows, epoch, quarter):
 
 def test_global_batches_continue_at_another_world_size():
     """Resuming on 2 ranks after 3 steps on 4 ranks changes no batch, with a global batch of 12."""
-    uninterrupted = shard("global", 100, 0, 1, 0, 0)
+    uninterrupted = np.asarray(shard("global", 100, 0, 1, 0, 0))
     done = Segment(world_size=4, per_rank=3, steps=3)
     rest = [shard("global", 100, rank, 2, 0, 0, [done]) for rank in range(2)]
     for step in range(num_steps(64, 2, 6)):
@@ -68,16 +72,87 @@ def test_global_batches_continue_at_another_world_size():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_order_depends_on_epoch_and_seed(rule):
-    first = shard(rule, 50, 1, 2, 0, 0)
-    assert (first == shard(rule, 50, 1, 2, 0, 0)).all()
-    assert (first != shard(rule, 50, 1, 2, 1, 0)).any()
-    assert (first != shard(rule, 50, 1, 2, 0, 1)).any()
+    first = shard(rule, 50, 1, 2, 0, 0)[:]
+    assert (first == shard(rule, 50, 1, 2, 0, 0)[:]).all()
+    assert (first != shard(rule, 50, 1, 2, 1, 0)[:]).any()
+    assert (first != shard(rule, 50, 1, 2, 0, 1)[:]).any()
 
 
 def test_contiguous_shard_is_a_block():
-    assert set(shard("contiguous", 10, 1, 3, 0, 0).tolist()) == {3, 4, 5}
+    assert set(shard("contiguous", 10, 1, 3, 0, 0)[:].tolist()) == {3, 4, 5}
 
 
 def test_unknown_rule():
     with pytest.raises(ValueError, match="striped"):
         shard("striped", 10, 0, 1, 0, 0)
+
+
+@given(
+    rules, st.integers(1, 3000), st.lists(st.tuples(worlds, st.integers(1, 40), st.integers(1, 30)), max_size=3), worlds
+)
+def test_no_row_is_lost_or_repeated_when_the_world_size_changes(rule, num_rows, changes, world):
+    segments, used, left = [], [], num_rows
+    for size, per_rank, steps in changes:
+        for rank in range(size):
+            used.append(shard(rule, num_rows, rank, size, 1, 2, segments)[: steps * per_rank])
+        segments.append(Segment(size, per_rank, steps))
+        left -= rows_of(left, segments[-1])
+        assert sum(map(len, used)) == num_rows - left
+    rest = [shard(rule, num_rows, rank, world, 1, 2, segments)[:] for rank in range(world)]
+    assert sorted(np.concatenate([*used, *rest]).tolist()) == list(range(num_rows))
+
+
+def test_every_small_permutation_has_each_value_once():
+    """Without the table that is used for them, which numpy shuffles."""
+    for num in [*range(1, 1100), 4097, 65_537, 262_145]:
+        assert (np.sort(permutation(num, (num,), small=0)(np.arange(num))) == np.arange(num)).all(), num
+
+
+@pytest.mark.parametrize("num", [1000, 4500, 16_385])
+def test_large_permutations_are_as_random_as_numpys(num):
+    """Over 200 keys, four statistics that are normally distributed for random permutations: within 5 deviations."""
+    index, keys = np.arange(num), range(200)
+    found = [permutation(num, (7, key), small=0)(index) for key in keys]
+    correlation = [np.corrcoef(index, values)[0, 1] * np.sqrt(num) for values in found]
+    assert abs(np.mean(correlation)) * np.sqrt(len(keys)) < 5  # of positions and values: mean 0, variance 1
+    assert abs(np.var(correlation) - 1) < 5 * np.sqrt(2 / len(keys))
+    neighbours = [(np.abs(np.diff(values)) == 1).sum() for values in found]  # Poisson with mean 2
+    assert abs(np.mean(neighbours) - 2) < 5 * np.sqrt(2 / len(keys))
+    # Values of one of ten sorted classes in batches of 100: hypergeometric.
+    classes = np.concatenate([values[: num // 100 * 100].reshape(-1, 100) * 10 // num == 3 for values in found])
+    variance = 100 * 0.1 * 0.9 * (num - 100) / (num - 1)
+    assert abs(np.var(classes.sum(1)) - variance) < 5 * variance * np.sqrt(2 / len(classes))
+    # Where each tenth of the values goes: chi squared with 81 degrees of freedom.
+    places = sum(np.histogram2d(index, values, 10)[0] for values in found) / (len(keys) * num / 100)
+    assert abs(((places - 1) ** 2).sum() * len(keys) * num / 100 - 81) < 5 * np.sqrt(2 * 81)
+
+
+PLAN = """
+import resource, sys, time
+import numpy as np
+from harness.data.shards import Segment, bounds, shard
+from harness.training.progress import Coverage
+
+rows, world = 10**9, 1024
+warm = shard("global", 10**5, 0, 1, 0, 0)[:]  # numpy's own memory
+for rule in ("global", "contiguous", "strided"):
+    for rank in (0, 511, 1023):
+        in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + (50 << 20), resource.RLIM_INFINITY))
+        plan, coverage, count = shard(rule, rows, rank, world, 3, 1), Coverage(rows), 0
+        for start in range(0, len(plan), 4096):
+            part = plan[start : start + 4096]
+            coverage.add(part)
+            count += len(part)
+        assert count == len(plan) in (976562, 976563), count
+        start, stop = bounds(rows, rank, world)
+        assert rule != "contiguous" or (start <= part.min() and part.max() < stop)
+        left = shard(rule, rows, rank % 8, 8, 3, 1, [Segment(world, 64, 10000)])
+        assert len(left[:10000]) == 10000
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_rank_of_a_thousand_plans_a_billion_rows_in_50_mib():
+    done = subprocess.run([sys.executable, "-c", PLAN], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -7,13 +7,16 @@ import math
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.data.shards import Segment
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.training.progress import Meter, State
+from harness.training.progress import Coverage, Meter, State
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -44,6 +47,39 @@ def test_next_epoch():
     state.next_epoch()
     assert (state.epoch, state.segments, state.in_epoch) == (2, [], False)
     assert State().segments is not State().segments
+
+
+def recorded(num_rows: int, rows: list[int]) -> tuple[int, list[str]]:
+    coverage = Coverage(num_rows)
+    for part in np.array_split(np.asarray(rows, np.int64), 3):
+        coverage.add(part)
+    with open_runtime(detect({}), "cpu") as runtime:
+        again = Coverage(num_rows)
+        again.load(coverage.sums(runtime))
+        return coverage.found(again.sums(runtime))
+
+
+@pytest.mark.parametrize("num_rows", [1, 61, 4096, 4097, 100_003])
+def test_each_missing_row_is_named(num_rows):
+    rows = np.random.default_rng(num_rows).permutation(num_rows).tolist()
+    assert recorded(num_rows, rows) == (num_rows, [])
+    assert recorded(num_rows, rows[1:]) == (num_rows - 1, [str(rows[0])])
+
+
+def test_several_missing_rows_of_a_bucket_are_a_range():
+    """Buckets of 25 rows."""
+    rows = [row for row in range(100_003) if row not in (7, 8, 60, 99_990)]
+    assert recorded(100_003, rows) == (99_999, ["some of 0 to 24", "60", "99990"])
+
+
+@given(st.integers(4097, 9000), st.data())
+def test_rows_that_are_used_twice_are_not_counted_for_others(num_rows, data):
+    pairs = data.draw(st.lists(st.tuples(*[st.integers(0, num_rows - 1)] * 2), min_size=1, max_size=4))
+    lost, doubled = {lost for lost, _ in pairs}, [row for _, row in pairs]
+    rows = [*(row for row in range(num_rows) if row not in lost), *(row for row in doubled if row not in lost)]
+    used, missing = recorded(num_rows, rows)
+    assert used < num_rows
+    assert missing
 
 
 def filled(losses: list[tuple[float, int]]) -> Meter:
