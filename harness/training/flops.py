@@ -8,15 +8,16 @@ not count, nor does it matter here that frozen layers need less.
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config.schema import PrecisionSection
+from harness.training import rng
 from harness.training.task import OpenedTask
 
 # Dense peak of the tensor cores in FLOP/s: {words of the device's name: (float16 and bfloat16, TF32)}; the
@@ -58,17 +59,21 @@ def of_run(model: nn.Module, task: OpenedTask, section: PrecisionSection, device
 def per_row(model: nn.Module, task: OpenedTask) -> int | None:
     """FLOPs of a forward and backward pass for one row, without computing it; None if the model cannot be traced.
 
-    Runs on the meta device: no memory, no random numbers, no change of ``model``.
+    Runs a copy of the model on the meta device, which needs no memory and changes neither ``model``, with its Python
+    attributes, nor a random stream.
     """
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = [*model.parameters(), *model.buffers()]
+    states = rng.get_state(torch.device("cpu"))
     try:
         row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
         inputs = torch.cat([row, row]).to("meta")  # two rows: batch norm refuses one
-        state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        copied = deepcopy(model, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            functional_call(model, state, (inputs,))
+            copied(inputs)
     except Exception:  # of the user's own model, or an operation without a meta kernel; training reports real faults
         return None
+    finally:
+        rng.set_state(states, torch.device("cpu"))
     return 3 * int(counter.get_total_flops()) // 2 or None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,27 @@ class ByValue(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layer(inputs) if inputs.sum().item() > 0 else self.layer(-inputs)
+
+
+class Remembers(nn.Module):
+    """Counts its calls, and draws from two streams on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 2), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(inputs) * (torch.rand(1).item() + random.random())
+
+
+def test_a_model_does_not_notice_that_it_was_counted():
+    model, streams, python = Remembers(), torch.get_rng_state(), random.getstate()
+    assert flops.per_row(model, Task(4)) == 3 * 2 * 4 * 2
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), streams)
+    assert random.getstate() == python
+    assert model.layer.weight.device.type == "cpu"
 
 
 def test_flops_of_a_row():
