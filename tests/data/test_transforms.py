@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import v2
@@ -16,6 +18,9 @@ from harness.data import transforms
 from harness.data.seeds import seeded_torch
 from harness.data.transforms import fitted
 from harness.errors import ConfigError
+from harness.training import mixing
+from tests.conftest import ROOT
+from tests.fixtures import make_config, write_photos
 
 IMAGE = torch.arange(3 * 40 * 56, dtype=torch.int64).mul_(7).remainder_(251).to(torch.uint8).view(3, 40, 56)
 
@@ -255,3 +260,27 @@ def test_lists_end_with_the_size():
         assert applied(entries, size=(24, 32)).shape == (3, 24, 32)
     exact = applied([{"RandomResizedCrop": [24, 32]}], size=(24, 32))
     assert torch.equal(exact, applied([{"RandomResizedCrop": [24, 32]}]))
+
+
+# The page
+
+
+def test_every_list_on_the_page_is_accepted(tmp_path):
+    """Each block is a configuration: its data is opened, and a batch of each split goes through the model."""
+    page = (ROOT / "docs" / "augmentation.md").read_text()
+    csvs = {f"{split}_csv": str(write_photos(tmp_path, split, 6)) for split in ("train", "eval")}
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.S)]
+    assert len(blocks) == 3
+    for block in blocks:
+        base = {"color": "rgb", "image_size": [40, 40]} if "task" not in block else {"color": "rgb"}
+        sections = {**block, "task": {**base, **csvs, **block.get("task", {})}}
+        config = make_config(tmp_path, **sections, model={"name": "small_cnn", "args": {"width": 2}})
+        task = config.task.open(0, tmp_path / "cache")
+        model = task.model(config.model)
+        for images, epoch in ((task.train, 0), (task.eval, None)):
+            inputs = task.prepare(images.batch(np.arange(6), epoch).inputs)
+            mixing.require(config.train, inputs)
+            assert model(inputs).shape == (6, 3)
+    entries = [yaml.safe_load(text) for text in re.findall(r"`([A-Z]\w+: .*?)`", page, re.S)]
+    assert len(entries) == 4
+    pipelines(entries)

@@ -31,16 +31,18 @@ _SAMPLE = 200  # images of each split that harness check decodes
 
 
 def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
-    """Open ``task.train_csv`` and ``task.eval_csv``. Raises DataError."""
+    """Open ``task.train_csv`` and ``task.eval_csv``. Raises HarnessError."""
+    lists = transforms.build(task.transforms, task.image_size, task.channels)  # before tables are converted
     opened = labelled_tables.open_tables(task, (task.path_column,), cache_dir)
-    train, eval_ = (_images(task, split, seed, cache_dir) for split in (opened.train, opened.eval))
+    train, eval_ = (_images(task, split, lists, seed, cache_dir) for split in (opened.train, opened.eval))
     return ImageCsv(task, train, eval_, opened.objective)
 
 
 def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
+    lists = transforms.build(task.transforms, task.image_size, task.channels)
     split, objective = labelled_tables.open_new(task, learned, source, (task.path_column,), cache_dir)
-    images = _images(task, split, 0, cache_dir)
+    images = _images(task, split, lists, 0, cache_dir)
     return ImageCsv(task, images, images, objective, _learned_size(learned))
 
 
@@ -55,8 +57,9 @@ def _learned_size(facts: dict[str, Any]) -> tuple[int, ...]:
     return tuple(size)
 
 
-def _images(task: Task, split: Split, seed: int, cache_dir: Path | None) -> ImageTable:
-    for_training, for_evaluation = transforms.build(task.transforms, task.image_size, task.channels)
+def _images(
+    task: Task, split: Split, lists: tuple[transforms.Pipeline, transforms.Pipeline], seed: int, cache_dir: Path | None
+) -> ImageTable:
     return ImageTable(
         table=split.table,
         files=ImageFiles(task.root, cache_dir, task.cache_gib),
@@ -64,8 +67,8 @@ def _images(task: Task, split: Split, seed: int, cache_dir: Path | None) -> Imag
         labels=split.labels,
         seed=seed,
         mode=ImageReadMode.RGB if task.color == "rgb" else ImageReadMode.GRAY,
-        for_training=for_training,
-        for_evaluation=for_evaluation,
+        for_training=lists[0],
+        for_evaluation=lists[1],
         on_bad_image=task.on_bad_image,
     )
 
