@@ -21,7 +21,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import PREFETCH, LoadError, WatchedDataLoader, in_loader_worker, sent, worker_death
-from harness.data.shards import Rows, Segment, bounds, num_steps, rows_of, shard, step_rows
+from harness.data.shards import RowOrder, Segment, bounds, num_steps, rows_of, shard, step_rows
 from harness.errors import TrainingError, remedy
 
 
@@ -233,7 +233,7 @@ class TrainData:
                 return
             yield [MicroBatch.of(batch, part, scale) for part, batch in zip(parts, group, strict=True)]
 
-    def _micro_batches(self, rows: Rows, num_left: int, step: int) -> list[np.ndarray]:
+    def _micro_batches(self, rows: RowOrder, num_left: int, step: int) -> list[np.ndarray]:
         """This rank's rows of ``step``, in the same number of parts on every rank.
 
         In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the

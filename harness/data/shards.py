@@ -45,7 +45,7 @@ class Segment:
     steps: int
 
 
-class Rows:
+class RowOrder:
     """Row numbers in an order, computed in chunks. ``rows[start:stop]`` and ``numpy.asarray(rows)`` are int64."""
 
     def __init__(self, length: int, at: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -72,39 +72,39 @@ class Rows:
 
 def shard(
     rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
-) -> Rows:
+) -> RowOrder:
     """The rows of ``rank`` in ``epoch`` after the completed ``segments``, in training order.
 
     Shards are disjoint, and together they have all rows that are left.
     """
     if rule not in RULES:
         raise ValueError(f"unknown shard rule {rule!r}; use {', '.join(RULES)}")
-    left = Rows(num_rows, permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else _same)
+    left = RowOrder(num_rows, permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else _same)
     for part, segment in enumerate(segments):
         left = _left(rule, left, segment, (seed, epoch, part))
     return _share(rule, left, rank, world_size, (seed, epoch, len(segments)))
 
 
-def _share(rule: str, rows: Rows, rank: int, world_size: int, key: tuple[int, int, int]) -> Rows:
+def _share(rule: str, rows: RowOrder, rank: int, world_size: int, key: tuple[int, int, int]) -> RowOrder:
     """The part of ``rows`` that ``rank`` trains on, in order."""
     num_strided = len(range(rank, len(rows), world_size))
     if rule == "global":
-        return Rows(num_strided, lambda index: rows.at(rank + index * world_size))
+        return RowOrder(num_strided, lambda index: rows.at(rank + index * world_size))
     start, stop = bounds(len(rows), rank, world_size)
     length = num_strided if rule == "strided" else stop - start
     order = permutation(length, (_SHUFFLE, *key, rank))
     if rule == "strided":
-        return Rows(length, lambda index: rows.at(rank + order(index) * world_size))
-    return Rows(length, lambda index: rows.at(start + order(index)))
+        return RowOrder(length, lambda index: rows.at(rank + order(index) * world_size))
+    return RowOrder(length, lambda index: rows.at(start + order(index)))
 
 
-def _left(rule: str, rows: Rows, segment: Segment, key: tuple[int, int, int]) -> Rows:
+def _left(rule: str, rows: RowOrder, segment: Segment, key: tuple[int, int, int]) -> RowOrder:
     """The rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
     permutation (global), or of each rank in turn."""
     most = segment.steps * segment.per_rank
     if rule == "global":
         used = min(most * segment.world_size, len(rows))
-        return Rows(len(rows) - used, lambda index: rows.at(used + index))
+        return RowOrder(len(rows) - used, lambda index: rows.at(used + index))
     of_rank = lru_cache(None)(lambda rank: _share(rule, rows, rank, segment.world_size, key))
     ends = np.cumsum([max(len(of_rank(rank)) - most, 0) for rank in range(segment.world_size)])
     firsts = np.concatenate([[0], ends[:-1]])
@@ -116,7 +116,7 @@ def _left(rule: str, rows: Rows, segment: Segment, key: tuple[int, int, int]) ->
             found[its] = of_rank(rank).at(index[its] - firsts[rank] + most)
         return found
 
-    return Rows(int(ends[-1]), at)
+    return RowOrder(int(ends[-1]), at)
 
 
 def _same(index: np.ndarray) -> np.ndarray:
