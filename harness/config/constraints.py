@@ -201,6 +201,13 @@ def _parallel(config: Config) -> Iterator[Conflict]:
             "dp copies modules to each device, but one that runs again in the backward pass is bound to its own device",
             "use parallel.strategy=ddp, with one process per device",
         )
+    types = [key for key in ("param_dtype", "reduce_dtype") if getattr(config.parallel, key) != "float32"]
+    if types and strategy != "fsdp":
+        yield Conflict(
+            (f"parallel.{types[0]}", "parallel.strategy"),
+            f"{types[0]} is the type of what fsdp sends between ranks, but the strategy is {strategy}",
+            "remove it, or use parallel.strategy=fsdp; precision.opt_level decides about types elsewhere",
+        )
     if strategy == "dp" and config.parallel.sync_batchnorm:
         yield Conflict(
             ("parallel.sync_batchnorm", "parallel.strategy"),
@@ -224,12 +231,19 @@ _NEEDS_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harn
 
 def _fsdp(config: Config) -> Iterator[Conflict]:
     precision = config.precision
+    if precision.opt_level == "O1" and config.parallel.param_dtype == "bfloat16":
+        yield Conflict(
+            ("parallel.param_dtype", "precision.opt_level"),
+            "O1 computes in float16, which would round the bfloat16 weights a second time",
+            "use precision.opt_level=O4 or O0, or parallel.param_dtype=float32",
+        )
     cast = precision.cast_model_type not in (None, "float32")
     if precision.opt_level in ("O2", "O3", "O5") or cast or precision.master_weights:
         yield Conflict(
             ("parallel.strategy", "precision.opt_level"),
             "fsdp shards float32 weights, but this level keeps the model in half precision, with float32 masters",
-            "use precision.opt_level=O1 (float16) or O4 (bfloat16), whose weights are the masters; or O0",
+            "use precision.opt_level=O1 (float16) or O4 (bfloat16), whose weights are the masters; or O0. O4 with "
+            "parallel.param_dtype=bfloat16 corresponds to O5",
         )
     if config.model.channels_last:
         yield Conflict(

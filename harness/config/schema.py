@@ -208,6 +208,12 @@ class ParallelSection(Section):
     """For ddp. true: reduce all gradients after the backward pass, as the Apex recipe does; false: overlap the
     reduction with the backward pass.
     """
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """For fsdp: the type in which weights are gathered and used. bfloat16 halves the traffic; the shards that the
+    optimizer updates, batch norms and the outputs stay float32.
+    """
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """For fsdp: the type in which gradients are averaged."""
     sync_batchnorm: bool = False
     """For ddp and fsdp: compute batch norm statistics over the rows of all ranks."""
 

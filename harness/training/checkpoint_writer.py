@@ -68,6 +68,11 @@ class CheckpointWriter:
             assert future is not None
             self.runtime.patiently("writing the checkpoint", future.result)
 
+    @property
+    def is_writing(self) -> bool:
+        """True while this rank's thread works on a checkpoint."""
+        return self._future is not None and not self._future.done()
+
     def close(self) -> None:
         """Give the checkpoint that is on its way a moment, when a run fails. Not collective."""
         if self._busy and self._future is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.runs import sharded
@@ -62,8 +62,17 @@ def _repeats(container: nn.Module) -> bool:
     return len(set(kinds)) < len(kinds)
 
 
-def shard(model: nn.Module, device: torch.device, at_least: int = MIN_BLOCK) -> int:
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    at_least: int = MIN_BLOCK,
+    param_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> int:
     """Shard ``model`` in place over all ranks, its blocks first, then the rest; return the number of blocks.
+
+    ``param_dtype``: of the gathered weights, except those of batch norms; ``reduce_dtype``: of the gradients that are
+    averaged. The shards and the outputs of the model stay float32.
 
     All ranks get rank 0's weights and buffers. Call it before the optimizer is built, which then holds the shards.
     Collective; needs a process group.
@@ -71,9 +80,16 @@ def shard(model: nn.Module, device: torch.device, at_least: int = MIN_BLOCK) -> 
     replicate(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parts = blocks(model, at_least)
+    if param_dtype == reduce_dtype == torch.float32:
+        policies = [MixedPrecisionPolicy()] * 2
+    else:
+        policies = [MixedPrecisionPolicy(param_dtype, reduce_dtype, kind) for kind in (None, torch.float32)]
+        for norm in [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]:
+            if norm is not model and next(norm.parameters(), None) is not None:
+                fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for part in parts:
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(part, mesh=mesh, mp_policy=policies[0])
+    fully_shard(model, mesh=mesh, mp_policy=policies[1])
     return len(parts)
 
 

@@ -80,6 +80,12 @@ def check_world(section: ParallelSection, world_size: int) -> None:
             where="parallel.strategy",
             hint="use parallel.strategy=ddp, or start one process",
         )
+    if world_size == 1 and section.param_dtype != "float32":
+        raise ConfigError(
+            f"parallel.param_dtype={section.param_dtype} is the type of gathered weights, but one process gathers none",
+            where="parallel.param_dtype",
+            hint="start several processes, or remove it; precision.opt_level=O4 computes in bfloat16",
+        )
 
 
 def prepare(
@@ -90,7 +96,8 @@ def prepare(
     if section.sync_batchnorm and world_size > 1:
         model = precision.synchronized(model)
     if section.strategy == "fsdp" and world_size > 1:
-        fsdp.shard(model, device)
+        types = (getattr(torch, section.param_dtype), getattr(torch, section.reduce_dtype))
+        fsdp.shard(model, device, fsdp.MIN_BLOCK, *types)
     return model
 
 
@@ -107,8 +114,9 @@ def wrap(
     spans = ", batch norm over all ranks" if norms else ""
     if section.strategy == "fsdp":
         switch: Any = model.set_requires_gradient_sync
+        types = "" if section.param_dtype == "float32" else f" of {section.param_dtype}"
         parts = sum(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
-        return ParallelModel(model, model, f"fsdp in {parts} parts{spans}", True, switch, norms)
+        return ParallelModel(model, model, f"fsdp in {parts} parts{types}{spans}", True, switch, norms)
     ddp = precision.distributed.DistributedDataParallel(model, delay_allreduce=section.delay_allreduce)
 
     def switch_sync(on: bool) -> None:

@@ -97,6 +97,13 @@ CASES = {
     "shards without fsdp": (
         {"checkpoint": {"format": "sharded"}}, ["checkpoint.format"], "ddp has whole tensors", "format=whole",
     ),
+    "types of fsdp under ddp": (
+        {"parallel": {"reduce_dtype": "bfloat16"}}, ["parallel.reduce_dtype"], "strategy is ddp", "strategy=fsdp",
+    ),
+    "O1 with bfloat16 weights": (
+        {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "precision": {"opt_level": "O1"}},
+        ["parallel.param_dtype"], "a second time", "opt_level=O4",
+    ),
     "dp with activation checkpointing": (
         {"parallel": {"strategy": "dp"}, "model": {"activation_checkpointing": True}},
         ["parallel.strategy"], "its own device", "strategy=ddp",
@@ -171,6 +178,7 @@ def test_every_conflict_in_the_code_has_a_case():
         {"parallel": {"strategy": "dp"}, "model": {"channels_last": True}, "precision": {"opt_level": "O2"}},
         {"checkpoint": {"best_metric": "mean_class_accuracy", "async_save": True}},
         {"checkpoint": {"format": "sharded", "async_save": True}, "parallel": FSDP},
+        {"parallel": {**FSDP, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, "precision": {"opt_level": "O4"}},
     ],
 )
 def test_settings_without_a_conflict(sections):

@@ -42,7 +42,10 @@ def test_all_strategies_give_the_same_losses(tmp_path, data, level):
         "dp": (1, {"strategy": "dp"}),
         "fsdp": (2, FSDP),
     }
-    if level != "O4":
+    half = {**FSDP, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    if level == "O4":
+        cases["fsdp in bfloat16"] = (2, half)
+    else:
         cases["delayed"] = (2, {"strategy": "ddp", "delay_allreduce": True})
         cases["overlapped"] = (2, {"strategy": "ddp", "delay_allreduce": False})
     settings = {
@@ -72,14 +75,17 @@ EVERYTHING = {
 }
 ADAM = {"name": "adamw", "lr": 0.01, "momentum": None, "args": {"betas": [0.8, 0.9]}}
 ASYNC = {"async_save": True}
-O1, O2 = {"opt_level": "O1"}, {"opt_level": "O2"}
+O1, O2, O4 = {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O4"}
 
 
 @pytest.mark.parametrize(
     ("settings", "kill"),
     [
         ({"parallel": FSDP, "precision": O1}, (1, 5, "step")),
-        ({"parallel": FSDP, "precision": O1, "checkpoint": {"format": "sharded"}}, (0, 7, "save")),
+        (
+            {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "precision": O4, "checkpoint": {"format": "sharded"}},
+            (0, 7, "save"),
+        ),
         (
             {"parallel": FSDP, "optimizer": ADAM, "checkpoint": {"format": "sharded", "async_save": True}},
             (1, 9, "step"),

@@ -124,3 +124,29 @@ def _clipped():
 
 def test_clipping_of_shards():
     run_ranks(2, _clipped)
+
+
+def _in_bfloat16():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 8), nn.Linear(8, 3))
+    shard(model, torch.device("cpu"), 64, torch.bfloat16, torch.bfloat16)
+    seen = {}
+    for name, module in model.named_children():
+
+        def forward(x, name=name, module=module, plain=module.forward):
+            seen[name] = [str(tensor.dtype) for tensor in (x, *module.parameters())]
+            return plain(x)
+
+        module.forward = forward
+    out = model(torch.randn(4, 1, 8, 8))
+    out.square().mean().backward()
+    return seen, str(out.dtype), {(str(param.dtype), str(param.grad.dtype)) for param in model.parameters()}
+
+
+def test_weights_are_used_in_bfloat16_and_updated_in_float32():
+    """Except in batch norms, whose statistics are float32."""
+    half, whole = "torch.bfloat16", "torch.float32"
+    for seen, out, kept in run_ranks(2, _in_bfloat16):
+        assert [seen[name] for name in ("0", "3", "4")] == [[half] * 3] * 3
+        assert seen["1"] == [half, whole, whole]
+        assert out == whole
+        assert kept == {(whole, whole)}
