@@ -76,6 +76,8 @@ Place = Annotated[
     Matching(r"[^\x00-\x1f\x7f~][^\x00-\x1f\x7f]*", "write a path without ~, line breaks and control characters"),
 ]  # fmt: skip
 
+LocalPlace = Annotated[Place, Matching(r"(?!.*://).*", "write a path on this machine; a URL is not supported here")]
+
 
 @dataclass(frozen=True)
 class NameOf:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from harness.config.base import Arguments, Name, NameOf, Place, Positive, Seconds, Section
+from harness.config.base import Arguments, LocalPlace, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.launch import LaunchSection
 from harness.config.schedule import ScheduleSection
 
@@ -46,8 +46,10 @@ class DataSection(Section):
     """The rows left over when an epoch is not a whole number of global batches: train on them in a smaller last step,
     or drop them.
     """
-    cache_dir: Place | None = None
-    """Folder for converted annotation tables, ideally on a local disk of the node; null: the user's cache folder."""
+    cache_dir: LocalPlace | None = None
+    """Folder for converted annotation tables and copies of images behind URLs, ideally on a local disk of the node;
+    null: the user's cache folder.
+    """
 
 
 class ModelSection(Section):

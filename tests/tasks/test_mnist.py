@@ -9,12 +9,14 @@ import pytest
 import torch
 from torchvision import datasets
 
+from harness.config import loader
 from harness.config.schema import ModelSection
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 from harness.tasks import fashion_mnist
 from harness.tasks.mnist import config
 from harness.training.metrics import Sums
 from tests.datasets import write_idx
+from tests.fixtures import write_yaml
 
 TASKS = [(config.Task, "mnist"), (fashion_mnist.Task, "fashion_mnist")]
 
@@ -100,3 +102,15 @@ def test_mean_and_std_are_those_of_the_training_images(shared_data, tmp_path):
         pixels = np.asarray(task.open(0, None).train.inputs) / np.float32(255)
         assert pixels.mean() == pytest.approx(task.mean, abs=1e-4)
         assert pixels.std() == pytest.approx(task.std, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"task": {"root": "s3://bucket/mnist"}}, {"data": {"cache_dir": "s3://bucket/cache"}}]
+)
+def test_a_url_is_refused_where_only_a_folder_works(tmp_path, settings):
+    """It would be read as a folder called s3:."""
+    tree = {"name": "x", "task": {"name": "mnist"}, "batch": {"global": 8}}
+    for section, values in settings.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    with pytest.raises(ConfigError, match="write a path on this machine; a URL is not supported here"):
+        loader.load(str(write_yaml(tmp_path / "x.yaml", tree)), [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from harness.config.base import Place, Positive
+from harness.config.base import LocalPlace, Positive
 from harness.config.targets import LabelledTask
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Task(LabelledTask):
 
     name: Literal["mnist"]
     """Classifies handwritten digits."""
-    root: Place = "data/mnist"
+    root: LocalPlace = "data/mnist"
     """The folder given to `harness data`. The images are in root/MNIST/raw, as in torchvision."""
     train_rows: Positive | None = None
     """Train on the first N images only; null: all."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from harness.config.base import Place, Positive
+from harness.config.base import LocalPlace, Positive
 from harness.config.schema import TaskSection
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Task(TaskSection):
 
     name: Literal["pet_names"]
     """Learns to write names, character by character."""
-    names: Place = "data/pet_names/names.txt"
+    names: LocalPlace = "data/pet_names/names.txt"
     """The file of names; `harness data pet_names data/pet_names` writes this one."""
     rows: Literal["windows", "names"] = "windows"
     """One row per character, with the window before it (windows), or one row per name (names)."""
