@@ -16,6 +16,7 @@ STATES = {
     "unreadable": "? unreadable",
 }
 NOTHING = "–"
+BEST_DIGITS = 5  # of the deciding metric
 _METRICS = {"top1": "accuracy (top-1)", "top5": "accuracy (top-5)"}
 _SHORT_KEYS = {
     "batch.global": "batch",

@@ -200,6 +200,22 @@
   }, { rootMargin: "-20% 0px -70% 0px" });
   for (const section of document.querySelectorAll("main section")) seen.observe(section);
 
+  // What is cut off at the side says so, until it has been scrolled to the end.
+  const hint = (box) => {
+    box.classList.toggle("more", box.scrollWidth - box.clientWidth - box.scrollLeft > 8);
+  };
+  const sizes = new ResizeObserver((entries) => { for (const entry of entries) hint(entry.target.closest(".scroll")); });
+  for (const box of document.querySelectorAll(".scroll")) {
+    const note = document.createElement("p");
+    note.className = "hint";
+    note.textContent = "scroll sideways for more \u2192";
+    note.setAttribute("aria-hidden", "true");
+    box.before(note);
+    box.addEventListener("scroll", () => hint(box), { passive: true });
+    sizes.observe(box);
+    if (box.firstElementChild) sizes.observe(box.firstElementChild);
+  }
+
   // Color scheme, width, printing.
   dark.addEventListener("change", () => redraw(() => true));
   narrow.addEventListener("change", () => redraw(() => true));

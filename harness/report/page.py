@@ -106,8 +106,9 @@ def _cards(
     if group.spread is not None:
         mean, spread = formatting.number(group.mean, 5), formatting.number(group.spread, 2)
         over = f"; {mean} ± {spread} over {len(group.values)} seeds"
+    figure = formatting.number(best.best, formatting.BEST_DIGITS)
     cards = [
-        {"title": f"best {formatting.metric(runs.metric)}", "figure": formatting.number(best.best, 5),
+        {"title": f"best {formatting.metric(runs.metric)}", "figure": figure,
          "note": f"after epoch {formatting.number(best.at_best('epoch'))}{over}"}
     ]  # fmt: skip
     if target and (at := scaling.reached(best, target.value, runs.direction)):
@@ -135,8 +136,7 @@ def _cards(
 
 def _chips(runs: RunSet, best: ReportedRun) -> list[tuple[str, str]]:
     keys = [key for key in runs.varied if key in best.settings][:MAX_CHIPS]
-    common = ["model.name", "batch.global", "batch.per_rank", "optimizer.name", "optimizer.lr", "precision.opt_level"]
-    keys += [key for key in common if key not in keys and best.settings.get(key) is not None]
+    keys += [key for key in tables.MAIN_SETTINGS if key not in keys and best.settings.get(key) is not None]
     chips = [(formatting.key(key), formatting.setting(best.settings[key])) for key in keys]
     return [*chips, ("ranks", str(best.world))] if best.world else chips
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -98,9 +99,16 @@ class RunSet:
 
     @cached_property
     def ranked(self) -> list[ReportedRun]:
-        """The best run first; runs without an evaluation last."""
+        """The best run first; runs without an evaluation last. Of runs whose best values look equal in the report, the
+        one that reached it sooner comes first: a difference beyond the digits shown means nothing."""
         sign = -1.0 if self.direction == "max" else 1.0
-        return sorted(self.runs, key=lambda run: (run.best is None, sign * (run.best or 0.0)))
+
+        def order(run: ReportedRun) -> tuple[bool, float, float]:
+            shown = float(f"{run.best or 0.0:.{formatting.BEST_DIGITS}g}")
+            seconds = run.at_best("seconds")
+            return run.best is None, sign * shown, math.inf if seconds is None else seconds
+
+        return sorted(self.runs, key=order)
 
     @property
     def best(self) -> ReportedRun | None:

@@ -17,6 +17,11 @@ MAX_COLUMNS = 8  # of varied settings
 MAX_ROWS = 50  # of a table in Markdown
 
 
+MAIN_SETTINGS = (
+    "model.name", "batch.global", "batch.per_rank", "optimizer.name", "optimizer.lr", "precision.opt_level",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Cell:
     """``order``: the sort key, empty if unknown. ``state``: of a run, otherwise empty."""
@@ -49,7 +54,7 @@ def all_runs(runs: RunSet, target: Target | None) -> RunTable:
             Cell(formatting.STATES[run.record.state], run.record.state, run.record.state),
             _number(run.world, formatting.count),
             *(_setting(run.settings.get(key)) for key in varied),
-            _number(run.best, lambda value: formatting.number(value, 5)),
+            _number(run.best, lambda value: formatting.number(value, formatting.BEST_DIGITS)),
             _number(run.at_best("epoch"), formatting.number),
             _number(float(ends[-1]) if len(ends) else None, formatting.number),
         ]
@@ -148,9 +153,14 @@ def markdown(runs: RunSet, target: Target | None, scaling: Sequence[ScalingSerie
     lines = [f"## {_cell(runs.title)}", "", f"{formatting.plural(len(runs.runs), 'run')}: {states(runs.runs)}."]
     if best := runs.best:
         metric = formatting.metric(runs.metric)
-        lines[-1] += (
-            f" Best {metric}: **{formatting.number(best.best, 5)}** by `{_code(best.label)}` (`{_code(best.path)}`)."
-        )
+        figure = formatting.number(best.best, formatting.BEST_DIGITS)
+        lines[-1] += f" Best {metric}: **{figure}** by `{_code(best.label)}` (`{_code(best.path)}`)."
+        values = [(key, best.settings.get(key)) for key in MAIN_SETTINGS]
+        facts = [
+            f"{formatting.key(key)} {_code(formatting.setting(value))}" for key, value in values if value is not None
+        ]
+        facts += [formatting.plural(best.world, "rank")] if best.world else []
+        lines += ["", f"{', '.join(facts)}."] if facts else []
         lines += ["", "```bash", *reproduce.commands(best), "```"]
     table = all_runs(runs, target)
     rows = [[cell.text for cell in row] for row in table.rows[:MAX_ROWS]]

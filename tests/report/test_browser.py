@@ -188,6 +188,14 @@ def test_phone_in_either_color_scheme(visit, scheme):
     """Nothing overflows; contrast is at least WCAG's 4.5 for text and 3 for lines."""
     here = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme, is_mobile=True, has_touch=True)
     assert here.page.evaluate("document.documentElement.scrollWidth") == 390
+    cut = here.page.evaluate("""[...document.querySelectorAll('.scroll:not(details .scroll)')].map((box) =>
+        [box.scrollWidth > box.clientWidth + 8, getComputedStyle(box.previousElementSibling).display !== 'none'])""")
+    assert all(hidden == hinted for hidden, hinted in cut)
+    assert [True, True] in cut
+    here.page.evaluate("document.getElementById('all-runs').parentElement.scrollLeft = 10000")
+    here.page.wait_for_function(
+        "getComputedStyle(document.getElementById('all-runs').parentElement.previousElementSibling).display === 'none'"
+    )
     outside = here.page.evaluate("""[...document.querySelectorAll('body *')].filter((each) =>
         each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.scroll, pre, nav, .entries'))
         .map((each) => each.outerHTML.slice(0, 80))""")

@@ -25,6 +25,14 @@ def test_best_run_first_and_runs_without_evaluation_last(tmp_path):
     assert (found.metric, found.direction) == ("top1", "max")
 
 
+def test_of_equal_results_the_sooner_one_is_the_best(tmp_path):
+    """Equal in the digits that the report shows: what differs beyond them means nothing."""
+    slow = write_run(tmp_path / "slow", Fake(name="slow", world=2, efficiency=0.3, final=0.9500001))
+    fast = write_run(tmp_path / "fast", Fake(name="fast", final=0.95))
+    for folders in ((slow, fast), (fast, slow)):
+        assert [run.record.name for run in build(*folders).ranked] == ["fast", "slow"]
+
+
 @pytest.mark.parametrize(
     ("summary", "metric", "direction"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 
 import pytest
 
@@ -37,6 +38,7 @@ def test_markdown_has_the_best_run_tables_and_problems(tmp_path):
     fakes = [Fake(world=1), Fake(world=2, efficiency=0.8), Fake(lr=0.3, state="failed"), Fake(seed=1)]
     text, _ = forms(write_sweep(tmp_path / "sweep", fakes))
     assert text.startswith("## sweep\n\n4 runs: 3 finished, 1 failed. Best accuracy (top-1): **0.94")
+    assert re.search(r"\nmodel \S+, batch \d+, optimizer sgd, lr 0.1, level O1, \d ranks?\.\n", text), text
     assert "| lr 0.1 | 2 | 1,600 | 1.60× | 80.0 % |" in text
     assert "### Seeds" in text
     assert "(failed): TrainingError (rank 0 at step 7): the loss became nan" in text
