@@ -34,8 +34,8 @@ from harness.runs.files import commit, read_json, read_text, replacing, sha256, 
 
 log = logging.getLogger("harness")
 
-FORMAT = 1
-SHARDED = 2  # has more files, which the manifest lists
+FORMAT = 3  # 1 and 2 had another order of rows
+SHARDED = 4  # has more files, which the manifest lists
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals

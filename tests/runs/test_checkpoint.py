@@ -187,7 +187,7 @@ def test_checkpoint_of_another_version_is_not_passed_over(tmp_path):
         checkpoints.newest()
     text, newer = str(caught.value), checkpoints.folder / "step-30"
     assert text.startswith(
-        f"{newer}: its format is 99, but this version of the harness reads 1 and 2: use the version that"
+        f"{newer}: its format is 99, but this version of the harness reads 3 and 4: use the version that"
     )
     assert "continue from the older step-20" in text
     assert f"remove step-30, or start a new run with name=NAME checkpoint.resume={newer.with_name('step-20')}" in text
@@ -232,7 +232,7 @@ class Code:
 def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch, write):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step-1").mkdir()
-    write({"format": 1, "model": Code()}, tmp_path / "step-1" / "state.pt")
+    write({"format": 3, "model": Code()}, tmp_path / "step-1" / "state.pt")
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path / "step-1")
     assert str(caught.value).startswith(f"{tmp_path / 'step-1'}: state.pt is refused: ")
@@ -242,7 +242,7 @@ def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch, write)
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("value", [{"weight": torch.ones(1)}, torch.ones(1), {"format": 3}, []])
+@pytest.mark.parametrize("value", [{"weight": torch.ones(1)}, torch.ones(1), {"format": 99}, []])
 def test_foreign_files(tmp_path, value):
     torch.save(value, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match="not a checkpoint of this harness"):
