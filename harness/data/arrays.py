@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from harness.data.batch import Batch
+from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import DataError, require_regular_file
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,22 @@ class Arrays:
         """A copy of these rows; the same in every epoch."""
         inputs, targets = np.asarray(self.inputs[rows]), np.asarray(self.targets[rows])
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), rows)
+
+
+@dataclass(frozen=True)
+class ImageArrays(Arrays):
+    """Images, uint8 (rows, channels, height, width), each transformed as in ``harness.data.transforms``."""
+
+    for_training: Transform
+    for_evaluation: Transform
+    seed: int
+
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        plain, images = super().batch(rows, epoch), []
+        for row, image in zip(rows.tolist(), plain.inputs, strict=True):
+            with nullcontext() if epoch is None else seeded_torch(row_seed(self.seed, epoch, row)):
+                images.append((self.for_evaluation if epoch is None else self.for_training)(image))
+        return replace(plain, inputs=torch.stack(images))
 
 
 def map_idx(path: Path, num_dims: int, hint: str) -> np.ndarray:

@@ -102,8 +102,8 @@ class Pipeline:
             found = f"a tensor {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
             hint = "return uint8 or float32 (channels, height, width)"
         elif len(image) != self.channels:
-            found = f"an image with {len(image)} channel(s), but task.color has {self.channels}"
-            hint = "use task.color=gray, or leave out the transform that changes the number of channels"
+            found = f"an image with {len(image)} channel(s) instead of {self.channels}"
+            hint = "leave out the transform that changes it; for image_csv, task.color chooses rgb or gray"
         else:
             plain = image.as_subclass(Tensor)
             return plain.float() if plain.is_floating_point() else plain
@@ -124,6 +124,31 @@ def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
     top, left = (height - rows) // 2, (width - columns) // 2
     part = image[..., top : top + rows, left : left + columns]
     return functional.resize(part, list(size), antialias=True)
+
+
+def require_match(train: Tensor, evaluated: Tensor, section: TransformsSection) -> None:
+    """Raise ConfigError if an image of training and one of evaluation, both transformed, do not go together."""
+    if train.dtype != evaluated.dtype:
+        kinds = f"{train.dtype} in training but {evaluated.dtype} in evaluation".replace("torch.", "")
+        hint = "end both lists with ToDtype: {dtype: float32, scale: true} and Normalize, or neither"
+        raise ConfigError(f"the transforms return {kinds}", where="task.transforms", hint=hint)
+    if train.shape != evaluated.shape and not section.eval:
+        sizes = ["x".join(map(str, image.shape[-2:])) for image in (train, evaluated)]
+        raise ConfigError(
+            f"training images are {sizes[0]}, but evaluation images {sizes[1]} (height x width)",
+            where="task.transforms.eval",
+            hint="set task.image_size=[height,width], or this list, such as [{Resize: 256}, {CenterCrop: 224}]",
+        )
+
+
+def described(section: TransformsSection, example: Tensor, mean: list[float], std: list[float]) -> dict[str, Any]:
+    """The preprocessing of evaluation, for ``harness export``. ``example``: an image after ``section.eval``."""
+    facts: dict[str, Any] = {"transforms": list(section.eval)} if section.eval else {}  # of torchvision.transforms.v2
+    facts |= {"size": list(example.shape[-2:]), "resize": "none: images have this size by now"}
+    if example.is_floating_point():
+        return {**facts, "scale": "none: the transforms return what the model takes"}
+    scale = "divide pixels (0 to 255) by 255, subtract mean, divide by std"
+    return {**facts, "scale": scale, "mean": mean, "std": std}
 
 
 class _Own:

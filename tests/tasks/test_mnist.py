@@ -48,6 +48,35 @@ def test_images_equal_torchvision(task):
     assert (opened.classes[0], opened.classes[9]) == expected[task.name]
 
 
+def test_transforms(task):
+    """Reproducible for each seed, epoch and row; always 28x28; the list for evaluation apart."""
+    rows, mirror = np.arange(12), {"RandomHorizontalFlip": 1.0}
+    lists = {"train": [{"RandomCrop": {"size": 28, "padding": 4}}, {"RandomErasing": {"p": 1.0}}], "eval": [mirror]}
+
+    def opened(seed=0, **lists):
+        return type(task)(name=task.name, root=task.root, transforms=lists).open(seed, None)
+
+    plain, changed = opened(), opened(**lists)
+    first = changed.train.batch(rows, 3)
+    assert (first.inputs.dtype, first.inputs.shape) == (torch.uint8, (12, 1, 28, 28))
+    assert torch.equal(first.targets, plain.train.batch(rows, 3).targets)
+    assert torch.equal(changed.train.batch(rows[[5, 2]], 3).inputs, first.inputs[[5, 2]])
+    for other in (changed.train.batch(rows, 4), opened(1, **lists).train.batch(rows, 3), plain.train.batch(rows, 3)):
+        assert not torch.equal(other.inputs, first.inputs)
+    assert torch.equal(changed.eval.batch(rows, None).inputs, plain.eval.batch(rows, None).inputs.flip(3))
+    assert changed.signature["preprocessing"]["transforms"] == [mirror]
+    assert changed.fingerprint == plain.fingerprint
+    assert opened(train=[{"RandomResizedCrop": 14}]).train.batch(rows, 0).inputs.shape == (12, 1, 28, 28)
+
+    floats = [{"ToDtype": {"dtype": "float32", "scale": True}}, {"Normalize": {"mean": [task.mean], "std": [task.std]}}]
+    normal, example = opened(train=floats, eval=floats), plain.eval.batch(rows, None).inputs
+    torch.testing.assert_close(normal.prepare(normal.eval.batch(rows, None).inputs), plain.prepare(example))
+    with pytest.raises(ConfigError, match="the transforms return float32 in training but uint8 in evaluation"):
+        opened(train=floats)
+    with pytest.raises(ConfigError, match="task.transforms.train.0: unknown transform 'RandomCropp'"):
+        opened(train=["RandomCropp"])
+
+
 def test_row_limits(task):
     opened = type(task)(name=task.name, root=task.root, train_rows=7, eval_rows=50).open(0, None)
     assert (len(opened.train), len(opened.eval)) == (7, 12)

@@ -122,7 +122,13 @@ class ImageCsv(Supervised):
         match."""
         evaluated = replace(self.eval, for_training=self.eval.for_evaluation)  # as one that finds a readable image
         train, eval_ = (images.batch(np.arange(1), epoch=0).inputs[0] for images in (self.train, evaluated))
-        _require_match(train, eval_, self.options)
+        transforms.require_match(train, eval_, self.options.transforms)
+        if train.is_floating_point() and (self.options.mean or self.options.std):
+            raise ConfigError(
+                "the transforms return floats, which task.mean and task.std do not normalize again",
+                where="task.mean" if self.options.mean else "task.std",
+                hint="remove task.mean and task.std, or end both lists before ToDtype and Normalize",
+            )
         return train, eval_
 
     @property
@@ -166,42 +172,14 @@ class ImageCsv(Supervised):
         }
 
     def _preprocessing(self) -> dict[str, Any]:
-        options, steps = self.options, list(self.options.transforms.eval)
-        facts: dict[str, Any] = {"color": options.color}
-        if steps:
-            facts["transforms"] = steps  # of torchvision.transforms.v2
-        facts |= {"size": list(self.image_size), "resize": "none: images have this size by now"}
+        options = self.options
+        mean, std = (list(v or [0.5] * options.channels) for v in (options.mean, options.std))
+        facts = transforms.described(options.transforms, self._first[1], mean, std)
         if options.image_size:
             facts["resize"] = "the largest centred part with the aspect ratio of size, bilinear with antialiasing"
-        if self._first[1].is_floating_point():
-            return {**facts, "scale": "none: the transforms return what the model takes"}
-        mean, std = (list(v or [0.5] * options.channels) for v in (options.mean, options.std))
-        return {
-            **facts, "scale": "divide pixels (0 to 255) by 255, subtract mean, divide by std", "mean": mean, "std": std
-        }  # fmt: skip
+        return {"color": options.color, **facts}
 
 
 @lru_cache  # creating a tensor on a GPU makes the host wait for the copy
 def _per_channel(values: tuple[float, ...] | None, channels: int, device: torch.device) -> Tensor:
     return torch.tensor(values or [0.5] * channels, device=device).view(-1, 1, 1)
-
-
-def _require_match(train: Tensor, evaluated: Tensor, task: Task) -> None:
-    """Raise ConfigError if an image of training and one of evaluation, both transformed, do not go together."""
-    if train.dtype != evaluated.dtype:
-        kinds = f"{train.dtype} in training but {evaluated.dtype} in evaluation".replace("torch.", "")
-        hint = "end both lists with ToDtype: {dtype: float32, scale: true} and Normalize, or neither"
-        raise ConfigError(f"the transforms return {kinds}", where="task.transforms", hint=hint)
-    if train.is_floating_point() and (task.mean or task.std):
-        raise ConfigError(
-            "the transforms return floats, which task.mean and task.std do not normalize again",
-            where="task.mean" if task.mean else "task.std",
-            hint="remove task.mean and task.std, or end both lists before ToDtype and Normalize",
-        )
-    if train.shape != evaluated.shape and not task.transforms.eval:
-        sizes = ["x".join(map(str, image.shape[-2:])) for image in (train, evaluated)]
-        raise ConfigError(
-            f"training images are {sizes[0]}, but evaluation images {sizes[1]} (height x width)",
-            where="task.transforms.eval",
-            hint="set task.image_size=[height,width], or this list, such as [{Resize: 256}, {CenterCrop: 224}]",
-        )

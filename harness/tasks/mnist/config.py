@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from harness.config.base import LocalPlace, Positive
+from harness.config.base import LocalPlace, NullIsEmpty, Positive
 from harness.config.targets import LabelledTask
+from harness.config.transforms import TransformsSection
 
 if TYPE_CHECKING:
     from harness.tasks.mnist.task import Images
@@ -23,6 +24,10 @@ class Task(LabelledTask):
     """Train on the first N images only; null: all."""
     eval_rows: Positive | None = None
     """Evaluate on the first N images only; null: all."""
+    transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()
+    """Changes of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md). Images of another
+    size than 28x28 are then cut at the centre and scaled to it.
+    """
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "MNIST"
     """torchvision's name for the data set and its folder."""
     mean: ClassVar[float] = 0.1307  # over all training pixels, scaled to [0, 1]
@@ -32,4 +37,4 @@ class Task(LabelledTask):
         """Map the image files. Raises DataError."""
         from harness.tasks.mnist import task
 
-        return task.open_images(self)
+        return task.open_images(self, seed)

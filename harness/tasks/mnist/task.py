@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torchvision import datasets
 
-from harness.data.arrays import map_idx
+from harness.config.transforms import TransformsSection
+from harness.data import transforms
+from harness.data.arrays import ImageArrays, map_idx
 from harness.training.objective import Labels, Objective
 from harness.training.task import Arrays, ModelSection, Supervised, model_builder
 
@@ -21,11 +23,17 @@ if TYPE_CHECKING:
     from harness.tasks.mnist.config import Task
 
 
-def open_images(task: Task) -> Images:
-    """Map the images in ``task.root``. Raises DataError."""
+def open_images(task: Task, seed: int) -> Images:
+    """Map the images in ``task.root``. Raises HarnessError."""
     names = getattr(datasets, task.kind).classes  # MNIST's are "0 - zero"
     classes = tuple(name.split(" - ")[0] for name in names)
-    images = Images(task, _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows), classes)
+    train, evaluated = _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows)
+    if task.transforms != TransformsSection():
+        lists = transforms.build(task.transforms, tuple(train.inputs.shape[2:]), 1)
+        train, evaluated = (ImageArrays(rows.inputs, rows.targets, *lists, seed) for rows in (train, evaluated))
+        first = train.batch(np.zeros(1, np.int64), 0).inputs[0], evaluated.batch(np.zeros(1, np.int64), None).inputs[0]
+        transforms.require_match(*first, task.transforms)
+    images = Images(task, train, evaluated, classes)
     images.objective.check(len(images.eval))
     return images
 
@@ -77,7 +85,9 @@ class Images(Supervised):
         return model_builder.build(section.name, section.args, known, torch.zeros(2, *self.train.inputs.shape[1:]))
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 (batch, 1, height, width) -> normalized float32, on the same device."""
+        """uint8 (batch, 1, height, width) -> normalized float32, on the same device; float32 as it is."""
+        if inputs.is_floating_point():
+            return inputs
         return inputs.float().div_(255).sub_(self.options.mean).div_(self.options.std)
 
     def known(self, rows: np.ndarray) -> dict[str, list[Any]]:
@@ -85,14 +95,6 @@ class Images(Supervised):
 
     @property
     def signature(self) -> dict[str, Any]:
-        return {
-            "input": "images",
-            **self.objective.signature,
-            "preprocessing": {
-                "color": "gray",
-                "size": list(self.train.inputs.shape[2:]),
-                "scale": "divide pixels (0 to 255) by 255, subtract mean, divide by std",
-                "mean": [self.options.mean],
-                "std": [self.options.std],
-            },
-        }
+        first = self.eval.batch(np.zeros(1, np.int64), None).inputs[0]
+        facts = transforms.described(self.options.transforms, first, [self.options.mean], [self.options.std])
+        return {"input": "images", **self.objective.signature, "preprocessing": {"color": "gray", **facts}}
