@@ -189,10 +189,10 @@ def _precision(config: Config) -> Iterator[Conflict]:
 
 def _parallel(config: Config) -> Iterator[Conflict]:
     strategy = config.parallel.strategy
-    if strategy in ("fsdp", "dp") and config.model.compile:
+    if strategy == "dp" and config.model.compile:
         yield Conflict(
             ("parallel.strategy", "model.compile"),
-            f"{strategy} replaces the weights in every forward pass, but a compiled model is bound to its weights",
+            "dp replaces the weights in every forward pass, but a compiled model is bound to its weights",
             "use model.compile=false, or parallel.strategy=ddp",
         )
     if strategy == "dp" and config.model.activation_checkpointing:
@@ -231,6 +231,12 @@ _NEEDS_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harn
 
 def _fsdp(config: Config) -> Iterator[Conflict]:
     precision = config.precision
+    if config.model.compile and config.parallel.param_dtype != "float32":
+        yield Conflict(
+            ("parallel.param_dtype", "model.compile"),
+            "with bfloat16 weights, batch norms are gathered by themselves, which a compiled module must not contain",
+            "use model.compile=false, or parallel.param_dtype=float32",
+        )
     if precision.opt_level == "O1" and config.parallel.param_dtype == "bfloat16":
         yield Conflict(
             ("parallel.param_dtype", "precision.opt_level"),

@@ -92,7 +92,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     if config.train.ema_decay:
         ema = optim.Ema(trained, list(chosen.master_params(optimizer)), config.train.ema_decay)
     if config.model.compile:
-        model.compile()  # after amp, whose casts are to be compiled too; keeps parameters and their names
+        # After amp, whose casts are to be compiled too. Keeps parameters and their names.
+        fsdp.compile_units(model) if parallel.sharded else model.compile()
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
     train_loader, eval_loader = Loader(task.train, *waits), Loader(task.eval, *waits)

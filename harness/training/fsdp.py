@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.runs import sharded
@@ -98,6 +98,15 @@ def replicate(model: nn.Module) -> None:
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), src=0)
+
+
+def compile_units(model: nn.Module) -> None:
+    """Compile the forward pass of each unit of the sharded ``model`` that contains no other unit. The hooks that gather
+    its weights stay outside."""
+    for module in model.modules():
+        inside = list(module.modules())[1:]
+        if isinstance(module, FSDPModule) and not any(isinstance(part, FSDPModule) for part in inside):
+            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -91,8 +91,9 @@ CASES = {
         {"parallel": FSDP, "model": {"channels_last": True}},
         ["parallel.strategy"], "first dimension", "channels_last=false",
     ),
-    "fsdp with compile": (
-        {"parallel": FSDP, "model": {"compile": True}}, ["parallel.strategy"], "compiled model", "compile=false",
+    "fsdp in bfloat16 with compile": (
+        {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "model": {"compile": True}, "precision": {"opt_level": "O4"}},
+        ["parallel.param_dtype"], "must not contain", "compile=false",
     ),
     "shards without fsdp": (
         {"checkpoint": {"format": "sharded"}}, ["checkpoint.format"], "ddp has whole tensors", "format=whole",
@@ -171,7 +172,7 @@ def test_every_conflict_in_the_code_has_a_case():
         {"precision": {"opt_level": "O0", "keep_batchnorm_fp32": True}},
         {"precision": {"min_loss_scale": 4.0, "max_loss_scale": 4.0}},
         {"precision": {"backend": "apex"}},
-        {"parallel": FSDP, "precision": {"opt_level": "O0", "cast_model_type": "float32"}},
+        {"parallel": FSDP, "precision": {"opt_level": "O0", "cast_model_type": "float32"}, "model": {"compile": True}},
         {"parallel": FSDP, "precision": {"opt_level": "O4"}, "optimizer": {"name": "adamw", "args": {"fused": True}}},
         {"parallel": {"strategy": "fsdp", "sync_batchnorm": True}},
         {"parallel": {"strategy": "ddp", "sync_batchnorm": True}, "optimizer": {"name": "fused_lamb", "larc": {}}},

@@ -137,9 +137,10 @@ class BatchNormed(nn.Module):
 class Residual(nn.Module):
     """A convolution with batch norm and dropout beside a shortcut."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.conv, self.norm, self.drop = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.Dropout(0.2)
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Keeps the shape of ``x``, (batch, width, height, width)."""
@@ -149,10 +150,12 @@ class Residual(nn.Module):
 class Blocks(nn.Module):
     """A network of residual blocks; at ``width`` 96 each is an FSDP unit."""
 
-    def __init__(self, num_classes: int, in_channels: int = 1, width: int = 8, num_blocks: int = 3) -> None:
+    def __init__(
+        self, num_classes: int, in_channels: int = 1, width: int = 8, num_blocks: int = 3, dropout: float = 0.2
+    ) -> None:
         super().__init__()
         self.start, self.end = nn.Conv2d(in_channels, width, 3), nn.Linear(width, num_classes)
-        self.blocks = nn.Sequential(*(Residual(width) for _ in range(num_blocks)))
+        self.blocks = nn.Sequential(*(Residual(width, dropout) for _ in range(num_blocks)))
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> logits (batch, classes)."""

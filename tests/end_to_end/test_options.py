@@ -174,10 +174,15 @@ def test_dropped_tail_is_reported(tmp_path, data):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_model_gives_the_same_curve(tmp_path, data):
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("fsdp", 2)])
+def test_compiled_model_gives_the_same_curve(tmp_path, data, strategy, ranks):
     steps = {"max_steps": 6, "log_every": 1}
+    settings = {"train": steps, "parallel": {"strategy": strategy}, "limit_s": 240}
+    if ranks == 2:
+        settings["model"] = {"name": f"{MODELS}.Blocks", "args": {"width": 96, "num_blocks": 2, "dropout": 0.0}}
     plain, compiled = (  # torch's compiler takes minutes on a busy machine
-        losses(train(tmp_path / str(on), data, model={"compile": on}, train=steps, limit_s=240)) for on in (False, True)
+        losses(train(tmp_path / str(on), data, ranks, f"model.compile={on}", **settings)) for on in ("false", "true")
     )
     assert plain == pytest.approx(compiled, abs=1e-4)
 
