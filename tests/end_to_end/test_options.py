@@ -196,6 +196,7 @@ def test_real_annotation_csv(tmp_path, shared_data):
     task = {
         "name": "image_csv", "train_csv": str(source / "train.csv"), "eval_csv": str(source / "test.csv"),
         "root": str(tmp_path / "images"), "path_column": "filepath", "color": "gray",
+        "transforms": {"train": [{"RandomCrop": {"size": 28, "padding": 1}}]},
     }  # fmt: skip
     folder = train(
         tmp_path,
