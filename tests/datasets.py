@@ -50,3 +50,16 @@ def write_names(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*NAMES, *NAMES[:10], *NAMES[:3]]) + "\n")
     return path
+
+
+DERIVED = {"multi_label": "digit_canvases", "regression": "rotated_digits", "text": "character_names"}
+
+
+def derived(folder: Path, name: str) -> list[str]:
+    """Make the data of configs/NAME.yaml, one of ``DERIVED``; return the overrides that name them."""
+    from harness.data import derived
+
+    made = folder / DERIVED[name]
+    getattr(derived, DERIVED[name])(made)
+    root = [] if name == "text" else [f"task.root={made}"]
+    return [*(f"task.{split}_csv={made}/{split}.csv" for split in ("train", "eval")), *root]

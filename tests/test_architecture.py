@@ -27,7 +27,7 @@ FREE = {"errors", "version", ""}
 TYPE_CYCLES = [
     {"training.task", "config.schema"},
     {"apex.amp.scaler", "apex.amp.state"},
-    *({f"tasks.{name}.config", f"tasks.{name}.task"} for name in ("image_csv", "mnist", "pet_names")),
+    *({f"tasks.{name}.config", f"tasks.{name}.task"} for name in ("image_csv", "mnist", "pet_names", "text_csv")),
 ]
 # Class names with more than one meaning.
 SHARED_CLASS_NAMES = {

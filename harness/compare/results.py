@@ -118,13 +118,16 @@ def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
 
 def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None, str]:
     """Pair predictions.csv of two run folders row by row; or the reason why this is impossible."""
-    tables = []
+    tables, read = [], []
     for label, folder in (("A", one), ("B", other)):
         table = read_predictions(folder / layout.PREDICTIONS)
         if table is None or "id" not in table.column_names:
             return None, f"{label} has no predictions.csv with ids, predictions and labels"
+        read.append(table)
         tables.append(table.select(["id", "prediction", "label"]))
     mine, theirs = tables
+    if any("error" in table.column_names for table in read):
+        return None, "they are numbers; the metrics above compare their errors"
     if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
         if any(len(pc.unique(table["id"])) < len(table) for table in tables):
             return None, "their predictions.csv hold different rows"

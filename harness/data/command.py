@@ -10,6 +10,7 @@ from harness.errors import EXIT_DONE, ConfigError
 VERB = "data"
 HELP = "make an annotation table of a folder, tars or a Hugging Face data set, split one, or download a data set"
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
+_DERIVED = ("digit_canvases", "rotated_digits", "character_names")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     split.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the table)")
     for verb in (folder, tar, hub, split):
         verb.add_argument("--force", action="store_true", help="replace existing files")
+    for name in _DERIVED:
+        made = verbs.add_parser(name, help=f"make {name}, a small data set (docs/targets.md)")
+        made.add_argument("folder", type=Path, help="folder to write it to")
     for name in _PUBLISHED:
         published = verbs.add_parser(name, help=f"download {name}")
         published.add_argument("folder", type=Path, help="folder to write it to")
@@ -63,6 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(given: argparse.Namespace) -> str:
     if given.dataset in _PUBLISHED:
         return _download(given.dataset, given.folder, given.source)
+    if given.dataset in _DERIVED:
+        from harness.data import derived
+
+        made: str = getattr(derived, given.dataset)(given.folder)
+        return made
     if given.dataset == "split":
         from harness.data import split
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from harness.errors import ConfigError, DataError, reason, remedy
@@ -18,13 +20,39 @@ NUM_EVAL = 360
 
 
 def write(folder: Path) -> str:
-    """Write ``images/*.png``, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return a sentence to print.
+    """Write images, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return a sentence to print."""
+    return write_whole(folder, "the digits", _write)
+
+
+def write_whole(folder: Path, what: str, fill: Callable[[Path], tuple[int, int]]) -> str:
+    """Let ``fill`` write a data set into ``folder`` and return its number of training and validation rows; return a
+    sentence to print.
 
     A complete folder is not changed. An incomplete one never has this name: files are written elsewhere, then renamed.
     """
     folder = folder.resolve()  # "." has no name to derive a temporary name from
     if (folder / "train.csv").exists() and (folder / "eval.csv").exists():
-        return f"{folder} already has the digits"
+        return f"{folder} already has {what}"
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        (temporary / "images").mkdir(parents=True)
+        train, validation = fill(temporary)
+        commit(temporary, folder)  # which replaces an empty folder
+    except OSError as error:
+        if (folder / "train.csv").exists():
+            return f"{folder} already has {what}"  # another process was faster
+        raise DataError(
+            f"{what} cannot be written: {reason(error)}",
+            where=str(folder),
+            hint=remedy(error, "or choose an empty or new folder"),
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return f"wrote {train} training and {validation} validation rows to {folder}"
+
+
+def load() -> tuple[np.ndarray, pd.DataFrame, pd.DataFrame]:
+    """(images of 8x8 as uint8, the training rows and the validation rows of a table with their labels)."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -32,30 +60,19 @@ def write(folder: Path) -> str:
         raise ConfigError(
             "the digits are part of scikit-learn, which is not installed", hint="pip install 'apex-harness[digits]'"
         ) from None
+    digits = load_digits()
+    table = pd.DataFrame({"path": [f"images/{i:04d}.png" for i in range(len(digits.target))], "label": digits.target})
+    train, validation = train_test_split(table, test_size=NUM_EVAL, stratify=table["label"], random_state=0)
+    return np.rint(digits.images * (255 / 16)).astype(np.uint8), train, validation.sort_index()
+
+
+def _write(folder: Path) -> tuple[int, int]:
     import torch
     from torchvision.io import write_png
 
-    digits = load_digits()
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    try:
-        (temporary / "images").mkdir(parents=True)
-        for index, image in enumerate(digits.images):
-            pixels = torch.from_numpy(image * (255 / 16)).round().to(torch.uint8)
-            write_png(pixels[None], str(temporary / "images" / f"{index:04d}.png"))
-        table = pd.DataFrame(
-            {"path": [f"images/{i:04d}.png" for i in range(len(digits.target))], "label": digits.target}
-        )
-        train, validation = train_test_split(table, test_size=NUM_EVAL, stratify=table["label"], random_state=0)
-        train.to_csv(temporary / "train.csv", index=False)
-        validation.sort_index().to_csv(temporary / "eval.csv", index=False)
-        commit(temporary, folder)  # which replaces an empty folder
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if (folder / "train.csv").exists():
-            return f"{folder} already has the digits"  # another process was faster
-        raise DataError(
-            f"the digits cannot be written: {reason(error)}",
-            where=str(folder),
-            hint=remedy(error, "or choose an empty or new folder"),
-        ) from None
-    return f"wrote {len(train)} training and {len(validation)} validation rows to {folder}"
+    images, train, validation = load()
+    for index, image in enumerate(images):
+        write_png(torch.from_numpy(image)[None], str(folder / "images" / f"{index:04d}.png"))
+    train.to_csv(folder / "train.csv", index=False)
+    validation.to_csv(folder / "eval.csv", index=False)
+    return len(train), len(validation)

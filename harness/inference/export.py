@@ -109,7 +109,7 @@ def _safetensors(subject: Exported, path: Path, config: Config, task: OpenedTask
 
 
 def _torch_export(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
-    program = _traced(subject)
+    program = _traced(subject, task)
     # Through a file object, since torch.export rejects names that do not end in .pt2.
     with open(path, "wb") as file:
         torch.export.save(program, file)
@@ -122,7 +122,7 @@ def _onnx(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Ca
     import onnxruntime
 
     program = torch.onnx.export(
-        _traced(subject), input_names=[subject.input], output_names=[subject.output], dynamo=True, verbose=False
+        _traced(subject, task), input_names=[subject.input], output_names=[subject.output], dynamo=True, verbose=False
     )
     assert program is not None  # with dynamo
     program.save(str(path), external_data=False)
@@ -134,17 +134,21 @@ def _onnx(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Ca
     return loaded
 
 
-def _traced(subject: Exported) -> torch.export.ExportedProgram:
+def _traced(subject: Exported, task: OpenedTask) -> torch.export.ExportedProgram:
     try:
-        return torch.export.export(
-            subject.model, (subject.batches[0],), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
-        )
+        return torch.export.export(subject.model, (subject.batches[0],), dynamic_shapes=(_sizes(task),), strict=False)
     except Exception as error:  # of many types
         reason = first_line(error)
         raise HarnessError(
             f"torch.export cannot trace this model: {reason}",
             hint="remove branches on tensor values from forward, or use --format safetensors, which needs no tracing",
         ) from error
+
+
+def _sizes(task: OpenedTask) -> dict[int, Any]:
+    """The dimensions of the input that may have another size."""
+    length = {1: torch.export.Dim("length")} if _signature(task).get("variable_length") else {}
+    return {0: torch.export.Dim("batch"), **length}
 
 
 def _compare(subject: Exported, load: Callable[[Tensor], Tensor], kind: str) -> float:
@@ -177,12 +181,17 @@ def _facts(config: Config, task: OpenedTask, subject: Exported, kind: str, diffe
             "shape": ["batch", *tensor.shape[1:]],
         }
 
-    described_by_task = {key: value for key, value in _signature(task).items() if key not in ("input", "output")}
+    inputs = described(subject.input, example)
+    if _signature(task).get("variable_length"):
+        inputs["shape"][1] = "length"
+
+    left_out = ("input", "output", "variable_length")
+    described_by_task = {key: value for key, value in _signature(task).items() if key not in left_out}
     return {
         "name": config.name,
         "format": kind,
         "model": {"name": config.model.name, "args": config.model.args},
-        "inputs": [described(subject.input, example)],
+        "inputs": [inputs],
         "outputs": [described(subject.output, outputs)],
         **described_by_task,
         "checked": {

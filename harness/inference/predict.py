@@ -95,7 +95,7 @@ def open_task(request: PredictRequest, config: Config) -> PredictingTask:
         raise ConfigError(
             f"the task {section.name} cannot predict the rows of a file",
             where=str(request.run),
-            hint="image_csv can; for pet_names use harness generate",
+            hint="image_csv and text_csv can; for pet_names use harness generate",
         )
     cache = Path(config.data.cache_dir) if config.data.cache_dir else None
     return section.open_new(trained_run.learned(request.run), request.source, cache)

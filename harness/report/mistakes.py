@@ -1,4 +1,5 @@
-"""Errors of a classifier: its confusion matrix, and the wrong predictions with the highest scores.
+"""Errors of a model: its confusion matrix, or its metrics by label or column, and the validation rows it was most wrong
+about: wrong labels with the highest scores, or numbers with the largest errors.
 
 Images are searched under ``task.root``, from the working folder and from the folders above the run. Images that cannot
 be found or read, or are outside of that folder, are left out: predictions.csv may have been written by someone else.
@@ -22,6 +23,7 @@ import pyarrow.csv
 from PIL import Image
 
 from harness.errors import require_regular_file
+from harness.report.formatting import number, percent
 from harness.report.run_set import ReportedRun
 from harness.runs import layout
 from harness.runs.files import read_text
@@ -54,13 +56,23 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A validation row. ``score``: the probability of the wrong prediction; ``image``: a data URI, or empty."""
+    """A validation row, by its id or its text. ``score``: the probability of the wrong prediction, or the error of a
+    number; ``image``: a data URI, or empty."""
 
     row: str
     label: str
     prediction: str
     score: float
     image: str
+    is_number: bool = False
+    is_text: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The score in words."""
+        if self.is_number:
+            return f"off by {number(abs(self.score))}"
+        return percent(self.score) if self.score else ""
 
 
 def confusion(run: ReportedRun) -> Confusion | None:
@@ -76,20 +88,24 @@ def confusion(run: ReportedRun) -> Confusion | None:
 
 
 def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:
-    """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels."""
+    """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels. Of numbers,
+    every row is a mistake, and the largest errors come first."""
     table = read_predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
         return [], 0, 0
     wrong = table.filter(
         pc.and_kleene(pc.is_valid(table["prediction"]), pc.not_equal(table["prediction"], table["label"]))
     )
-    scores = _scores(wrong)
-    order = np.argsort(-scores, kind="stable")[:MAX_SHOWN]
+    separator = str(run.settings.get("task.labels.separator") or "")
+    scores = _errors(wrong) if "error" in wrong.column_names else _scores(wrong, separator)
+    order = np.argsort(-np.abs(scores), kind="stable")[:MAX_SHOWN]
     find = _images(run) if with_images else lambda name: ""
     found = []
     for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
         name = str(row.get("id", ""))
-        found.append(Mistake(name, str(row["label"]), str(row["prediction"]), score, find(name)))
+        text = row.get("text")
+        shown = str(row["label"]), str(row["prediction"]), score, find(name)
+        found.append(Mistake(str(text or name), *shown, "error" in row, text is not None))
     return found, len(wrong), len(table)
 
 
@@ -109,11 +125,50 @@ def read_predictions(path: Path) -> pa.Table | None:
         table = pyarrow.csv.read_csv(path, convert_options=options)
     except (OSError, pa.ArrowInvalid):
         return None
-    return table if {"prediction", "label"} <= set(table.column_names) else None
+    if not {"prediction", "label"} <= set(table.column_names):
+        return None
+    scores = next((table[name] for name in table.column_names if name.startswith("score")), None)
+    if scores is not None:  # a row with several labels may have none of them, and is then empty, but has scores
+        for name in ("prediction", "label"):
+            filled = pc.if_else(pc.is_valid(scores), pc.fill_null(table[name], ""), table[name])
+            table = table.set_column(table.column_names.index(name), name, filled)
+    return table
 
 
-def _scores(wrong: pa.Table) -> np.ndarray:
-    """The probability of each prediction; 0 if the table has none."""
+def by_name(run: ReportedRun) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of the metrics of each label or column of the newest evaluation, the worst first; empty if there
+    are none."""
+    evaluation = run.record.summary.get("evaluation")
+    for key, title, worst in (("by_label", "label", "f1"), ("by_column", "column", "r2")):
+        found = evaluation.get(key) if isinstance(evaluation, dict) else None
+        if not (isinstance(found, dict) and found and all(isinstance(each, dict) for each in found.values())):
+            continue
+        names = list(next(iter(found.values())))
+        numbers = {name: [_real(each.get(metric)) for metric in names] for name, each in found.items()}
+        place = names.index(worst) if worst in names else 0
+        order = sorted(numbers, key=lambda name: _nan_last(numbers[name][place]))
+        return [title, *names], [[name, *map(number, numbers[name])] for name in order[:MAX_SHOWN]]
+    return [], []
+
+
+def _real(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _errors(table: pa.Table) -> np.ndarray:
+    """The error of each number; 0 if it is not one."""
+    if not pa.types.is_floating(table.schema.field("error").type):
+        return np.zeros(len(table))
+    return np.nan_to_num(table["error"].to_numpy().astype(float))
+
+
+def _scores(wrong: pa.Table, separator: str) -> np.ndarray:
+    """The probability of each prediction; 0 if the table has none. With a ``separator``, rows have several labels: the
+    largest probability of a label that is wrong, or that a missing label was given of being absent."""
     if "score" in wrong.column_names:  # with many classes, predictions.csv has only the five best
         columns = ["score"]
     else:
@@ -122,6 +177,10 @@ def _scores(wrong: pa.Table) -> np.ndarray:
     if not numbers or not len(wrong):
         return np.zeros(len(wrong))
     scores = np.nan_to_num(np.stack([wrong[name].to_numpy().astype(float) for name in numbers]))
+    if separator and numbers != ["score"]:
+        labels = [set(text.split(separator)) for text in wrong["label"].to_pylist()]
+        true = np.asarray([[name.removeprefix("score_") in each for each in labels] for name in numbers])
+        scores = np.where(true, 1 - scores, scores)
     best: np.ndarray = scores.max(axis=0)
     return best
 

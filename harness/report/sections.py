@@ -186,11 +186,12 @@ def _time(lines: Sequence[CurveLine], left_out: list[str]) -> ReportSection | No
 
 
 def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
-    run, found = next(((run, made) for run in runs.ranked if (made := mistakes.confusion(run))), (None, None))
-    if run is None or found is None:
-        left_out.append("Mistakes: no run has a confusion matrix.")
+    ways = ((run, mistakes.confusion(run), *mistakes.by_name(run)) for run in runs.ranked)
+    run, found, header, rows = next((each for each in ways if each[1] or each[2]), (None, None, [], []))
+    if run is None:
+        left_out.append("Mistakes: no run has a confusion matrix, or metrics by label or column.")
         return None
-    chart = charts.confusion(found, run.label)
+    chart = charts.confusion(found, run.label) if found else None
     allowed = runs.trust or ownership.is_own(run.record.path)
     shown, wrong, num_rows = mistakes.most_confident(run, with_images=allowed)
     if shown and not allowed:
@@ -198,11 +199,14 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
             "Images of mistakes: you did not start this run on this machine, so it may name any image on this disk. To "
             "show them, add --trust."
         )
-    notes = [f"Run: {run.label}. The matrix is from its newest evaluation, the list from its best weights."]
-    if num_rows:
+    what = "matrix is" if found else "metrics are"
+    notes = [f"Run: {run.label}. The {what} from its newest evaluation, the list from its best weights."]
+    if num_rows and header[:1] != ["column"]:
         notes.append(f"Wrong predictions: {formatting.count(wrong)} of {formatting.count(num_rows)} validation rows.")
-    rows = [[true, predicted, str(count)] for true, predicted, count in found.pairs]
-    header, caption = ["label", "prediction", "rows"] if rows else [], "Most frequent errors"
+    caption = f"By {header[0]}, the worst first" if header else ""
+    if found and not header:
+        rows = [[true, predicted, str(count)] for true, predicted, count in found.pairs]
+        header, caption = ["label", "prediction", "rows"] if rows else [], "Most frequent errors"
     return ReportSection("mistakes", "Mistakes", [chart] if chart else [], notes, header, rows, caption, shown)
 
 

@@ -117,14 +117,16 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
         raise determinism.explained(error) or ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where="model.name",
-            hint="check model.args, task.image_size, task.transforms and task.color (torchvision's models need rgb)",
+            hint="check model.args, task.image_size, task.transforms and task.color (torchvision's models need rgb)"
+            if example.is_floating_point()
+            else "use a model of token ids, such as text_cnn, or your own that takes num_tokens and num_classes",
         ) from None
     finally:
         model.train()
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     if "num_classes" in known and shape != (len(example), known["num_classes"]):
         raise ConfigError(
-            f"model {name} returns {shape} for {len(example)} images, not {known['num_classes']} logits per image",
+            f"model {name} returns {shape} for {len(example)} rows, not {known['num_classes']} outputs for each",
             where="model.name",
             hint="add an argument num_classes to your model (the harness sets it), or set the number in model.args",
         )

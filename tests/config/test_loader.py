@@ -510,8 +510,11 @@ def test_every_experiment_refers_to_the_schema_and_loads():
         "finetune",
         "imagenet",
         "mnist",
+        "multi_label",
         "pet_names",
         "pet_names_gru",
+        "regression",
+        "text",
     ]
     for path in files:
         first = path.read_text().splitlines()[0]

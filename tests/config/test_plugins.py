@@ -8,8 +8,8 @@ from harness.config import plugins
 from harness.errors import ConfigError
 
 BUILT_IN = {
-    "task": ["fashion_mnist", "image_csv", "mnist", "pet_names"],
-    "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn"],
+    "task": ["fashion_mnist", "image_csv", "mnist", "pet_names", "text_csv"],
+    "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn", "text_cnn"],
     "tracker": ["mlflow", "tensorboard", "wandb"],
     "engine": ["dask", "flyte", "kubernetes", "local", "slurm", "torchrun"],
 }

@@ -148,3 +148,28 @@ def test_predictions_without_mistakes(folder, text):
 def test_mistakes_without_scores_and_with_a_class_named_na(folder):
     (folder / "predictions.csv").write_text("id,prediction,label\n1,NA,dog\n")
     assert [mistake.score for mistake in mistakes.most_confident(run(folder))[0]] == [0.0]
+
+
+def test_several_labels_and_numbers(folder):
+    """A row without a predicted label is a mistake, too; the most confident one is the worst label of a row."""
+    subject = run(folder)
+    subject.settings["task.labels.separator"] = "|"
+    (folder / "predictions.csv").write_text(
+        "id,prediction,label,score_a,score_b,text\n0,a,a|b,0.9,0.4,one\n1,,a,0.05,0.1,two\n2,b,b,0.1,0.9,three\n"
+        "3,a,,0.7,0.0,four\n4,,,0.1,0.1,five\n5,,a,,,\n"
+    )
+    shown, wrong, rows = mistakes.most_confident(subject)
+    assert [(m.row, m.label, m.prediction, m.shown) for m in shown] == [
+        ("two", "a", "", "95.0 %"), ("four", "", "a", "70.0 %"), ("one", "a|b", "a", "60.0 %"),
+    ]  # fmt: skip
+    assert (wrong, rows) == (3, 6)
+
+    (folder / "predictions.csv").write_text("id,prediction,label,error\n0,1.5,1.0,0.5\n1,-3.0,7.0,-10.0\n")
+    shown, _, _ = mistakes.most_confident(run(folder))
+    assert [(m.row, m.prediction, m.shown) for m in shown] == [("1", "-3.0", "off by 10"), ("0", "1.5", "off by 0.5")]
+    summary = {"by_label": {"a": {"f1": 0.9, "rows": 3}, "b": {"f1": None, "rows": 0}, "c": {"f1": 0.2, "rows": 9}}}
+    subject.record.summary["evaluation"] = summary
+    assert mistakes.by_name(subject) == (
+        ["label", "f1", "rows"],
+        [["c", "0.2", "9"], ["a", "0.9", "3"], ["b", "–", "0"]],
+    )

@@ -30,8 +30,11 @@ CONFIGS = {
     "finetune": (1, ["model.weights=null"]),
     "imagenet": (1, ["model.name=resnet18", "batch.global=4", "train.deterministic=true"]),
     "mnist": (2, ["task.train_rows=300", "task.eval_rows=100", "optimizer.larc={}"]),
+    "multi_label": (1, []),
     "pet_names": (1, ["batch.global=64"]),
     "pet_names_gru": (1, ["batch.global=64", "precision.opt_level=O4"]),
+    "regression": (1, ["precision.opt_level=O4"]),
+    "text": (1, ["task.loss.name=focal", "task.loss.label_smoothing=0", "task.loss.class_weights=balanced"]),
 }
 IMAGE = torch.zeros(2, 3, 64, 64)
 
@@ -51,6 +54,8 @@ def test_shipped_configuration(tmp_path, name):
         digits.write(tmp_path)
         where = [f"task.{key}_csv={tmp_path}/{key}.csv" for key in ("train", "eval")] + [f"task.root={tmp_path}"]
         where += ["data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
+    elif name in datasets.DERIVED:
+        where = [*datasets.derived(tmp_path / "data", name), f"data.cache_dir={tmp_path}/cache"]
     elif name == "imagenet":
         where = [f"task.{key}_csv={write_photos(tmp_path, key, 8)}" for key in ("train", "eval")]
         where += [f"task.root={tmp_path}", "data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
@@ -67,8 +72,8 @@ def test_shipped_configuration(tmp_path, name):
 @pytest.mark.parametrize("name", [*plugins.names("model"), "resnet18", "convnext_tiny", "vit_b_16"])
 def test_shipped_model(name):
     character = name.startswith("char_")
-    known = {"num_characters": 9} if character else {"num_classes": 4, "in_channels": 3}
-    example = torch.zeros(2, 5, dtype=torch.int64) if character else IMAGE
+    known = {"num_characters": 9} if character else {"num_classes": 4, "in_channels": 3, "num_tokens": 9}
+    example = torch.zeros(2, 5, dtype=torch.int64) if character or name.startswith("text_") else IMAGE
     args = {"image_size": 64} if name == "vit_b_16" else {}
     model = model_builder.build(name, args, known, example)
     with Audit() as audit:

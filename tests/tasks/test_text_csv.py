@@ -1,0 +1,183 @@
+"""The task text_csv: tokens, padding, vocabulary, predictions of new texts, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from harness import cli
+from harness.config import loader
+from harness.config.schema import ModelSection
+from harness.data.tokens import Bytes, Words, words_of
+from harness.errors import ConfigError, DataError
+from harness.training.model_builder import build
+from tests.fixtures import settings, write_yaml
+from tests.ranks import run_ranks
+
+LINES = [
+    ("Good, GOOD film", "pos"), ("bad film!", "neg"), ('a "good"\nday', "pos"), ("", "neg"),
+    ("été İstanbul 北京 x_1", "pos"),
+    ("bad " * 50, "neg"),
+]  # fmt: skip
+
+
+def write(folder, name, lines, header=("text", "label")):
+    with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *lines])
+
+
+def section(folder, **options):
+    tables = {f"{split}_csv": str(folder / f"{split}.csv") for split in ("train", "eval")}
+    return {"name": "text_csv", **tables, **options}
+
+
+def opened(folder, **options):
+    tree = settings(folder)
+    tree["task"] = section(folder, **options)
+    task = loader.load(write_yaml(folder / "text.yaml", tree)).task
+    return task.open(0, folder / "cache")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path, "train", LINES)
+    write(tmp_path, "eval", LINES[:2] + [("a new word", "pos")])
+    return tmp_path
+
+
+# Tokens
+
+
+def test_words():
+    """Words of any script, in lower case, without punctuation; a letter with a mark is one in either spelling."""
+    words, counts = words_of(pa.array(["Don't STOP, x_1!", "", "e\u0301t\u00e9 北京\n\t\u0130", "¿?"]))
+    assert words.to_pylist() == ["don", "t", "stop", "x_1", "e\u0301te\u0301", "北京", "i\u0307"]
+    assert counts.tolist() == [4, 0, 3, 0]
+    ids, counts = Words(("good", "film")).encode(["Film, film", "good unknown", ""])
+    assert (ids.tolist(), counts.tolist()) == ([3, 3, 2, 1], [2, 2, 0])
+    ids, counts = Bytes().encode(["aé", ""])
+    assert (ids.tolist(), counts.tolist()) == ([98, 0xC3 + 1, 0xA9 + 1], [3, 0])
+
+
+def test_vocabulary_is_of_the_training_texts_only(folder):
+    task = opened(folder)
+    vocabulary = task.learned["vocabulary"]
+    assert vocabulary[:3] == ["bad", "good", "film"]  # by frequency, then by the alphabet
+    assert "new" not in vocabulary
+    assert opened(folder, tokenizer={"max_words": 2}).learned["vocabulary"] == ["bad", "good"]
+    assert task.notes == [f"1 of 6 rows have no text in column 'text', the first at {folder}/train.csv:6"]
+    assert len(list((folder / "cache" / "words").glob("*.json"))) == 2
+    assert opened(folder).learned == task.learned  # from the cache
+
+
+def test_padding_and_length(folder):
+    task = opened(folder, tokenizer={"max_length": 5})
+    batch = task.train.batch(np.asarray([1, 3, 0]), 0)
+    assert batch.inputs.tolist() == [[2, 4, 0], [0, 0, 0], [3, 3, 4]]
+    assert batch.targets.tolist() == [0, 0, 1]
+    assert task.train.batch(np.asarray([5]), 0).inputs.shape == (1, 5)  # cut off
+    assert task.train.batch(np.asarray([3]), 0).inputs.tolist() == [[0]]  # an empty text
+    fixed = opened(folder, tokenizer={"name": "bytes", "max_length": 4, "pad": "max_length"})
+    assert fixed.train.batch(np.asarray([1]), None).inputs.tolist() == [[99, 98, 101, 33]]
+    assert fixed.known(np.asarray([0])) == {"id": [0], "label": ["pos"], "text": ["Good, GOOD film"]}
+
+
+def test_padding_does_not_change_the_outputs(folder):
+    task = opened(folder)
+    model = task.model(ModelSection(name="text_cnn")).eval()
+    inputs = task.train.batch(np.asarray([0, 3, 4]), None).inputs
+    padded = torch.nn.functional.pad(inputs, (0, 7))
+    torch.testing.assert_close(model(inputs), model(padded))
+    with pytest.raises(ConfigError, match="use a model of token ids, such as text_cnn"):
+        task.model(ModelSection(name="small_cnn"))
+    with pytest.raises(ConfigError, match="kernels must be odd"):
+        build("text_cnn", {"kernels": [2]}, {"num_tokens": 9, "num_classes": 2}, inputs)
+
+
+class Letters:
+    """A tokenizer of one's own."""
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    def __call__(self, text: str) -> list[int]:
+        return [ord(letter.lower()) - ord("a") + 1 + self.shift for letter in text if "a" <= letter.lower() <= "z"]
+
+
+def test_own_tokenizer(folder):
+    own = {"name": "tests.tasks.test_text_csv.Letters", "num_tokens": 30, "args": {"shift": 2}}
+    task = opened(folder, tokenizer=own)
+    assert task.train.batch(np.asarray([1]), 0).inputs[0, :3].tolist() == [4, 3, 6]
+    assert "vocabulary" not in task.learned
+    with pytest.raises(ConfigError, match="returned the id 27; ids are from 0 to 24"):
+        opened(folder, tokenizer={**own, "num_tokens": 25})
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'shft'"):
+        opened(folder, tokenizer={**own, "args": {"shft": 2}})
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        ({"name": "word"}, "there is no tokenizer 'word'; use words, bytes"),
+        ({"name": "a.b"}, "a.b needs num_tokens"),
+        ({"num_tokens": 3}, "num_tokens is for a tokenizer of your own"),
+        ({"name": "bytes", "args": {"a": 1}}, "the tokenizer bytes takes no args"),
+        ({"max_length": 0}, "task.tokenizer.max_length"),
+    ],
+)
+def test_invalid_options(folder, tokenizer, message):
+    with pytest.raises(ConfigError, match=message):
+        opened(folder, tokenizer=tokenizer)
+
+
+def test_no_words_and_no_column(folder):
+    write(folder, "train", [("!!!", "pos"), ("", "neg")])
+    write(folder, "eval", [("!!!", "pos")])
+    with pytest.raises(DataError, match="no row has a word in column 'text'"):
+        opened(folder)
+    with pytest.raises(DataError, match="no column 'review'"):
+        opened(folder, text_column="review")
+
+
+# A run
+
+
+@pytest.mark.parametrize("tokenizer", ["words", "bytes"])
+def test_train_predict_export(folder, tokenizer, capsys, monkeypatch):
+    """Several labels per text: predictions of the same rows are equal bit for bit, after training and of a new file."""
+    monkeypatch.chdir(folder)
+    words = [["sun", "rain"], ["wind", "snow"]]
+    rows = [(f"{words[0][n % 2]} and {words[1][n // 2 % 2]} {n}", f"{n % 2}, {2 + n // 2 % 2}") for n in range(40)]
+    write(folder, "train", rows, ("text", "tags"))
+    write(folder, "eval", rows[:9], ("text", "tags"))
+    tree = settings(folder, model={"name": "text_cnn", "args": {"dropout": 0.0}}, train={"epochs": 6})
+    labels = {"column": "tags", "separator": ","}
+    tree["task"] = section(folder, labels=labels, tokenizer={"name": tokenizer, "max_length": 24})
+    tree |= {"optimizer": {"name": "adam", "lr": 0.01}, "name": tokenizer}
+    write_yaml(folder / "text.yaml", tree)
+    assert run_ranks(1, cli.main, ["train", "-c", str(folder / "text.yaml")], group=False) == [0]
+    run = folder / "runs" / tokenizer
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["evaluation"]["exact_match"] == 1.0
+    lines = (run / "predictions.csv").read_text().splitlines()
+    assert lines[0] == "id,prediction,label,text,score_0,score_1,score_2,score_3"
+    assert lines[2].startswith('1,"1,2","1,2",rain and wind 1,0.')
+    assert cli.main(["predict", str(run), "--csv", str(folder / "eval.csv"), "--out", "new.csv"]) == 0
+    new = (folder / "new.csv").read_text().splitlines()
+    assert [line.split(",")[-4:] for line in new[1:]] == [line.split(",")[-4:] for line in lines[1:]]
+
+    assert cli.main(["export", str(run), "--format", "torch_export", "--out", "model.pt2"]) == 0
+    facts = json.loads((folder / "model.pt2.json").read_text())
+    assert facts["inputs"] == [{"name": "tokens", "type": "int64", "shape": ["batch", "length"]}]
+    assert facts["postprocessing"]["probability"] == "sigmoid of each logit"
+    assert facts["preprocessing"]["tokenizer"] == tokenizer
+    model = torch.export.load("model.pt2").module()
+    assert model(torch.ones(3, 7, dtype=torch.int64)).shape == (3, 4)
+    (run / "task.json").write_text("{}")
+    assert cli.main(["predict", str(run), "--csv", str(folder / "eval.csv"), "--out", "new2.csv"]) == 2
+    assert "task.json does not hold" in capsys.readouterr().err
