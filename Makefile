@@ -11,7 +11,7 @@ KILLS ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test test-all check bench campaign oracle compatibility gpu-check clean
+.PHONY: train test test-all test-versions check bench campaign oracle compatibility gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
@@ -22,6 +22,9 @@ test: $(VENV)/.test  ## all tests that need no daemon and no browser
 
 test-all: $(VENV)/.test  ## the whole suite: also clusters, launchers, browser and kill campaigns
 	$(PYTEST)
+
+test-versions:  ## the quick start and the fast tests on the oldest, a middle and the newest Python and torch; several GB each
+	$(PYTHON) -m benchmarks.versions
 
 check: $(VENV)/.dev  ## lint and types
 	$(BIN)/ruff check .
