@@ -27,13 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def evaluation(folder: Path, config: str, seed: int) -> dict[str, float]:
-    """The last validation of a run."""
+    """The last validation of a run, which is not repeated if it has finished."""
     name = f"{config}-{seed}"
+    summary = folder / name / "summary.json"
     command = [sys.executable, str(ROOT / "driver.py"), "-c", str(ROOT / "configs" / f"{config}.yaml")]
     words = [f"output={folder}", f"name={name}", f"seed={seed}"]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=1200, env=environ)
-    return dict(json.loads((folder / name / "summary.json").read_text())["evaluation"])
+    if not (summary.exists() and json.loads(summary.read_text())["finished"]):
+        subprocess.run([*command, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=1200, env=environ)
+    return dict(json.loads(summary.read_text())["evaluation"])
 
 
 def without_learning() -> dict[str, str]:
