@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
@@ -63,7 +64,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], rank: int, group: Any) ->
 
 def filled(folder: Path, content: Any, own: Own) -> Any:
     """``content`` of a checkpoint with each mark replaced by its tensor, read from ``folder``. No communication."""
-    from torch.distributed.checkpoint import FileSystemReader, load  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint import FileSystemReader, load, load_state_dict  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = _metadata(folder)
@@ -91,7 +92,11 @@ def filled(folder: Path, content: Any, own: Own) -> Any:
         reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]  # its own could run code
         with warnings.catch_warnings():  # that this is one process, as it should be
             warnings.simplefilter("ignore", UserWarning)
-            load(tensors, storage_reader=reader, no_dist=True)
+            if "no_dist" in inspect.signature(load).parameters:
+                load(tensors, storage_reader=reader, no_dist=True)
+            else:  # in older versions of torch, only a deprecated name has it
+                warnings.simplefilter("ignore", FutureWarning)
+                load_state_dict(tensors, reader, no_dist=True)
     return content
 
 
