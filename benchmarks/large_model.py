@@ -1,0 +1,177 @@
+"""Measures what a large model costs besides its steps: the stall of a checkpoint, and memory for activations.
+
+    python -m benchmarks.large_model [--saves 3]
+
+Everything runs in one process on the CPU. Checkpoints go through the harness's own ``build``, ``step`` and ``save``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchvision.io import write_png
+
+from benchmarks import machine
+from harness.config import loader
+from harness.config.schema import Config
+from harness.distributed.runtime import Runtime
+from harness.distributed.stop import Stop
+from harness.runs.run_dir import RunFolder
+from harness.training import build, checkpointing, loop, recompute
+from harness.training.run import Run
+
+MIB = 2**20
+_SIZE = 32  # pixels per side of an image
+_ROWS = 64
+
+
+class Transformer(nn.Module):
+    """A vision transformer: ``num_layers`` layers on square patches of ``patch`` pixels."""
+
+    def __init__(self, num_classes: int, width: int, num_layers: int, patch: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, patch, stride=patch)
+        layers = (nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(num_layers))
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 1, height, width) -> logits (batch, classes)."""
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x.mean(1))
+        return logits
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    lines = ["path,label"]
+    for row in range(_ROWS):
+        path = folder / f"{row}.png"
+        if not path.exists():
+            write_png(torch.randint(0, 255, (1, _SIZE, _SIZE), dtype=torch.uint8), str(path))
+        lines.append(f"{path.name},{row % 4}")
+    for split in ("train", "eval"):
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    (folder / "config.yaml").write_text(
+        f"""
+name: run
+output: {folder}/runs
+task: {{name: image_csv, train_csv: {folder}/train.csv, eval_csv: {folder}/eval.csv, root: {folder}, color: gray}}
+model: {{name: benchmarks.large_model.Transformer}}
+data: {{num_workers: 0, cache_dir: {folder}/cache}}
+optimizer: {{name: adamw, lr: 0.0001}}
+precision: {{opt_level: O0}}
+runtime: {{device: cpu}}
+"""
+    )
+    return loader.load(str(folder / "config.yaml"), overrides)
+
+
+@contextmanager
+def opened(given: Config, folder: Path) -> Iterator[Run]:
+    runtime = Runtime()
+    where = RunFolder(folder, keep=1)
+    where.checkpoints.folder.mkdir(parents=True)
+    run = build.build(given, runtime, where, Stop(runtime))
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def take_step(run: Run) -> float:
+    group = next(run.train_data.groups(run.state.epoch, run.state.segments))
+    start = time.perf_counter()
+    loop.step(run, group)
+    return time.perf_counter() - start
+
+
+def checkpoint_stall(num_saves: int) -> str:
+    """Saves of 100 million parameters with AdamW: all in memory, and at once or behind the training."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        for behind in (False, True):
+            given = config(
+                Path(name), "model.args={width: 768, num_layers: 14, patch: 16}", "batch.global=2",
+                f"checkpoint.async_save={str(behind).lower()}",
+            )  # fmt: skip
+            with opened(given, Path(name) / f"run-{behind}") as run:
+                steps = [take_step(run) for _ in range(3)][1:]
+                stalls, busy = [], []
+                for _ in range(num_saves):
+                    take_step(run)
+                    start = time.perf_counter()
+                    checkpointing.save(run)
+                    stalls.append(time.perf_counter() - start)
+                    while behind and run.writer.is_writing:
+                        busy.append(take_step(run))
+                run.writer.wait()
+                count = sum(param.numel() for param in run.module.parameters())
+            size = (run.checkpoints.newest() or Path()) / "state.pt"
+            rows.append([behind, stalls, statistics.median(steps), busy, size.stat().st_size])
+    sync, behind_row = rows
+    usual = [statistics.median(row[1][1:]) for row in rows]
+    table = machine.table(
+        ["checkpoint", "first save, s", "later saves, s", "a step, s", "a step during the write, s"],
+        [[("async_save" if row[0] else "synchronous"), f"{row[1][0]:.2f}", f"{later:.2f}", f"{row[2]:.2f}",
+          f"{statistics.median(row[3]):.2f}" if row[3] else "-"] for row, later in zip(rows, usual, strict=True)],
+    )  # fmt: skip
+    return (
+        f"## The stall of a checkpoint\n\n{count / 1e6:.0f} million parameters with AdamW, a checkpoint of "
+        f"{sync[4] / 2**30:.2f} GiB. The time of a save is how long the training loop waits; the median of "
+        f"{num_saves - 1} saves after the first, which allocates the memory of the copy.\n\n{table}\n\n"
+        f"With `checkpoint.async_save`, the loop waits {usual[1] / usual[0]:.1%} of a synchronous save (the "
+        f"first time {behind_row[1][0] / usual[0]:.0%}). That is the copy, and the check that all weights are finite."
+    )
+
+
+def activations() -> str:
+    """Bytes that the forward pass keeps for the backward pass, and processor time of both, on one thread."""
+    torch.set_num_threads(1)
+    rows, losses = [], []
+    for wanted in (False, True):
+        torch.manual_seed(0)
+        model, images = Transformer(4, 128, 8), torch.randn(16, 1, _SIZE, _SIZE)
+        recompute.apply(model, wanted)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept.setdefault(storage.data_ptr(), storage.nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            losses.append(model(images).square().mean())
+        size = sum(kept.values()) - sum(param.nbytes for param in model.parameters() if param.data_ptr() in kept)
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            model(images).square().mean().backward()
+            times.append(time.process_time() - start)
+        rows.append([str(wanted).lower(), f"{size / MIB:.0f}", f"{min(times):.2f}"])
+    assert torch.equal(*losses)
+    header = ["model.activation_checkpointing", "kept for the backward pass, MiB", "forward and backward, s"]
+    return (
+        "## Activation checkpointing\n\n8 layers of width 128, 16 images of 64 patches, one thread, the fastest of 5 "
+        f"steps. The losses are equal bit for bit.\n\n{machine.table(header, rows)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_model", description=__doc__)
+    parser.add_argument("--saves", type=int, default=3)
+    arguments = parser.parse_args()
+    text = f"{checkpoint_stall(arguments.saves)}\n\n{activations()}"
+    machine.write("large_model", "Checkpoints and activations of a large model", text)
+
+
+if __name__ == "__main__":
+    main()
