@@ -28,7 +28,7 @@ FEW_STEPS = {
     "mnist": (2, ["task.train_rows=300", "task.eval_rows=100"]),
     "pet_names": (1, ["batch.global=64"]),
     "pet_names_gru": (2, ["batch.global=64"]),
-    **dict.fromkeys(datasets.DERIVED, (2, ["batch.global=16"])),
+    **dict.fromkeys(datasets.DERIVED, (2, ["batch.global=16", "precision.opt_level=O4"])),
 }
 
 
