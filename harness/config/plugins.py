@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
     "model": Kind("training/models", "Model"),
-    "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log"})),
+    "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log", "pictures"})),
     "engine": Kind("engines", "", "engine", frozenset({"base", "command", "launch"})),
 }
 
