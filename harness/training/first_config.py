@@ -81,7 +81,7 @@ _TEXT = """\
 #   harness train -c {out}
 # harness schema lists every setting with its unit, range and default.
 name: {name}  # the run folder is runs/{name}
-extends: preset:modern  # bfloat16 and the fastest algorithms; preset:apex-2019: float16, and exact resume on GPUs too
+extends: preset:modern  # bfloat16 and the fastest algorithms; preset:apex-2019: float16 and deterministic algorithms
 {task}
 """
 
@@ -160,14 +160,32 @@ def _plain(value: object) -> str:
 
 
 def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
-    """The lines of YAML below ``extends``."""
-    path_column, why_path = _path_column(train)
+    """The lines of YAML below ``extends``. Raises ConfigError."""
+    files = f"  train_csv: {_plain(train.source)}\n  eval_csv: {_plain(evaluation.source)}"
+    if path := _path_column(train):
+        yield from _images(train, files, *path)
+    elif text := _text_column(train):
+        yield from _texts(train, files, *text)
+    else:
+        raise ConfigError(
+            "no column has paths of images (.jpg, .png, .webp, .gif) or texts of several words; the columns are "
+            f"{', '.join(train.columns)}",
+            where=train.source,
+            hint="add the file name extension if the values lack it; for other kinds of data see docs/add_a_task.md",
+        )
+    batch = 1 << (max(2, min(64, train.num_rows // 8)).bit_length() - 1)
+    yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger ones use a GPU better"
+    yield "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.01}  # lr is the first setting to tune"
+    yield "schedule: {name: cosine, warmup_epochs: 1}"
+    yield f"train: {{epochs: {10 if train.num_rows > 5000 else 20}}}"
+
+
+def _images(train: Annotations, files: str, path_column: str, why_path: str) -> Iterator[str]:
     labels, why_labels = _labels(train, path_column)
     root, why_root = _root(train, path_column)
     size, gray, why_size = _image_size(Path(root), train.columns[path_column])
     small = (max(size) if size else _TYPICAL) <= _SMALL
-    yield "task:\n  name: image_csv  # an image and a label per row"
-    yield f"  train_csv: {_plain(train.source)}\n  eval_csv: {_plain(evaluation.source)}"
+    yield f"task:\n  name: image_csv  # an image and a label per row\n{files}"
     yield f"  root: {_plain(root)}  # {why_root}"
     yield f"  path_column: {_plain(path_column)}  # {why_path}"
     yield f"  {labels}  # {why_labels}"
@@ -178,35 +196,41 @@ def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
         yield "model: {name: small_cnn}  # for small images; resnet18 and other models of torchvision work, too"
     else:
         yield "model: {name: resnet18}  # weights: DEFAULT starts from published weights, which it downloads"
-    batch = 1 << (max(2, min(64, train.num_rows // 8)).bit_length() - 1)
-    yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger ones use a GPU better"
-    yield "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.01}  # lr is the first setting to tune"
-    yield "schedule: {name: cosine, warmup_epochs: 1}"
-    yield f"train: {{epochs: {10 if train.num_rows > 5000 else 20}}}"
 
 
-def _path_column(rows: Annotations) -> tuple[str, str]:
-    """The column with the paths of images, and why. Raises ConfigError if there is none."""
+def _texts(train: Annotations, files: str, text_column: str, why_text: str) -> Iterator[str]:
+    labels, why_labels = _labels(train, text_column)
+    yield f"task:\n  name: text_csv  # a text and a label per row\n{files}"
+    yield f"  text_column: {_plain(text_column)}  # {why_text}"
+    yield f"  {labels}  # {why_labels}"
+    yield "model: {name: text_cnn}"
+
+
+def _path_column(rows: Annotations) -> tuple[str, str] | None:
+    """The column with the paths of images, and why; None if there is none."""
     counts = {name: sum(map(bool, map(_IMAGE.search, values))) for name, values in rows.columns.items()}
     best = max(counts, key=lambda name: (counts[name], name.lower() in _PATH_NAMES))
-    if counts[best] > rows.num_rows / 2:
-        return best, f"{counts[best]} of {rows.num_rows} values end like the name of an image"
-    raise ConfigError(
-        f"no column has paths of images (.jpg, .png, .webp, .gif); the columns are {', '.join(rows.columns)}",
-        where=rows.source,
-        hint="add the file name extension if the values lack it; for other kinds of data see docs/add_a_task.md",
-    )
+    if counts[best] <= rows.num_rows / 2:
+        return None
+    return best, f"{counts[best]} of {rows.num_rows} values end like the name of an image"
 
 
-def _labels(rows: Annotations, path_column: str) -> tuple[str, str]:
+def _text_column(rows: Annotations) -> tuple[str, str] | None:
+    """The column with the most words per row, and why; None if no column has two."""
+    words = {name: sum(len(value.split()) for value in values) / rows.num_rows for name, values in rows.columns.items()}
+    best = max(words, key=lambda name: words[name])
+    return (best, f"{words[best]:.1f} words per row") if words[best] >= 2 else None
+
+
+def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
     """The setting for the column with the labels as YAML, and why, with what else there is. Raises ConfigError."""
-    others = {name: values for name, values in rows.columns.items() if name != path_column}
+    others = {name: values for name, values in rows.columns.items() if name != inputs}
     found = {name: kind for name, values in others.items() if (kind := _kind(values, name.lower() in _LABEL_NAMES))}
     counts = {name: len(set(values)) for name, values in others.items()}
     shown = {name: f"{name} ({counts[name]} values)" for name in others}
     if not found:
         raise ConfigError(
-            f"no column looks like labels; besides {path_column} there is {', '.join(shown.values()) or 'none'}, "
+            f"no column looks like labels; besides {inputs} there is {', '.join(shown.values()) or 'none'}, "
             f"in {rows.num_rows} rows",
             where=rows.source,
             hint="add a column such as label, with one of a few values per row, several of them, or a number",
@@ -214,7 +238,7 @@ def _labels(rows: Annotations, path_column: str) -> tuple[str, str]:
     names = list(rows.columns)
     best = min(found, key=lambda name: (
         _LABEL_NAMES.index(name.lower()) if name.lower() in _LABEL_NAMES else len(_LABEL_NAMES),
-        found[name] != "classes", names.index(name) < names.index(path_column), names.index(name),
+        found[name] != "classes", names.index(name) < names.index(inputs), names.index(name),
     ))  # fmt: skip
     rest = f"; other columns: {', '.join(text for name, text in shown.items() if name != best) or 'none'}"
     if found[best] == "numbers":

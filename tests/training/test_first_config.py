@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +24,6 @@ def folder(tmp_path, monkeypatch):
 
 def photos(split: str, count: int, **columns: list[object]) -> None:
     """Photos of mixed sizes, in a folder below that of the CSV, with columns before and after their names."""
-    from pathlib import Path
-
     (data := Path("pets/photos")).mkdir(parents=True, exist_ok=True)
     lines = ["id,place,file,breed,when"]
     for row in range(count):
@@ -89,6 +88,24 @@ def test_other_kinds_of_labels(folder, column, value, setting, reason):
     found = config.task.labels.model_dump(exclude_defaults=True)
     assert (found, config.task.eval_csv) == (setting, "all.eval.csv")
     assert preflight.examine("all.yaml", ["runtime.device=cpu"], 2)[1] == []
+    assert train(config).finished
+
+
+def test_texts(folder):
+    """Of several columns of words, the longest; the written file trains."""
+    from harness import load_config, train
+
+    for split, count in (("train", 40), ("test", 10)):
+        rows = ["id,place,review,verdict"]
+        for row in range(count):
+            rows.append(f"{row},sold in {row % 3},it was {('bad and sad', 'good')[row % 2]},{('no', 'buy')[row % 2]}")
+        (folder / f"{split}.csv").write_text("\n".join(rows) + "\n")
+    first_config.write([], Path("reviews.yaml"))
+    written = Path("reviews.yaml").read_text()
+    assert "text_column: review  # 4.0 words per row" in written
+    assert "label_column: verdict  # 2 classes: buy, 'no'; other columns: id (40 values), place (3 values)" in written
+    assert preflight.examine("reviews.yaml", ["runtime.device=cpu"], 2)[1] == []
+    config = load_config("reviews.yaml", {"train.max_steps": 2, "runtime.device": "cpu", "data.num_workers": 0})
     assert train(config).finished
 
 
