@@ -15,9 +15,12 @@ _DERIVED = ("digit_canvases", "rotated_digits", "character_names")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="dataset", required=True, metavar="WHAT")
-    folder = verbs.add_parser("folder", help="a table of the images in a folder per class")
-    folder.add_argument("folder", type=Path, help="folder with a folder of images per class")
+    folder = verbs.add_parser("folder", help="a table of the images in a folder per class, or of new images")
+    folder.add_argument(
+        "folder", type=Path, help="folder with a folder of images per class, or with images (--no-labels)"
+    )
     folder.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
+    folder.add_argument("--no-labels", action="store_true", help="only the paths of all images below, for predict")
     tar = verbs.add_parser("tar", help="a table of the images in tar archives (WebDataset's layout), and their index")
     tar.add_argument("folder", type=Path, metavar="tars", help="an archive, or a folder of archives")
     tar.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
@@ -85,7 +88,7 @@ def _run(given: argparse.Namespace) -> str:
     table_file.suffix_of(given.out)
     table_file.require_new([given.out], given.force)
     if given.dataset == "folder":
-        return from_folder.write(given.folder, given.out)
+        return from_folder.write(given.folder, given.out, not given.no_labels)
     return from_tars.write(given.folder, given.out, given.image, given.label, given.cache_dir)
 
 

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from harness.data.table_file import write_rows
-from harness.errors import ConfigError, DataError, reason, remedy
+from harness.errors import ConfigError, DataError, reason, remedy, similar
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # that torchvision decodes
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 _NAMED = 5  # classes in a message
 
 
-def write(folder: Path, out: Path) -> str:
-    """Write path and label of each image below ``folder`` to ``out``; return a summary to print.
+def write(folder: Path, out: Path, labels: bool = True) -> str:
+    """Write path and label of each image below ``folder`` to ``out``, or only the paths of all images without
+    ``labels``; return a summary to print.
 
     The label is the name of the folder on the first level; deeper folders only order images. Follows links.
     """
-    classes = _class_folders(folder)
+    classes = _folders(folder)
+    if labels:
+        _require_classes(folder, classes)
     skipped: Counter[str] = Counter()
     found: Counter[str] = Counter()
 
-    def rows() -> Iterator[tuple[str, str]]:
-        for name in _images_of(folder, folder, skipped, (), top=True):
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name in _images_of(folder, folder, skipped, ()):
+            if not labels:
+                yield (name,)
+                continue
             if os.sep not in name:
                 skipped["images outside a class folder"] += 1
                 continue
@@ -33,36 +40,52 @@ def write(folder: Path, out: Path) -> str:
             found[label] += 1
             yield name, label
 
-    count = write_rows(out, ("path", "label"), rows())
+    count = write_rows(out, ("path", "label") if labels else ("path",), rows())
     if not count:
-        hint = f"images are files whose names end with {', '.join(IMAGES)}, in a folder per class: {folder}/cat/1.jpg"
-        raise DataError(f"no images in class folders{skips(skipped)}", where=str(folder), hint=hint)
+        outside = skipped["images outside a class folder"]
+        command = f"harness data folder {shlex.quote(str(folder))} {shlex.quote(str(out))} --no-labels"
+        hint = f"images are files whose names end with {', '.join(IMAGES)}"
+        hint += f", in a folder per class: {folder}/cat/1.jpg" if labels else ""
+        hint += f"; to predict images without labels: {command}" if outside else ""
+        what = "no images in class folders" if labels else "no images"
+        raise DataError(f"{what}{skips(skipped)}", where=str(folder), hint=hint)
+    root = f"set {shlex.quote(f'task.root={folder}')}"
+    if not labels:
+        return f"wrote {count} rows to {out}{skips(skipped)}\n{root}"
     lines = [f"wrote {count} rows of {len(found)} class{'es' if len(found) > 1 else ''} to {out}{skips(skipped)}"]
     if empty := sorted(classes - set(found)):
         lines.append(f"note: no images in {len(empty)} folder(s), which are no classes: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
         lines.append("note: there is one class, so there is nothing to learn")
-    return "\n".join([*lines, f"set task.root={folder}"])
+    return "\n".join([*lines, root])
 
 
-def _class_folders(folder: Path) -> set[str]:
+def _folders(folder: Path) -> set[str]:
+    """The names of the folders in ``folder``. Raises DataError, with the most similar folder if there is none."""
     try:
-        names = {entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")}
+        return {entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")}
+    except FileNotFoundError as error:
+        there = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        near = similar(folder.name, there)
+        hint = f"did you mean {shlex.quote(str(folder.parent / near))}?" if near else ""
+        raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=hint) from None
     except OSError as error:
         raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=remedy(error)) from None
+
+
+def _require_classes(folder: Path, names: set[str]) -> None:
+    """Raise ConfigError if these folders in ``folder`` are splits."""
     if names and {name.lower() for name in names} <= _SPLITS:
-        commands = "; ".join(f"harness data folder '{folder / name}' {name}.csv" for name in sorted(names))
+        pairs = [shlex.join([str(folder / name), f"{name}.csv"]) for name in sorted(names)]
+        commands = "; ".join(f"harness data folder {pair}" for pair in pairs)
         raise ConfigError(
             f"its folders are splits, not classes: {', '.join(sorted(names))}",
             where=str(folder),
             hint=f"write a table for each: {commands}",
         )
-    return names
 
 
-def _images_of(
-    folder: Path, root: Path, skipped: Counter[str], above: tuple[str, ...], top: bool = False
-) -> Iterator[str]:
+def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str, ...]) -> Iterator[str]:
     """The paths of images below ``folder`` relative to ``root``, sorted. ``above``: real paths of the folders above."""
     here = os.path.realpath(folder)
     if here in above:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def write(name: str, folder: Path, splits: Sequence[str], label: str | None, for
         if not count:
             raise DataError(f"split {split} of {name} is empty", where=name, hint="choose others with --split")
         lines.append(f"wrote {count} rows ({', '.join(columns)}) to {out}")
-    return "\n".join([*lines, *([f"set task.root={folder}"] if (folder / "images").is_dir() else [])])
+    return "\n".join([*lines, *([f"set {shlex.quote(f'task.root={folder}')}"] if (folder / "images").is_dir() else [])])
 
 
 def _load(name: str) -> dict[str, Any]:

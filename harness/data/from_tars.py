@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,8 @@ def write(place: Path, out: Path, image: str | None, label: str | None, cache_di
     if not count:
         raise DataError(f"no images in {len(files)} archive(s){skips(skipped)}", where=str(place))
     note = "" if labeled else "\nnote: the samples have no labels (KEY.cls, or a key of KEY.json with --label)"
-    return f"wrote {count} rows from {len(files)} archive(s) to {out}{skips(skipped)}{note}\nset task.root={folder}"
+    root = shlex.quote(f"task.root={folder}")
+    return f"wrote {count} rows from {len(files)} archive(s) to {out}{skips(skipped)}{note}\nset {root}"
 
 
 def _samples(file: Path) -> Iterator[tuple[str, _Parts]]:

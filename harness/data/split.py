@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Generator
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def split(
         named = ", ".join(values[-1][code] for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
         lines.append(f"note: {len(lacking)} value(s) of {stratify} are only in {outs[0].name}: {named}{more}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"next: harness init {shlex.join(map(str, outs))}"])
 
 
 def _of_rows(strata: np.ndarray, wanted: int, generator: np.random.Generator) -> np.ndarray:

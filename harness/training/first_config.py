@@ -6,6 +6,7 @@ Every guess is a line of YAML with its reason as a comment, so that a wrong one 
 from __future__ import annotations
 
 import re
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _EVAL = ("eval", "val", "valid", "validation", "dev", "test")
 _PATH_NAMES = ("path", "image", "file", "filename", "img", "filepath", "image_path")
 _LABEL_NAMES = ("label", "class", "target", "category", "y", "labels", "tags", "classes")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_WRONG = "correct it: "  # starts the comment of a guess that cannot be right
 _TYPICAL = 224  # height and width of images that most published models were trained on
 _SMALL = 64  # up to here a small network is enough
 
@@ -59,19 +61,21 @@ def write(sources: Sequence[str], out: Path | None) -> str:
         raise DataError(
             f"it has no column {', '.join(sorted(missing))}", where=evaluation.source, hint=f"{train.source} has"
         )
-    lines = list(_task(train, evaluation))
+    lines, file = list(_task(train, evaluation)), shlex.quote(str(out))
     text = _TEXT.format(
-        train=train.described, eval=evaluation.described, out=out, name=_plain(name), task="\n".join(lines)
+        train=train.described, eval=evaluation.described, out=file, name=_plain(name), task="\n".join(lines)
     )
     try:
-        with open(out, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(out, "x", encoding="utf-8") as stream:
+            stream.write(text)
     except FileExistsError:
-        hint = f"remove it, or write another file: --out {out.with_stem(out.stem + '-new')}"
+        hint = f"remove it, or write another file: --out {shlex.quote(str(out.with_stem(out.stem + '-new')))}"
         raise ConfigError("this file exists, and is never overwritten", where=str(out), hint=hint) from None
     except OSError as error:
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
-    return f"{text}\nwrote {out}; now check it:\n  harness check -c {out}\n  harness train -c {out}"
+    wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line]
+    commands = [f"  harness {verb} -c {file}" for verb in ("check", "train")]
+    return "\n".join([text, f"wrote {out}; now check it:", *commands, *wrong])
 
 
 _TEXT = """\
@@ -95,15 +99,18 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
         return given[0], given[1]
     train = Path(given[0])
     if not is_url(given[0]) and train.is_file():
-        for word in _EVAL:
-            other = train.with_name(re.sub("train(ing)?", word, train.name))
-            if other != train and other.is_file():
-                return str(train), str(other)
+        part = re.sub(r"(\.csv|\.csv\.gz|\.parquet)$", r".train\1", train.name, flags=re.IGNORECASE)
+        for first in (train, train.with_name(part)):  # as harness data split names it
+            for word in _EVAL:
+                other = first.with_name(re.sub("train(ing)?(?!.*train)", word, first.name))
+                if other != first and other.is_file() and first.is_file():
+                    return str(first), str(other)
     locate(given[0])  # raises DataError if there is none
+    file = shlex.quote(given[0])
     raise ConfigError(
         "there are no validation rows beside it",
         where=given[0],
-        hint=f"set some apart: harness data split {given[0]} --eval 0.1; or harness init {given[0]} EVAL.csv",
+        hint=f"set some apart: harness data split {file} --eval 0.1; or harness init {file} EVAL.csv",
     )
 
 
@@ -114,10 +121,14 @@ def _in_folder(path: Path) -> Path:
     found = [file for file in sorted(path.iterdir()) if file.suffix in (".csv", ".parquet", ".gz") and file.is_file()]
     if train := [file for file in found if re.match("train", file.name)]:
         return train[0]
+    if len(train := [file for file in found if ".train." in file.name]) == 1:  # as harness data split names it
+        return train[0]
     if found:
-        raise ConfigError("a folder", where=str(path), hint=f"name a file: harness init {found[0]}")
+        raise ConfigError("a folder", where=str(path), hint=f"name a file: harness init {shlex.quote(str(found[0]))}")
     splits = [path / word for word in ("train", *_EVAL) if (path / word).is_dir()] or [path]
-    commands = ", ".join(f"harness data folder {folder} {folder.resolve().name}.csv" for folder in splits[:2])
+    commands = ", ".join(
+        f"harness data folder {shlex.join([str(folder), f'{folder.resolve().name}.csv'])}" for folder in splits[:2]
+    )
     if not any(_IMAGE.search(str(file)) for file in _first(path.rglob("*"), 10_000)):
         raise ConfigError("this folder has no CSV and no images", where=str(path), hint="harness init TRAIN.csv")
     raise ConfigError("a folder of images, without a CSV", where=str(path), hint=f"write one first: {commands}")
@@ -282,7 +293,7 @@ def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
     best = max(found, key=lambda place: found[place])
     if found[best]:
         return str(best), f"{found[best]} of the first {len(paths)} paths exist below this folder"
-    return str(folder), f"correct it: none of the first {len(paths)} paths, such as {paths[0]}, exists here"
+    return str(folder), f"{_WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here"
 
 
 def _image_size(root: Path, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:

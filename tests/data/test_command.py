@@ -68,6 +68,7 @@ def test_folder(tmp_path, capsys):
     assert "2 files that are no images" in printed
     assert "2 hidden files" in printed
     assert "no images in 1 folder(s), which are no classes: empty" in printed
+    assert printed.endswith(f"set 'task.root={photos}'\n")
     expected = [("dog/1.png", "dog"), ("kätzchen/1.JPG", "kätzchen"),
                 ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.png", "wolf")]  # fmt: skip
     assert [tuple(row.values()) for row in rows_of(out)] == expected
@@ -89,11 +90,18 @@ def test_folders_that_make_no_table(tmp_path, capsys):
     (tmp_path / "splits").mkdir()
     for name in ("train", "val"):
         (tmp_path / name).rename(tmp_path / "splits" / name)
+    (tmp_path / "my flat").mkdir()
     out = tmp_path / "out.csv"
     for words, code, message in (
         (("folder", tmp_path / "splits", out), 2, "its folders are splits, not classes: train, val"),
         (("folder", tmp_path / "flat", out), 65, "no images in class folders; skipped: 1 images outside"),
-        (("folder", tmp_path / "gone", out), 65, "the folder cannot be read: No such file"),
+        (("folder", tmp_path / "flat", out), 65, f"harness data folder {tmp_path}/flat {out} --no-labels"),
+        (("folder", tmp_path / "my flat", out, "--no-labels"), 65, "my flat: no images\n"),
+        (
+            ("folder", tmp_path / "my flatt", out),
+            65,
+            f"No such file or directory\n  -> did you mean '{tmp_path}/my flat'?",
+        ),
         (("folder", tmp_path / "splits", tmp_path / "out.txt"), 2, "end it with .csv, .csv.gz, .parquet"),
         (("folder", tmp_path / "splits", tmp_path / "no" / "out.csv"), 2, "there is no folder"),
     ):
@@ -102,6 +110,9 @@ def test_folders_that_make_no_table(tmp_path, capsys):
         assert not out.exists()
     assert data("folder", tmp_path / "splits" / "train", out) == 0
     assert "note: there is one class" in capsys.readouterr().out
+    for name, paths in (("flat", ["1.jpg"]), ("splits", ["train/cat/1.jpg", "val/cat/1.jpg"])):
+        assert data("folder", tmp_path / name, out, "--no-labels", "--force") == 0
+        assert rows_of(out) == [{"path": path} for path in paths]
 
 
 # tar
@@ -144,10 +155,11 @@ def test_tar(tmp_path, capsys):
 # split
 
 
-def test_split_of_rows(tmp_path):
+def test_split_of_rows(tmp_path, capsys):
     """Exact, deterministic, complete, in order, with values that need quotes."""
     table = write_table(tmp_path / "t.csv", [(f'"{i}",\nx', i % 3) for i in range(100)])
     assert data("split", table, "--eval", "0.1") == 0
+    assert capsys.readouterr().out.endswith(f"\nnext: harness init {tmp_path}/t.train.csv {tmp_path}/t.eval.csv\n")
     train, evaluation = rows_of(tmp_path / "t.train.csv"), rows_of(tmp_path / "t.eval.csv")
     assert (len(train), len(evaluation)) == (90, 10)
     numbers = [int(row["path"].split('"')[1]) for row in evaluation]

@@ -33,6 +33,8 @@ def test_commands_run_one_after_the_other(tmp_path, monkeypatch):
         (tmp_path / "photos" / label).mkdir(parents=True)
         for number in range(5):
             write_jpeg(pixels, str(tmp_path / "photos" / label / f"{number}.jpg"))
+    (tmp_path / "new_photos").mkdir()
+    write_jpeg(pixels, str(tmp_path / "new_photos" / "a b.jpg"))
     write_table(tmp_path / "scans.csv", [(f"{i}.jpg", i % 2, i // 2) for i in range(20)], ("path", "label", "patient"))
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
     columns = {"image": [str(tmp_path / "photos" / "cat" / "0.jpg")] * 2, "label": [0, 1]}
@@ -47,6 +49,7 @@ def test_commands_run_one_after_the_other(tmp_path, monkeypatch):
             assert words[:2] == ["harness", "data"]
             assert cli.main(words[1:]) == 0, words
     assert len(rows_of(tmp_path / "photos.train.csv")) == 8
+    assert rows_of(tmp_path / "new.csv") == [{"path": "a b.jpg"}]
     assert rows_of(tmp_path / "kinds.csv") == [{"path": "train-000000.tar/a.jpg", "label": "tom"}]
     assert [row["label"] for row in rows_of(tmp_path / "pets" / "train.csv")] == ["cat", "dog"]
 

@@ -82,6 +82,10 @@ def test_other_kinds_of_labels(folder, column, value, setting, reason):
         rows.append(f"images/{row}.png,{value(row)},x{row}")
     (folder / "all.csv").write_text("\n".join(rows) + "\n")
     assert cli.main(["data", "split", "all.csv", "--eval", "0.3"]) == 0
+    for words in (["all.csv"], ["."]):
+        first_config.write(words, folder / "same.yaml")
+        assert loader.load("same.yaml").task.train_csv == "all.train.csv"
+        (folder / "same.yaml").unlink()
     first_config.write(["all.train.csv"], None)
     assert reason in (folder / "all.yaml").read_text()
     config = load_config("all.yaml", {"train.max_steps": 2, "runtime.device": "cpu", "data.num_workers": 0})
@@ -116,11 +120,13 @@ def test_small_gray_images_named_by_their_place(folder):
             write_png(torch.zeros(1, 8, 12, dtype=torch.uint8), str(folder / f"{split}{row}.png"))
         rows = [f"{row * 0.5},{folder.name}/../{split}{row}.png,{row % 2}" for row in range(count)]
         (folder / f"{split}.csv").write_text("\n".join(["weight,image,label", *rows]) + "\n")
-    first_config.write([], folder / "x.yaml")
-    text = (folder / "x.yaml").read_text()
+    printed = first_config.write([], folder / "x y.yaml")
+    text = (folder / "x y.yaml").read_text()
     assert re.search(r"correct it: none of the first 40 paths, such as \S+/../train0.png, exists here", text)
+    assert re.search(r"warning: root: .*  # correct it: none of the first 40 paths, .*exists here$", printed)
+    assert f"  harness train -c '{folder}/x y.yaml'\n" in printed
     (folder / "train.csv").write_text((folder / "train.csv").read_text().replace(f"{folder.name}/../", ""))
-    first_config.write(["train.csv", "test.csv"], folder / "y.yaml")
+    assert "warning" not in first_config.write(["train.csv", "test.csv"], folder / "y.yaml")
     task = loader.load("y.yaml").task
     assert (task.image_size, task.color, task.label_column, task.root) == ((8, 12), "gray", "label", ".")
 
@@ -131,6 +137,7 @@ def test_small_gray_images_named_by_their_place(folder):
         ({}, ["nothing.csv"], "no such annotation file"),
         ({"a.csv": "file,label\nx.png,1\n"}, ["a.csv"], "harness data split a.csv --eval 0.1"),
         ({"photos/cat/1.jpg": "", "photos/dog/1.jpg": ""}, ["photos"], "harness data folder photos photos.csv"),
+        ({"my pets/cat/1.jpg": ""}, ["my pets"], "harness data folder 'my pets' 'my pets.csv'"),
         ({"p/train/cat/1.jpg": "", "p/val/cat/1.jpg": ""}, ["p"], "p/train train.csv, harness data folder p/val"),
         ({"notes/a.txt": ""}, ["notes"], "this folder has no CSV and no images"),
         ({"a.csv": "name,label\nx,1\ny,2\n"}, ["a.csv", "a.csv"], "no column has paths of images"),
