@@ -63,6 +63,11 @@ def test_train_twice_and_predict(path, capsys):
     assert process_state() == before
     assert (first.finished, first.step, set(first.metrics)) == (True, 8, {"top1", "loss", "mean_class_accuracy"})
     assert [entry["step"] for entry in first.history] == [4, 8]
+    log = capsys.readouterr().err
+    assert "last validation, at step 8: top1 " in log
+    assert re.search(
+        rf"best top1 \d\.\d+ at step {first.best_step}; weights.safetensors has the weights of this step", log
+    )
     longer = train(load_config(path, {"train.epochs": 3}))
     assert (longer.finished, longer.step, longer.folder) == (True, 12, first.folder)
     assert longer.history[:2] == first.history
@@ -149,8 +154,10 @@ def test_the_script_of_the_page(digits, capsys):
     names: dict = {}
     for block in BLOCKS:
         exec(block.replace('"data/', f'"{digits}/data/'), names)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert re.search(r"^runs/notebook 46 0\.\d+\n\d+ of 360 wrong\n", out), out
+    assert (err.count("throughput:"), err.count("last validation")) == (1, 1), "the own loop counts neither"
+    assert len(predict("runs/my_loop", digits / "data" / "digits" / "eval.csv")) == 360
     config = load_config("configs/digits.yaml", {"name": "killed", "train.epochs": 1})
     one_step, steps = names["one_step"], []
 

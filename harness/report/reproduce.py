@@ -59,7 +59,8 @@ def caveats(run: ReportedRun) -> list[str]:
         found.append(
             f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})."
         )
-    if (level := run.settings.get("train.deterministic")) in (False, "warn"):
+    on_gpu = set(devices(run.record)) != {"cpu"}
+    if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):
         found.append(
             f"Training was not deterministic (train.deterministic: {str(level).lower()}): expect similar numbers, not "
             "equal ones."

@@ -91,7 +91,8 @@ class RunFolder:
             self._lock.release(force=True)
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
-        """Claim the folder for this run; return a note for the user if an earlier run was moved aside.
+        """Claim the folder for this run; return a note for the user if an earlier run was moved aside or if this start
+        gives the run another length.
 
         The same recipe resumes. Another recipe, or ``resume: never``, moves the earlier run aside to NAME.1 (or the
         next free number), so that nothing is lost; before that ``rehearse`` raises any error that would keep the new
@@ -161,16 +162,17 @@ class RunFolder:
                 where=self.where,
                 hint=f"restore config.yaml; or {FROM_SCRATCH}",
             )
+        saved = {} if scratch else _saved_tree(self.path / layout.CONFIG, config)
         if scratch:
             why = "checkpoint.resume=never"
-        elif difference := recipe_difference(_saved_tree(self.path / layout.CONFIG, config), loader.as_tree(config)):
+        elif difference := recipe_difference(saved, loader.as_tree(config)):
             changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
             changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
             why = f"its recipe differs ({changes})"
         elif any((self.path / name).exists() for name in _OF_EVALUATION) and not self.checkpoints.exist():
             why = "it has results, but no checkpoint to resume from"
         else:
-            return ""
+            return _new_length(saved.get("train") or {}, config) if self.checkpoints.exist() else ""
         rehearse()
         return f"the earlier run was moved to {self._move_aside()}: {why}"
 
@@ -244,6 +246,16 @@ class RunFolder:
         except OSError:
             pass  # a full disk or a missing folder; the log and the terminal show the error
         return report
+
+
+def _new_length(saved: dict[str, Any], config: Config) -> str:
+    """A note on train.epochs and train.max_steps if they differ from those ``saved`` at the last start."""
+    now = config.train
+    pairs = {key: (saved[key], getattr(now, key)) for key in ("epochs", "max_steps") if key in saved}
+    changes = [f"train.{key} {was or 'null'} -> {new or 'null'}" for key, (was, new) in pairs.items() if was != new]
+    limit = f", at most {now.max_steps} steps" if now.max_steps else ""
+    spans = f"the schedule now spans {now.epochs} epoch{'s' if now.epochs > 1 else ''}{limit}"
+    return f"{', '.join(changes)} since the last start; {spans}" if changes else ""
 
 
 def _saved_tree(path: Path, config: Config) -> dict[str, Any]:

@@ -30,10 +30,10 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
         raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
     if not weights(run).is_file():
         raise ConfigError(
-            "this run has no weights yet: it has not been evaluated",
+            "this run has no weights yet: it has no weights.safetensors",
             where=str(run),
-            hint="its first evaluation, at the end of an epoch, writes weights.safetensors: "
-            f"harness train -c {run / layout.CONFIG}",
+            hint="harness train writes them at its first evaluation, at the end of an epoch; a loop of your own calls "
+            "harness.training.checkpointing.keep_best(run)",
         )
     if not trust and not ownership.is_own(run):
         require_harmless(run / layout.CONFIG, overrides)

@@ -125,7 +125,7 @@ def described(level: Level, operations: set[str] | None = None) -> str:
         True: "only deterministic algorithms; others are refused",
         "warn": "deterministic algorithms where torch has them; "
         f"{layout.LOGS}/rank-N.log has a warning for each other operation",
-        False: "any algorithm: equal runs may differ in their last bits",
+        False: "any algorithm: on a GPU, equal runs may differ in their last bits",
     }[level]
     return f"{words}; without one on CUDA: {', '.join(sorted(operations))}" if operations else words
 

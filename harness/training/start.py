@@ -7,6 +7,7 @@ with RunStart(config, runtime) as run:
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from contextlib import ExitStack
 from types import TracebackType
@@ -190,21 +191,28 @@ def finish(run: Run, done: bool) -> None:
     """Log the results, or how to resume."""
     state, config = run.state, run.config
     if not done:
+        launch, reason = run.runtime.launch, run.stop.reason
+        if launch.supervised and not launch.elastic and reason in signal.Signals.__members__:
+            log.info("stopped at step %d, with a checkpoint", state.step)  # harness launch prints why, and what next
+            return
         log.info(
             "stopped early (%s) at step %d, with a checkpoint; the same command resumes from it",
-            run.stop.reason or "by another rank",
+            reason or "by another rank",
             state.step,
         )
         return
-    last = state.history[-1] if state.history else {}
-    shown = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)
-    log.info("validation: %s", shown)
+    if state.history:
+        last = state.history[-1]
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)
+        log.info("last validation, at step %d: %s", last["step"], shown)
     if state.best is not None:
-        log.info("best %s %.4f at step %d", config.best_metric, state.best, state.best_step)
+        where = "weights.safetensors has the weights of this step"
+        log.info("best %s %.4f at step %d; %s", config.best_metric, state.best, state.best_step, where)
     steps = f"{state.skipped} skipped step{'s' if state.skipped > 1 else ''}"
     skipped = f" ({state.rows_skipped} of them in {steps})" if state.skipped else ""
-    log.info(
-        "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
-        run.throughput(), state.rows, skipped, run.wall_s(),
-    )  # fmt: skip
+    if state.rows:  # a loop of the user's own may not count them
+        log.info(
+            "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
+            run.throughput(), state.rows, skipped, run.wall_s(),
+        )  # fmt: skip
     log.info("run folder: %s", run.folder.where)

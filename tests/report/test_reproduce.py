@@ -56,7 +56,9 @@ def test_trial_is_reproduced_outside_its_sweep(place):
 
 def test_caveats(place):
     folder = write_run(place / "runs" / "fake", Fake(settings={"train.deterministic": False}))
-    text = " ".join(reproduce.caveats(run(folder, git={"commit": "abc", "changed": True})))
+    git = {"commit": "abc", "changed": True}
+    assert "not deterministic" not in " ".join(reproduce.caveats(run(folder, git=git))), "a CPU is exact"
+    text = " ".join(reproduce.caveats(run(folder, git=git, ranks=["here: cuda:0 (NVIDIA H200)"])))
     assert "uncommitted changes" in text
     assert "not deterministic" in text
     assert "commit is unknown" in " ".join(reproduce.caveats(run(folder, git=None)))

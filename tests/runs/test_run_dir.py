@@ -52,12 +52,19 @@ def test_the_same_recipe_resumes(tmp_path):
     (run / "metrics.jsonl").write_text("x")
     (run / "failure.json").write_text("{}")
     folder = RunFolder(run)
-    assert folder.claim(make_config(tmp_path, train={"epochs": 20}, data={"num_workers": 1})) == ""
+    longer = {"train": {"epochs": 20, "max_steps": 50}, "data": {"num_workers": 1}}
+    was = make_config(tmp_path).train.epochs
+    folder.checkpoints.write(8, {"state": {}})
+    assert folder.claim(make_config(tmp_path, **longer)) == (
+        f"train.epochs {was} -> 20, train.max_steps null -> 50 since the last start; the schedule now spans 20 epochs, "
+        "at most 50 steps"
+    )
     assert (run / "metrics.jsonl").exists()
     assert not (run / "failure.json").exists()  # it was about the earlier start
     assert loader.load(run / "config.yaml") == make_config(tmp_path)  # until it is known that something is trained
     folder.write_config()
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["epochs"] == 20
+    assert RunFolder(run).claim(make_config(tmp_path, **longer)) == ""
     assert runs(tmp_path) == ["small"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import main, start
 from harness.training.exit_report import ExitReporter, explained
+from harness.training.progress import State
 from tests.conftest import ROOT
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_grow": True}
@@ -138,6 +140,18 @@ def test_blocked_rank_is_recorded(tmp_path, cause, error):
     ExitReporter(Runtime(), Stop(Runtime()), folder).blocked(cause, "it is gone", "step (x.py:3)", None)
     exit = exit_files.read(folder.logs)[0]
     assert (exit.cause, exit.error, exit.message, exit.doing) == (cause, error, "it is gone", "step (x.py:3)")
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
+    """It sends its ranks SIGTERM, whichever signal it got and has printed."""
+    caplog.set_level("INFO", "harness")
+    runtime = Runtime(Launch(supervised=supervised))
+    run = SimpleNamespace(runtime=runtime, stop=Stop(runtime), state=State(step=7), config=None)
+    run.stop.request("SIGTERM")
+    start.finish(run, done=False)
+    alone = "stopped early (SIGTERM) at step 7, with a checkpoint; the same command resumes from it"
+    assert caplog.messages == ["stopped at step 7, with a checkpoint" if supervised else alone]
 
 
 def test_full_disk_is_explained():
