@@ -95,7 +95,7 @@ def rehearse(run: Candidate, limit_s: float) -> Rehearsal:
 
 
 def _train(run: Candidate, found: Rehearsal, until: float) -> None:
-    num_rows = min(_ROWS, run.micro_batch, len(run.task.train))
+    num_rows = max(2, min(_ROWS, run.micro_batch, len(run.task.train)))  # training repeats a single row, too
     batch = _batch(run.task.train, num_rows, 0, "training", found)
     if batch is None:
         return

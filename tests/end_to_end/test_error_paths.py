@@ -140,7 +140,9 @@ def test_no_validation_image_can_be_read(tmp_path):
     data = write_images(tmp_path / "data")
     no_readable_validation_image(data)
     ended = train(write_config(tmp_path, data), 2, "task.on_bad_image=skip")
-    assert_reported_once(ended, EXIT_DATA, "task: none of the 23 validation rows could be read")
+    assert_reported_once(
+        ended, EXIT_DATA, "eval.csv:2: neither the image of this row nor those of the 100 rows after it"
+    )
 
 
 @pytest.mark.parametrize(("spoil", "words"), BAD_DATA, ids=lambda value: getattr(value, "__name__", ""))

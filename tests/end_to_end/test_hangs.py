@@ -126,9 +126,9 @@ def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, d
         for process, _ in ranks:
             os.kill(process.pid, signal.SIGSTOP)
         time.sleep(TIMEOUT_S + 1)
-        for process, _ in ranks:
-            os.kill(process.pid, signal.SIGCONT)
-            time.sleep(1)
+        os.kill(ranks[0][0].pid, signal.SIGCONT)
+        wait_until(lambda: "was suspended for" in terminal.read_text(), END_S, "rank 0 has lost contact")
+        os.kill(ranks[1][0].pid, signal.SIGCONT)
     finally:
         codes = wait_for(ranks, END_S)
     assert codes == [EXIT_FAILURE] * 2

@@ -291,7 +291,7 @@ def test_ranks_before_rendezvous_end_with_their_launcher(tmp_path, stripes, engi
 # Runs at the start of a rank: rank 0 marks that it looks for its peer, and rank 1 is late.
 HELD_UP = """
 import os, sys, threading, time
-if "RANK" in os.environ:
+if "RANK" in os.environ or "launch" in sys.orig_argv:
     folder = os.path.dirname(os.path.abspath(__file__))
     def look():
         while not hasattr(sys.modules.get("harness.distributed.runtime"), "meet"):
@@ -306,7 +306,11 @@ if "RANK" in os.environ:
             open(folder + "/waiting", "w").close()
             return meet(launch, *others)
         runtime.meet = late
-    threading.Thread(target=look, daemon=True).start()
+    def start():
+        threading.Thread(target=look, daemon=True).start()
+    if "RANK" in os.environ:
+        start()
+    os.register_at_fork(after_in_child=start)  # the local engine forks its ranks
 """
 
 
