@@ -20,9 +20,12 @@ def write(folder: Path, task: str) -> list[str] | None:
     if task == "image_csv":
         csvs = {split: _images(folder / task, split, size=8) for split in ROWS}
         return [f"task.{split}_csv={csv}" for split, csv in csvs.items()] + [
-            f"task.root={folder / task}", "task.path_column=path", "task.label_column=label",
+            f"task.root={folder / task}",
             f"data.cache_dir={folder / 'cache'}",
-        ]  # fmt: skip
+        ]
+    if task == "text_csv":
+        csvs = {split: _texts(folder / task, split) for split in ROWS}
+        return [f"task.{split}_csv={csv}" for split, csv in csvs.items()] + [f"data.cache_dir={folder / 'cache'}"]
     if task in ("mnist", "fashion_mnist"):
         kind = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}[task]
         for split, name in (("train", "train"), ("eval", "t10k")):
@@ -37,17 +40,28 @@ def write(folder: Path, task: str) -> list[str] | None:
 
 
 def _images(folder: Path, split: str, size: int) -> Path:
-    """A CSV with one gray PNG per row; the position of the bright row shows the label."""
+    """A CSV with one gray PNG per row; the position of the bright row shows the label, the tags and the angle."""
     (folder / split).mkdir(parents=True, exist_ok=True)
-    lines = ["path,label"]
+    lines = ["path,label,tags,angle"]
     for row in range(ROWS[split]):
         pixels = torch.full((1, size, size), 20, dtype=torch.uint8)
         pixels[0, row % size] = 220
         write_png(pixels, str(folder / split / f"{row}.png"))
-        lines.append(f"{split}/{row}.png,{row % size}")
-    csv = folder / f"{split}.csv"
-    csv.write_text("\n".join(lines) + "\n")
-    return csv
+        bright = row % size
+        lines.append(f"{split}/{row}.png,{bright},{bright}|{bright // 2},{45.0 * bright}")
+    return _csv(folder / f"{split}.csv", lines)
+
+
+def _texts(folder: Path, split: str) -> Path:
+    """A CSV with a name of two words per row; the first one shows the category."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [f"{_NAMES[row % 4]} {_NAMES[row % 11]},{row % 4}" for row in range(ROWS[split])]
+    return _csv(folder / f"{split}.csv", ["name,category", *rows])
+
+
+def _csv(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def _idx(raw: Path, name: str, num_rows: int, size: int = 28) -> None:

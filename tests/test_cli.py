@@ -39,7 +39,7 @@ VERBS = {
 }
 
 DATA = {
-    "data folder": "--force folder out",
+    "data folder": "--force --no-labels folder out",
     "data huggingface": "--force --label --split name folder",
     "data mnist": "--from folder",
     "data split": "--by --eval --force --out --seed --stratify source",

@@ -38,7 +38,7 @@ def terminated_with_parent() -> Callable[[], None] | None:
     return bind
 
 
-def rename(name: str) -> None:
+def set_title(name: str) -> None:
     """Set the name under which ``ps -o comm`` and ``top`` show this process, of at most 15 bytes."""
     if _libc is not None:
         _libc.prctl(_SET_NAME, ctypes.create_string_buffer(name.encode()), 0, 0, 0)

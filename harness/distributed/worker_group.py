@@ -90,7 +90,7 @@ class WorkerGroup:
 
         def become() -> None:
             if worker.name:
-                processes.rename(worker.name)
+                processes.set_title(worker.name)
             if first is not None:
                 first()
 

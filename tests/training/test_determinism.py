@@ -71,9 +71,13 @@ def test_shipped_configuration(tmp_path, name):
 
 @pytest.mark.parametrize("name", [*plugins.names("model"), "resnet18", "convnext_tiny", "vit_b_16"])
 def test_shipped_model(name):
-    character = name.startswith("char_")
-    known = {"num_characters": 9} if character else {"num_classes": 4, "in_channels": 3, "num_tokens": 9}
-    example = torch.zeros(2, 5, dtype=torch.int64) if character or name.startswith("text_") else IMAGE
+    character, text = name.startswith("char_"), name.startswith("text_")
+    known = (
+        {"num_characters": 9}
+        if character
+        else {"num_classes": 4, **({"num_tokens": 9} if text else {"in_channels": 3})}
+    )
+    example = torch.zeros(2, 5, dtype=torch.int64) if character or text else IMAGE
     args = {"image_size": 64} if name == "vit_b_16" else {}
     model = model_builder.build(name, args, known, example)
     with Audit() as audit:

@@ -225,7 +225,7 @@ def test_progress_says_that_all_steps_were_skipped(start):
 def test_evaluation_without_a_readable_row(start, tmp_path):
     for image in (tmp_path / "eval_images").iterdir():
         image.write_bytes(b"not an image")
-    with pytest.raises(DataError, match="none of the 6 validation rows could be read"):
+    with pytest.raises(DataError, match="neither the image of this row nor those of the 100 rows after it can be read"):
         loop.train(start("", 1, task={"on_bad_image": "skip"}))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
 import numpy as np
 import pytest
 import torch
@@ -129,25 +132,27 @@ def test_inputs_that_cannot_be_mixed(section, inputs, message, hint):
     assert hint in caught.value.hint
 
 
-def codes(*commands: list[str]) -> list[int]:
-    """The exit codes of these commands, in a process of their own, since training sets global switches of torch."""
+def codes(*commands: list[str]) -> tuple[list[int], str]:
+    """The exit codes of these commands and what they print, in a process of their own, since training sets global
+    switches of torch."""
     return run_ranks(1, _codes, list(commands), group=False)[0]
 
 
-def _codes(commands: list[list[str]]) -> list[int]:
-    return [cli.main(words) for words in commands]
+def _codes(commands: list[list[str]]) -> tuple[list[int], str]:
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        return [cli.main(words) for words in commands], printed.getvalue()
 
 
-def test_task_without_images_is_refused_before_training(tmp_path, capfd):
+def test_task_without_images_is_refused_before_training(tmp_path):
     names = datasets.write_names(tmp_path / "names.txt")
     task = {"name": "pet_names", "names": str(names), "rows": "names"}
     tree = {**settings(tmp_path), "task": task, "model": {"name": "char_gru"}, "train": {"mixup": 0.2, "epochs": 1}}
     config = str(write_yaml(tmp_path / "x.yaml", tree))
-    assert codes(["check", "-c", config], ["train", "-c", config]) == [2, 2]
-    shown = "".join(capfd.readouterr())
-    assert (
-        shown.count("train.mixup: int64 inputs cannot be mixed; this task has no images\n  -> set train.mixup=0") == 2
-    )
+    found, printed = codes(["check", "-c", config], ["train", "-c", config])
+    assert found == [2, 2]
+    message = "train.mixup: int64 inputs cannot be mixed; this task has no images\n  -> set train.mixup=0"
+    assert printed.count(message) == 2
 
 
 def test_training_learns_with_both(tmp_path):
@@ -159,7 +164,7 @@ def test_training_learns_with_both(tmp_path):
     for name, alphas in (("plain", {}), ("mixed", {"mixup": 1.0, "cutmix": 1.0})):
         tree = settings(tmp_path, **sections, name=name, train={"epochs": 6, "log_every": 6, **alphas})
         commands.append(["train", "-c", str(write_yaml(tmp_path / f"{name}.yaml", tree))])
-    assert codes(*commands) == [0, 0]
+    assert codes(*commands)[0] == [0, 0]
     ends = {(name, split): of_split(tmp_path / "runs" / name, split)[-1]
             for name in ("plain", "mixed") for split in ("train", "eval")}  # fmt: skip
     assert ends["plain", "eval"]["top1"] == ends["mixed", "eval"]["top1"] == 1.0
