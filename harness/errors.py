@@ -10,8 +10,11 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_USAGE = 2
@@ -60,6 +63,7 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of this path is a file, not a folder",
     errno.ELOOP: "symbolic links in this path form a loop: remove them",
 }
+_MAX_NAMES = 10_000  # of a folder, compared with a missing one
 _ERRNO = re.compile(r"(?:os error|errno) (\d+)", re.IGNORECASE)
 
 
@@ -128,6 +132,33 @@ def similar(name: str, names: Iterable[str]) -> str | None:
     }
     found = difflib.get_close_matches(wanted, spellings, n=1)
     return spellings[found[0]] if found else None
+
+
+def similar_path(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = os.path.exists) -> Path | None:
+    """The existing path that is most similar to ``path``, of which any part may be misspelled. ``wanted`` chooses among
+    the names of its last part, for example only folders."""
+    path = Path(path)
+    missing = [part for part in (path, *path.parents) if not os.path.exists(part)]
+    if not missing:
+        return None
+    wrong = missing[-1]
+    keep = wanted if wrong == path else os.path.isdir
+    try:
+        with os.scandir(wrong.parent) as entries:
+            there = [entry.name for entry in islice(entries, _MAX_NAMES) if keep(Path(entry.path))]
+    except OSError:
+        return None
+    near = similar(wrong.name, there)
+    if near is None:
+        return None
+    found = wrong.with_name(near) / path.relative_to(wrong)
+    return found if os.path.exists(found) else similar_path(found, wanted)
+
+
+def did_you_mean(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = os.path.exists) -> str:
+    """A hint with ``similar_path``, quoted for a shell; empty if there is none."""
+    near = similar_path(path, wanted)
+    return f"did you mean {shlex.quote(str(near))}?" if near else ""
 
 
 def _numbers(name: str) -> list[int]:

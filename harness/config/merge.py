@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.config import presets
 from harness.config.schema import flatten
-from harness.errors import ConfigError, first_line, require_regular_file, similar
+from harness.errors import ConfigError, did_you_mean, first_line, require_regular_file, similar
 
 _Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DEEP = 10_000  # brackets; libyaml might overflow the stack
@@ -133,9 +133,7 @@ def _text(path: Path) -> str:
         hint = "save it as UTF-8, if it is a configuration"
         raise ConfigError("this file is not UTF-8 text", where=str(path), hint=hint) from None
     except OSError as error:
-        files = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = similar(path.name, files)
-        hint = f"did you mean {path.parent / near}?" if near else _NAME
+        hint = did_you_mean(path, lambda file: file.suffix in (".yaml", ".yml")) or _NAME
         raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path), hint=hint) from None
 
 

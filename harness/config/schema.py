@@ -8,6 +8,7 @@ under ``harness/tasks``.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,6 +19,7 @@ from harness.config.launch import LaunchSection
 from harness.config.schedule import ScheduleSection
 
 if TYPE_CHECKING:
+    from harness.errors import HarnessError
     from harness.training.task import OpenedTask
 
 
@@ -32,6 +34,11 @@ class TaskSection(Section):
     def open(self, seed: int, cache_dir: Path | None) -> OpenedTask:
         """Open the data. Called once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``."""
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
+
+    def problems(self) -> Iterable[HarnessError]:
+        """What is wrong with the data, as far as a look of milliseconds without torch finds it. A task may override
+        it."""
+        return ()
 
 
 class DataSection(Section):

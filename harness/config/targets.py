@@ -198,9 +198,24 @@ class TableTask(LabelledTask):
         return self.labels.chosen
 
     @property
+    def input_columns(self) -> dict[str, str]:
+        """{column of the inputs: the setting that names it}. Subclasses override it."""
+        return {}
+
+    @property
+    def label_setting(self) -> str:
+        """The setting that names the columns of the labels."""
+        return "task.label_column" if self.labels.column is None else "task.labels.column"
+
+    @property
     def label_columns(self) -> tuple[str, ...]:
         column = self.labels.column or self.label_column
         return (column,) if isinstance(column, str) else column
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """{column that both tables need: the setting that names it}."""
+        return {**self.input_columns, **dict.fromkeys(self.label_columns, self.label_setting)}
 
 
 def metric(name: str) -> tuple[tuple[Kind, ...], Better]:

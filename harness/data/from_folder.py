@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.data.table_file import write_rows
-from harness.errors import ConfigError, DataError, reason, remedy, similar
+from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # that torchvision decodes
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
@@ -65,9 +65,7 @@ def _folders(folder: Path) -> set[str]:
     try:
         return {entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")}
     except FileNotFoundError as error:
-        there = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        near = similar(folder.name, there)
-        hint = f"did you mean {shlex.quote(str(folder.parent / near))}?" if near else ""
+        hint = did_you_mean(folder, os.path.isdir)
         raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=hint) from None
     except OSError as error:
         raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=remedy(error)) from None

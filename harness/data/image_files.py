@@ -16,7 +16,7 @@ from torchvision.io import read_file
 
 from harness.data import tars
 from harness.data.url_cache import UrlCache
-from harness.errors import DataError, require_regular_file, similar
+from harness.errors import require_regular_file
 from harness.runs.files import default_cache_dir, is_url
 
 _TAR = ".tar/"
@@ -45,15 +45,6 @@ class ImageFiles:
     def is_file(self, path: str) -> bool:
         """True if ``path`` names a local file, not a member of an archive or something behind a URL."""
         return _TAR not in path and not is_url(self.place(path))
-
-    def require_root(self) -> None:
-        """Raise DataError if the root is a folder that does not exist. A URL is not asked."""
-        if self.root and not is_url(self.root) and not os.path.isdir(self.root):
-            near = similar(os.path.basename(self.root.rstrip("/")), _folders(os.path.dirname(self.root.rstrip("/"))))
-            found = "is not a folder" if os.path.exists(self.root) else "does not exist"
-            hint = f"did you mean {near}? " if near else ""
-            hint += "it is the folder that image paths are relative to, itself relative to the working folder"
-            raise DataError(f"the folder {self.root} {found}", where="task.root", hint=hint)
 
     def read(self, path: str) -> torch.Tensor:
         """The bytes of ``path``, uint8 (bytes,). Raises OSError or RuntimeError if this file or member cannot be read,
@@ -86,10 +77,3 @@ class ImageFiles:
         file = self._urls.file(archive) if is_url(archive) else archive
         assert self.cache_dir is not None
         return tars.read(file, member, self.cache_dir / "tars", archive)
-
-
-def _folders(parent: str) -> list[str]:
-    try:
-        return [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
-    except OSError:
-        return []

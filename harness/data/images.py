@@ -26,6 +26,7 @@ from harness.data.batch import Batch
 from harness.data.image_files import ImageFiles
 from harness.data.row_labels import RowLabels
 from harness.data.seeds import row_seed, seeded_torch
+from harness.data.table.source import require_root
 from harness.data.table.table import Table
 from harness.errors import ConfigError, DataError, first_line, similar
 
@@ -86,7 +87,7 @@ class ImageTable:
         """Raise DataError if the root or images of ``rows`` do not exist, or if a few of them cannot be decoded, unless
         images may be skipped. Looks for at most ``limit_s`` seconds: a network disk has thousands of files per second,
         a local one hundreds of thousands."""
-        self.files.require_root()
+        require_root(self.files.root)
         if self.on_bad_image != "error":
             return
         missing: list[tuple[int, str]] = []

@@ -36,7 +36,8 @@ def split(
     if (kind == "parquet") != (suffix == ".parquet"):
         raise ConfigError(f"the content is {kind}", where=name, hint=f"rename it to {stem}.{kind}")
     columns = _columns(source, kind)
-    require_columns(columns, [column for column in (by, stratify) if column], None, name)
+    needed = {column: option for column, option in ((by, "--by"), (stratify, "--stratify")) if column}
+    require_columns(columns, needed, name)
     rows, codes, values = _codes(source, kind, [column for column in (by, stratify) if column])
     wanted = round(rows * fraction)
     if not 0 < wanted < rows:

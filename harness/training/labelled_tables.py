@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +32,19 @@ class LabelledTables:
     objective: Objective
 
 
-def open_tables(task: TableTask, text: Sequence[str], cache_dir: Path | None) -> LabelledTables:
-    """Open ``task.train_csv`` and ``task.eval_csv``, with the columns ``text``. Raises DataError if a label cannot be
-    used, ConfigError if the loss or a metric cannot be computed."""
+def open_tables(task: TableTask, cache_dir: Path | None) -> LabelledTables:
+    """Open ``task.train_csv`` and ``task.eval_csv``. Raises DataError if a label cannot be used, ConfigError if the
+    loss or a metric cannot be computed."""
     section, kind = task.labels, task.label_kind
     form = {"single_label": "class", "multi_label": "tags", "regression": "numbers"}[kind]
-    columns = LabelColumns(form, task.label_columns, section.separator or "", section.empty == "allow")  # type: ignore[arg-type]
+    separator, empty = section.separator or "", section.empty == "allow"
+    columns = LabelColumns(form, task.label_columns, separator, empty, task.label_setting)  # type: ignore[arg-type]
     train, eval_ = (
-        open_table(source, text=text, label=columns, cache_dir=cache_dir) for source in (task.train_csv, task.eval_csv)
+        open_table(source, text=task.input_columns, label=columns, cache_dir=cache_dir)
+        for source in (task.train_csv, task.eval_csv)
     )
     names = task.label_columns if kind == "regression" else train.vocabulary
-    labels = Labels(kind, tuple(names), section.separator or "", train.mean, train.std)
+    labels = Labels(kind, tuple(names), separator, train.mean, train.std)
     split, eval_split = (Split(table, _row_labels(labels, table, task.train_csv)) for table in (train, eval_))
 
     def counts() -> tuple[np.ndarray, int]:
@@ -56,11 +57,9 @@ def open_tables(task: TableTask, text: Sequence[str], cache_dir: Path | None) ->
     return LabelledTables(split, eval_split, objective)
 
 
-def open_new(
-    task: TableTask, learned: dict[str, Any], source: str, text: Sequence[str], cache_dir: Path | None
-) -> tuple[Split, Objective]:
+def open_new(task: TableTask, learned: dict[str, Any], source: str, cache_dir: Path | None) -> tuple[Split, Objective]:
     """Open the table ``source`` for prediction, with the labels in ``learned``. Its own labels are not interpreted."""
-    table = open_table(source, text=text, cache_dir=cache_dir)
+    table = open_table(source, text=task.input_columns, cache_dir=cache_dir)
     labels = Labels.of_learned(task.label_kind, learned, task.labels.separator or "")
     return Split(table, NoLabels(table, task.label_columns)), Objective(task, labels)
 

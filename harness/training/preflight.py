@@ -49,6 +49,8 @@ def examine(
     device = attempt(devices.choose, config.runtime.device, 0, 1)
     chosen = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
     task = attempt(build.open_task, config, Runtime(), limit_s)
+    if task is None:
+        errors += [error for error in config.task.problems() if str(error) not in map(str, errors)]
     size = attempt(build.sizes, config, len(task.train), world_size) if task else None
     model = attempt(build.build_model, config, task) if task else None
     sampled: str | None = None

@@ -189,7 +189,11 @@ def test_split_by_group_and_label(tmp_path, capsys):
     assert {row["label"] for row in train} == {"a", "b", "rare"}
     capsys.readouterr()
     for words, message in (
-        (("--eval", "0.2", "--by", "pation"), "no column 'pation'"),
+        (("--eval", "0.2", "--by", "pation"), "'path', 'label', 'patient'\n  -> did you mean --by patient?"),
+        (
+            ("--eval", "0.2", "--stratify", "kind"),
+            "no column 'kind'; the columns are 'path', 'label', 'patient'\n  -> use --stratify NAME",
+        ),
         (("--eval", "0.0001"), "0.0001 of 700 rows is 0: one part would be empty"),
     ):
         assert data("split", table, *words, "--force") in (2, 65)

@@ -67,8 +67,14 @@ def test_unknown_evaluation_label_is_named(folder):
 def test_missing_file_and_column(folder):
     with pytest.raises(DataError, match=r"nope\.csv"):
         opened(folder, train_csv=str(folder / "nope.csv"))
-    with pytest.raises(DataError, match="lable"):
-        opened(folder, label_column="lable")
+    for options, hint in (
+        ({"label_column": "lable"}, "did you mean task.label_column=label?"),
+        ({"path_column": "image"}, "set task.path_column=path"),
+        ({"labels": {"column": "kind"}}, "set task.labels.column=label"),
+    ):
+        with pytest.raises(DataError, match=r"no column '\w+'; the columns are 'path', 'label'") as caught:
+            opened(folder, **options)
+        assert caught.value.hint == hint
 
 
 def test_fingerprint_depends_on_the_annotations(folder):

@@ -140,7 +140,7 @@ def test_no_words_and_no_column(folder):
     write(folder, "eval", [("!!!", "pos")])
     with pytest.raises(DataError, match="no row has a word in column 'text'"):
         opened(folder)
-    with pytest.raises(DataError, match="no column 'review'"):
+    with pytest.raises(DataError, match="(?s)no column 'review'.* -> set task.text_column=text"):
         opened(folder, text_column="review")
 
 

@@ -192,8 +192,16 @@ def test_independent_errors_are_reported_together(folder):
 
 def test_errors_of_data_do_not_hide_other_errors(folder):
     (folder / "eval.csv").unlink()
-    _, problems = examine(folder, optimizer={"name": "adamm"})
-    assert [type(problem) for problem in problems] == [DataError, ConfigError]
+    (folder / "images").mkdir()
+    _, problems = examine(folder, "task.label_column=kind", f"task.root={folder}/imagse", optimizer={"name": "adamm"})
+    messages = [str(problem).removeprefix(f"{folder}/") for problem in problems]
+    assert messages[0].startswith(
+        "train.csv: no column 'kind'; the columns are 'path', 'label'\n  -> set task.label_column"
+    )
+    assert messages[1].startswith("eval.csv: no such annotation file")
+    assert f"task.root: the folder {folder}/imagse does not exist\n  -> did you mean {folder}/images? " in messages[2]
+    assert "unknown optimizer 'adamm'" in messages[3]
+    assert len(messages) == 4
 
 
 def test_unreadable_configuration_is_the_only_error(folder):

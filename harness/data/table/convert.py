@@ -10,10 +10,12 @@ import contextlib
 import hashlib
 import json
 import secrets
+import shlex
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,19 @@ import pyarrow as pa
 from harness.data.table import csv_lines, csv_reader, parquet_reader
 from harness.data.table.cache import CacheEntry, read_json
 from harness.data.table.labels import LabelColumns
-from harness.data.table.source import Source, download, kind_of, nearest
+from harness.data.table.source import Source, download, kind_of, locate, require_root
 from harness.data.table.writers import CodeWriter, NumberWriter, TextWriter, label_writer
-from harness.errors import DataError
-from harness.runs.files import replacing, write_atomically
+from harness.errors import DataError, similar
+from harness.runs.files import is_url, replacing, write_atomically
 
 LabelWriter = CodeWriter | NumberWriter
+Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
 _POLL_S = 0.02
 _POLLS_PER_LOCK = 10  # looking for a file is cheap; trying the lock takes processor time from the converter
 _READ_AHEAD = 4  # batches
 
 
-def converted(source: Source, entry: CacheEntry, text: Sequence[str], label: LabelColumns | None) -> dict[str, Any]:
+def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first if necessary. Raises DataError."""
     earlier_failure = read_json(entry.failure)
     while (manifest := entry.load()) is None:
@@ -53,14 +56,14 @@ def converted(source: Source, entry: CacheEntry, text: Sequence[str], label: Lab
     return manifest
 
 
-def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text: Sequence[str]) -> None:
+def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text: Text) -> None:
     """Do not repeat a conversion that failed while this process waited: eight ranks would take eight times as long."""
     failure = read_json(entry.failure)
     if failure is not None and failure != earlier and failure["text"] == list(text):
         raise DataError(failure["message"], where=failure["where"], hint=failure["hint"])
 
 
-def _convert_or_record(source: Source, entry: CacheEntry, text: Sequence[str], label: LabelColumns | None) -> None:
+def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> None:
     entry.sweep(source)
     try:
         path = Path(source.identity)
@@ -76,7 +79,7 @@ def _convert_or_record(source: Source, entry: CacheEntry, text: Sequence[str], l
         raise
 
 
-def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], label: LabelColumns | None) -> None:
+def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: LabelColumns | None) -> None:
     """Convert ``path``, the local copy of ``source``, into ``entry``. The caller holds the lock.
 
     Raises DataError if the content is unusable, the file changes meanwhile, or the cache cannot be written; the entry
@@ -84,10 +87,7 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], 
     """
     kind = kind_of(path, source.name)
     reader = parquet_reader if kind == "parquet" else csv_reader
-    columns = reader.read_header(path, source.name)
-    if kind == "parquet":
-        parquet_reader.require_text(path, source.name, [*text, *(label.columns if label else [])])
-    require_columns(columns, text, label, source.name)
+    columns = require_header(path, source.name, needed_columns(text, label))
     with contextlib.ExitStack() as stack:
         stack.enter_context(entry.writing())
         arrow = stack.enter_context(replacing(entry.arrow))
@@ -120,20 +120,65 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Sequence[str], 
         entry.publish(manifest | {"kind": kind, "source": source.identity, "version": source.version})
 
 
-def require_columns(columns: Sequence[str], text: Sequence[str], label: LabelColumns | None, name: str) -> None:
-    """Raise DataError unless the table has all of these columns."""
-    missing = [c for c in dict.fromkeys([*text, *(label.columns if label else [])]) if c not in columns]
+def needed_columns(text: Text, label: LabelColumns | None) -> dict[str, str]:
+    """{column: the setting that names it, or ""}."""
+    named = text if isinstance(text, Mapping) else dict.fromkeys(text, "")
+    return {**named, **dict.fromkeys(label.columns if label else (), label.setting if label else "")}
+
+
+def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -> Iterator[DataError]:
+    """What is wrong with the annotation files ``places``, as far as their headers show it, and with ``root``, to which
+    paths in the rows are relative. URLs are not asked."""
+
+    def require_file(place: str) -> None:
+        require_header(Path(locate(place).identity), place, needed)
+
+    checks = [partial(require_file, place) for place in places if not is_url(place)]
+    for check in [*checks, partial(require_root, root)]:
+        try:
+            check()
+        except DataError as error:
+            yield error
+
+
+def require_header(path: Path, name: str, needed: Mapping[str, str]) -> list[str]:
+    """The columns of the file ``path``. Raises DataError unless all of ``needed`` are among them and can be text."""
+    kind = kind_of(path, name)
+    columns = (parquet_reader if kind == "parquet" else csv_reader).read_header(path, name)
+    if kind == "parquet":
+        parquet_reader.require_text(path, name, needed)
+    require_columns(columns, needed, name)
+    return columns
+
+
+def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str) -> None:
+    """Raise DataError unless all columns of ``needed``, {column: the setting that names it}, are among ``columns``."""
+    missing = [column for column in needed if column not in columns]
     if not missing:
         return
-    hints = [nearest(column, columns) for column in missing]
+    hints = [_instead(column, columns, needed) for column in missing]
     for separator, plural in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if len(columns) == 1 and separator in columns[0]:
             hints = [f"the columns seem to be separated by {plural}: save the file with commas"]
     raise DataError(
         f"no column {', '.join(map(repr, missing))}; the columns are {', '.join(map(repr, columns))}",
         where=name,
-        hint="; ".join(filter(None, hints)) or "set the key that names it, such as task.path_column=NAME",
+        hint="; ".join(filter(None, hints)),
     )
+
+
+def _instead(column: str, columns: Sequence[str], needed: Mapping[str, str]) -> str:
+    """What to type instead of ``column``, which does not exist; empty if there is nothing to suggest."""
+    setting, near = needed[column], similar(column, columns)
+    if not setting or list(needed.values()).count(setting) > 1:  # a list of columns
+        meant = f"did you mean {near!r}? " if near else ""
+        return f"{meant}{setting} names the columns" if setting else meant.strip()
+    taken = {*needed, *(similar(other, columns) for other in needed if other not in columns)}
+    left = [other for other in columns if other not in taken]
+    word = near or (left[0] if len(left) == 1 else "NAME")
+    option = setting.startswith("--")
+    typed = f"{setting} {shlex.quote(word)}" if option else shlex.quote(f"{setting}={word}")
+    return f"did you mean {typed}?" if near else f"{'use' if option else 'set'} {typed}"
 
 
 def _write_rows(texts: TextWriter, labels: LabelWriter | None, batches: Generator[pa.RecordBatch, None, None]) -> int:

@@ -28,12 +28,14 @@ class LabelColumns:
 
     class: one label per row, in one column. tags: any number of labels per row, in one column, with ``separator``
     between them; a row may have none only if ``allow_empty``. numbers: one finite number per row in each column.
+    ``setting``: what names the columns, for messages.
     """
 
     kind: Literal["class", "tags", "numbers"]
     columns: tuple[str, ...]
     separator: str = ""
     allow_empty: bool = False
+    setting: str = ""
 
     @property
     def key(self) -> object:
@@ -60,8 +62,8 @@ class BadRows:
 class LabelCoder:
     """Numbers the distinct labels in order of first appearance; ``finish`` sorts them."""
 
-    def __init__(self, column: str, where: str) -> None:
-        self.column, self.where = column, where
+    def __init__(self, column: str, where: str, setting: str = "") -> None:
+        self.column, self.where, self.setting = column, where, setting or "the key of the label column"
         self.num_rows = 0
         self.blank = BadRows()
         self._code_of: dict[str | None, int] = {}
@@ -94,7 +96,7 @@ class LabelCoder:
                 raise DataError(
                     f"column {self.column!r} has more than {MAX_LABELS:,} different values, too many for labels",
                     where=self.where,
-                    hint="set the key that names the column of class labels, such as task.label_column=NAME",
+                    hint=f"set {self.setting} to a column of class labels; numbers need task.labels.kind=regression",
                 )
         return code
 

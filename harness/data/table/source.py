@@ -11,12 +11,12 @@ import contextlib
 import gzip
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from harness.errors import DataError, remedy, require_regular_file, similar
+from harness.errors import DataError, did_you_mean, remedy, require_regular_file
 from harness.runs.files import is_url, replacing
 
 # First bytes of files that are not text, and how to convert them.
@@ -85,6 +85,17 @@ def locate(source: str | os.PathLike[str]) -> Source:
     return Source(name, path, (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
 
 
+def require_root(root: str) -> None:
+    """Raise DataError if ``root``, to which paths in the rows are relative, is a folder that does not exist. A URL is
+    not asked."""
+    folder = root.removeprefix("file://")
+    if folder and not is_url(folder) and not os.path.isdir(folder):
+        found = "is not a folder" if os.path.exists(folder) else "does not exist"
+        meaning = "it is the folder that image paths are relative to, itself relative to the working folder"
+        hint = f"{did_you_mean(folder, os.path.isdir)} {meaning}".strip()
+        raise DataError(f"the folder {folder} {found}", where="task.root", hint=hint)
+
+
 def kind_of(path: Path, name: str) -> str:
     """Return ``csv``, ``csv.gz`` or ``parquet``, by the first bytes of the file, not its name. Raises DataError."""
     try:
@@ -114,20 +125,12 @@ def open_bytes(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if zipped else open(path, "rb")
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return ``did you mean 'label'?``, or "" if nothing is similar."""
-    found = similar(word, words)
-    return f"did you mean {found!r}?" if found else ""
-
-
 def _nearest_file(path: Path) -> str:
+    if near := did_you_mean(path):
+        return near
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist either; relative paths start at {Path.cwd()}"
-    try:
-        names = [p.name for p in path.parent.iterdir()]
-    except OSError:
-        return ""
-    return nearest(path.name, names) or _files_in(path.parent)
+    return _files_in(path.parent)
 
 
 def _files_in(folder: Path) -> str:

@@ -14,7 +14,6 @@ file counts as changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pyarrow as pa
 
 from harness.data.table import csv_lines
 from harness.data.table.cache import CacheEntry
-from harness.data.table.convert import converted, require_columns
+from harness.data.table.convert import Text, converted, needed_columns, require_columns
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, locate
 from harness.errors import DataError
@@ -34,23 +33,23 @@ _FEW_ROWS = 512  # up to here, reading one value after the other is faster than 
 def open_table(
     source: str | os.PathLike[str],
     *,
-    text: Sequence[str] = (),
+    text: Text = (),
     label: str | LabelColumns | None = None,
     cache_dir: Path | None = None,
 ) -> Table:
     """Open an annotation file, converting it first if no process has.
 
     ``source`` is a CSV, a gzipped CSV or a Parquet file, local or an fsspec URL. ``text`` names columns that must
-    exist, ``label`` the column of class labels, or other label columns; all columns are kept. ``cache_dir`` replaces
-    the default of ``runs.files.default_cache_dir``. Raises DataError with the place and the remedy if the file or the
-    cache cannot be used.
+    exist, perhaps each with the setting that names it, ``label`` the column of class labels, or other label columns;
+    all columns are kept. ``cache_dir`` replaces the default of ``runs.files.default_cache_dir``. Raises DataError with
+    the place and the remedy if the file or the cache cannot be used.
     """
     text = (text,) if isinstance(text, str) else text
     label = LabelColumns("class", (label,)) if isinstance(label, str) else label
     found = locate(source)
     entry = CacheEntry.of(found, label, cache_dir)
     manifest = converted(found, entry, text, label)
-    require_columns(manifest["columns"], text, label, found.name)
+    require_columns(manifest["columns"], needed_columns(text, label), found.name)
     return Table(found, entry, manifest)
 
 

@@ -97,7 +97,7 @@ class CodeWriter:
 
     def __init__(self, path: Path, label: LabelColumns, where: str) -> None:
         self.path, self.label = path, label
-        self.coder = LabelCoder(label.columns[0], where)
+        self.coder = LabelCoder(label.columns[0], where, label.setting)
         self.bad = self.coder.blank
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from harness.config.targets import TableTask
 from harness.config.transforms import TransformsSection
 
 if TYPE_CHECKING:
+    from harness.errors import DataError
     from harness.tasks.image_csv.task import ImageCsv
 
 _CHANNELS = {"rgb": 3, "gray": 1}
@@ -69,8 +71,17 @@ class Task(TableTask):
         raise ValueError(f"augment was replaced by transforms; instead of it write\n     transforms: {text}")
 
     @property
+    def input_columns(self) -> dict[str, str]:
+        return {self.path_column: "task.path_column"}
+
+    @property
     def channels(self) -> int:
         return _CHANNELS[self.color]
+
+    def problems(self) -> Iterator[DataError]:
+        from harness.data.table import convert
+
+        yield from convert.problems((self.train_csv, self.eval_csv), self.columns, self.root)
 
     def open(self, seed: int, cache_dir: Path | None) -> ImageCsv:
         """Open the annotation tables, converting them first if necessary. Raises DataError."""

@@ -33,7 +33,7 @@ _SAMPLE = 200  # images of each split that harness check decodes
 def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises HarnessError."""
     lists = transforms.build(task.transforms, task.image_size, task.channels)  # before tables are converted
-    opened = labelled_tables.open_tables(task, (task.path_column,), cache_dir)
+    opened = labelled_tables.open_tables(task, cache_dir)
     train, eval_ = (_images(task, split, lists, seed, cache_dir) for split in (opened.train, opened.eval))
     return ImageCsv(task, train, eval_, opened.objective)
 
@@ -41,7 +41,7 @@ def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
 def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
     lists = transforms.build(task.transforms, task.image_size, task.channels)
-    split, objective = labelled_tables.open_new(task, learned, source, (task.path_column,), cache_dir)
+    split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
     images = _images(task, split, lists, 0, cache_dir)
     return ImageCsv(task, images, images, objective, _learned_size(learned))
 

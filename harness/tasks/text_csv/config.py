@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from harness.config.base import Arguments, Positive, Section
 from harness.config.targets import TableTask
 
 if TYPE_CHECKING:
+    from harness.errors import DataError
     from harness.tasks.text_csv.task import TextCsv
 
 BUILT_IN = ("words", "bytes")
@@ -64,6 +66,15 @@ class Task(TableTask):
     """Column of the CSV with the texts."""
     tokenizer: TokenizerSection = TokenizerSection()
     """How texts are cut into tokens."""
+
+    @property
+    def input_columns(self) -> dict[str, str]:
+        return {self.text_column: "task.text_column"}
+
+    def problems(self) -> Iterator[DataError]:
+        from harness.data.table import convert
+
+        yield from convert.problems((self.train_csv, self.eval_csv), self.columns)
 
     def open(self, seed: int, cache_dir: Path | None) -> TextCsv:
         """Open the annotation tables, converting them first if necessary. Raises DataError."""

@@ -32,7 +32,7 @@ _EXAMPLE_TOKENS = 16
 
 def open_tables(task: Task, cache_dir: Path | None) -> TextCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``, and learn the words of the former. Raises DataError."""
-    opened = labelled_tables.open_tables(task, (task.text_column,), cache_dir)
+    opened = labelled_tables.open_tables(task, cache_dir)
     tokenizer = _built_in(task) or (
         tokens.learn_words(opened.train.table, task.text_column, task.tokenizer.max_words, cache_dir)
     )
@@ -42,7 +42,7 @@ def open_tables(task: Task, cache_dir: Path | None) -> TextCsv:
 
 def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
     """Open the table ``source`` for prediction with the labels and words in ``learned``."""
-    split, objective = labelled_tables.open_new(task, learned, source, (task.text_column,), cache_dir)
+    split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
     tokenizer = _built_in(task) or _learned_words(learned)
     texts = _texts(task, split, tokenizer)
     return TextCsv(task, texts, texts, objective, tokenizer)

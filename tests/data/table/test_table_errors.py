@@ -49,7 +49,8 @@ def parquet(*columns: list, names: list[str]) -> bytes:
 def test_missing_file_and_folder(refused, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train_v2.csv").touch()
-    assert refused(None, "tain.csv") == ("no such annotation file", "", "did you mean 'train_v2.csv'?")
+    near = f"did you mean {tmp_path}/data/train_v2.csv?"
+    assert refused(None, "tain.csv") == ("no such annotation file", "", near)
     assert refused(None, "xyz")[2] == f"files in {tmp_path}/data: train_v2.csv"
     with pytest.raises(DataError, match=f"the folder {tmp_path}/nowhere does not exist either"):
         open_table(tmp_path / "nowhere" / "a.csv", cache_dir=tmp_path)
@@ -154,6 +155,15 @@ def test_missing_columns(refused, tmp_path):
     message, _, hint = refused(b"path,Label,caption\na,1,x\n", text=["path", "captoin"])
     assert message == "no column 'captoin', 'label'; the columns are 'path', 'Label', 'caption'"
     assert hint == "did you mean 'caption'?; did you mean 'Label'?"
+    label = LabelColumns("class", ("label",), setting="task.label_column")
+    for header, expected in (
+        (b"picture,Label", "set task.path_column=picture; did you mean task.label_column=Label?"),
+        (b"path,my kind", "set 'task.label_column=my kind'"),
+        (b"path,a,b", "set task.label_column=NAME"),
+    ):
+        assert refused(header + b"\na,1,x\n", text={"path": "task.path_column"}, label=label)[2] == expected
+    numbers = LabelColumns("numbers", ("x", "y"), setting="task.labels.column")
+    assert refused(b"path,z\na,1\n", label=numbers)[2].endswith("task.labels.column names the columns")
     path = tmp_path / "a.csv"
     path.write_bytes(HEADER + GOOD)
     open_table(path, cache_dir=tmp_path / "cache")
@@ -183,7 +193,9 @@ def test_too_many_labels(refused, monkeypatch):
     monkeypatch.setattr(labels, "MAX_LABELS", 400)
     message, _, hint = refused(HEADER + GOOD, label="path")
     assert message == "column 'path' has more than 400 different values, too many for labels"
-    assert hint == "set the key that names the column of class labels, such as task.label_column=NAME"
+    label = LabelColumns("class", ("path",), setting="task.label_column")
+    _, _, hint = refused(HEADER + GOOD, label=label)
+    assert hint.startswith("set task.label_column to a column of class labels")
 
 
 @pytest.mark.parametrize("block", [64, 4 << 20])
