@@ -11,6 +11,7 @@ from harness.compare.results import Metric, PairedPredictions, Spread, Throughpu
 from harness.compare.saved_state import StateDifference
 from harness.compare.settings import Code, Differences, SettingsComparison, with_defaults
 from harness.compare.significance import LEVEL
+from harness.report import formatting
 from harness.runs.reader import Record
 
 VERDICTS = {
@@ -39,8 +40,7 @@ def _sides(found: Comparison) -> Iterator[str]:
 
 
 def _state(record: Record) -> str:
-    world = record.world_size
-    return record.state + (f", {world} rank{'s' if world != 1 else ''}" if world else "")
+    return record.state + (f", {formatting.ranks(record.ranks)}" if record.ranks else "")
 
 
 # Equality
@@ -73,10 +73,10 @@ def _divergence(equality: Equality) -> str:
 
 def _world_sizes(found: Comparison, pair: Equality) -> Iterator[str]:
     """The reasons why runs with different numbers of ranks diverge."""
-    one, other = pair.world_sizes
-    if pair.verdict != "different" or None in pair.world_sizes or one == other:
+    one, other = found.one.runs[0].ranks, found.other.runs[0].ranks
+    if pair.verdict != "different" or not one or not other or one == other:
         return
-    yield f"  With {one} and {other} ranks, sums are taken in a different order, so the last digits differ."
+    yield f"  On {one} and on {formatting.ranks(other)}, sums are taken in another order, so the last digits differ."
     shards = {with_defaults(side.runs[0].config)["data"]["shard"] for side in (found.one, found.other)}
     if shards != {"global"}:
         yield "  The batches hold different rows, too; data.shard=global makes them equal for any number of ranks."

@@ -118,7 +118,9 @@ def confusion(found: Confusion, label: str) -> Chart | None:
         "xaxis": {"title": {"text": "prediction"}, "type": "category", "showgrid": False, "side": "top"},
         "yaxis": {"title": {"text": "label"}, "type": "category", "autorange": "reversed", "showgrid": False},
     }
-    summary = f"Confusion matrix of {label}: {len(names)} classes."
+    summary = (
+        f"Confusion matrix of {label}: {len(names)} classes, {formatting.plural(sum(map(sum, found.counts)), 'row')}."
+    )
     if found.pairs:
         true, predicted, count = found.pairs[0]
         summary += f" The most frequent error: {true} predicted as {predicted} ({count} times)."

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from harness.report import formatting
 from harness.report.history import AXES, Curve
 from harness.report.run_set import ReportedRun, RunSet, SeedGroup
 
@@ -41,12 +40,12 @@ def choose(runs: RunSet) -> list[CurveLine]:
     """The best runs, MAX_LINES at most: a color and a symbol for each recipe, a dash for each world size."""
     drawn = [group for group in runs.seed_groups if any(_has_points(run) for run in group.runs)][:MAX_LINES]
     recipes = list(dict.fromkeys(group.runs[0].recipe for group in drawn))
-    worlds = sorted({group.runs[0].world or 0 for group in drawn})
+    worlds = sorted({group.runs[0].record.ranks for group in drawn}, key=lambda ranks: (len(ranks), ranks))
     found = []
     for group in drawn:
         run = group.runs[0]
         place = recipes.index(run.recipe)
-        dash = worlds.index(run.world or 0) + place // NUM_COLORS
+        dash = worlds.index(run.record.ranks) + place // NUM_COLORS
         label = run.label if len(group.runs) == 1 else _label(runs, group)
         color, symbol = place % NUM_COLORS, SYMBOLS[place % len(SYMBOLS)]
         found.append(CurveLine(label, group, color, DASHES[dash % len(DASHES)], symbol))
@@ -59,9 +58,9 @@ def _has_points(run: ReportedRun) -> bool:
 
 def _label(runs: RunSet, group: SeedGroup) -> str:
     run = group.runs[0]
-    several = len({other.world for other in runs.runs}) > 1
-    ranks = f" · {formatting.plural(run.world, 'rank')}" if several and run.world else ""
-    return f"{runs.describe(run)}{ranks} · mean of {len(group.runs)} seeds"
+    several = len({other.ranks for other in runs.runs}) > 1
+    ranks = f" · {run.ranks}" if several and run.ranks else ""
+    return f"{runs.describe(run)}{ranks} · mean of {group.size}"
 
 
 def points(line: CurveLine) -> dict[str, Any]:

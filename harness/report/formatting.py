@@ -67,6 +67,11 @@ def plural(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
 
 
+def ranks(numbers: str) -> str:
+    """ "1 rank", "1, then 2 ranks"."""
+    return f"{numbers} rank{'' if numbers == '1' else 's'}"
+
+
 def metric(name: str | None) -> str:
     """A metric's name in a sentence."""
     return _METRICS.get(name or "", (name or "metric").replace("_", " "))

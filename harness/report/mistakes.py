@@ -37,10 +37,12 @@ _PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
 @dataclass(frozen=True)
 class Confusion:
-    """``counts[label][prediction]``, of the newest evaluation."""
+    """``counts[label][prediction]``. ``of_best``: of the best weights, like the list of mistakes; otherwise of the
+    newest evaluation."""
 
     classes: list[str]
     counts: list[list[int]]
+    of_best: bool = False
 
     @property
     def pairs(self) -> list[tuple[str, str, int]]:
@@ -76,7 +78,9 @@ class Mistake:
 
 
 def confusion(run: ReportedRun) -> Confusion | None:
-    """Read ``confusion.csv``; None if it does not exist or is not a square of counts."""
+    """Counted from ``predictions.csv``, which the best weights wrote at the end of the run; before that, the matrix of
+    the newest evaluation. None if ``confusion.csv``, which lists the classes, does not exist or is not a square of
+    counts."""
     try:
         header, *lines = csv.reader(io.StringIO(read_text(run.record.path / layout.CONFUSION), newline=""))
         counts = [[int(cell) for cell in line[1:]] for line in lines]
@@ -84,7 +88,23 @@ def confusion(run: ReportedRun) -> Confusion | None:
         return None
     classes = header[1:]
     square = len(counts) == len(classes) and all(len(line) == len(classes) for line in counts)
-    return Confusion(classes, counts) if square and classes else None
+    if not square or not classes:
+        return None
+    best = _counted(read_predictions(run.record.path / layout.PREDICTIONS), classes)
+    return Confusion(classes, counts if best is None else best, best is not None)
+
+
+def _counted(table: pa.Table | None, classes: list[str]) -> list[list[int]] | None:
+    """The confusion matrix of ``table``; None if it has no rows, or other classes."""
+    if table is None:
+        return None
+    known = table.filter(pc.and_(pc.is_valid(table["label"]), pc.is_valid(table["prediction"])))
+    true, predicted = (pc.index_in(known[name], pa.array(classes)) for name in ("label", "prediction"))
+    if not len(known) or true.null_count or predicted.null_count:
+        return None
+    cells = true.to_numpy().astype(np.int64) * len(classes) + predicted.to_numpy()
+    counts: list[list[int]] = np.bincount(cells, minlength=len(classes) ** 2).reshape(len(classes), -1).tolist()
+    return counts
 
 
 def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:

@@ -35,6 +35,7 @@
         margin: { l: 54, r: 22, t: 12, b: 44 }, xaxis: axis, yaxis: axis,
         hoverlabel: { bgcolor: color("surface"), bordercolor: color("edge"), font: { color: color("ink") }, align: "left" },
         legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 11.5 } },
+        modebar: { bgcolor: "rgba(0,0,0,0)", color: color("quiet"), activecolor: color("accent") },
         dragmode: touch.matches ? false : "zoom", separators: ".,",
       },
     };

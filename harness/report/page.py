@@ -105,7 +105,7 @@ def _cards(
     over = ""
     if group.spread is not None:
         mean, spread = formatting.number(group.mean, 5), formatting.number(group.spread, 2)
-        over = f"; {mean} ± {spread} over {len(group.values)} seeds"
+        over = f"; {mean} ± {spread} over {group.size}"
     figure = formatting.number(best.best, formatting.BEST_DIGITS)
     cards = [
         {"title": f"best {formatting.metric(runs.metric)}", "figure": figure,
@@ -126,7 +126,7 @@ def _cards(
              "figure": formatting.times(statistics.median(tops)),
              "note": several if len(tops) > 1 else "in rows per second, relative to the smallest number of ranks"}
         )  # fmt: skip
-    ranks = formatting.plural(best.world, "rank") if best.world else "an unknown number of ranks"
+    ranks = best.ranks or "an unknown number of ranks"
     cards.append(
         {"title": "training speed", "figure": f"{formatting.count(best.history.rows_per_s)} rows/s",
          "note": f"on {ranks}; total time {formatting.duration(best.history.wall_s)}"}
@@ -138,7 +138,7 @@ def _chips(runs: RunSet, best: ReportedRun) -> list[tuple[str, str]]:
     keys = [key for key in runs.varied if key in best.settings][:MAX_CHIPS]
     keys += [key for key in tables.MAIN_SETTINGS if key not in keys and best.settings.get(key) is not None]
     chips = [(formatting.key(key), formatting.setting(best.settings[key])) for key in keys]
-    return [*chips, ("ranks", str(best.world))] if best.world else chips
+    return [*chips, ("ranks", best.record.ranks)] if best.ranks else chips
 
 
 def _config(best: ReportedRun) -> str:

@@ -16,7 +16,7 @@ from harness.runs import layout
 
 
 def commands(run: ReportedRun) -> list[str]:
-    """Commands for the repository: check out the commit, then train the same configuration under a new name."""
+    """Check out the commit of the working folder, then train the same configuration under a new name."""
     start = _newest(run)
     lines = []
     git = start.get("git")
@@ -28,12 +28,13 @@ def commands(run: ReportedRun) -> list[str]:
     name = shlex.quote(f"name={run.record.name}_again")
     ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
     hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
-    world = run.world or 1
+    world = (run.record.world_sizes or [1])[-1]
     if len(hosts) > 1:
-        where = f"NNODES={len(hosts)} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=PORT"
-        lines.append(f"{where} launch/multi_node.sh {world // len(hosts)} {config} {name}   # on each node")
+        nodes = f"--nnodes={len(hosts)} --node-rank=0 --master-addr=NODE0 --master-port=PORT"
+        train = f"torchrun {nodes} --nproc-per-node={world // len(hosts)} -m harness.train -c {config} {name}"
+        lines.append(f"{train}   # on each node")
     elif world > 1:
-        lines.append(f"launch/single_node.sh {world} {config} {name}")
+        lines.append(f"harness launch -c {config} --nproc {world} {name}")
     else:
         lines.append(f"harness train -c {config} {name}")
     return lines
@@ -56,9 +57,9 @@ def caveats(run: ReportedRun) -> list[str]:
     elif git.get("changed"):
         found.append("The code had uncommitted changes, so the commit may give different numbers.")
     if len(run.record.provenance) > 1:
-        found.append(
-            f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})."
-        )
+        text = f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})"
+        changed = len(run.record.world_sizes) > 1
+        found.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
     on_gpu = set(devices(run.record)) != {"cpu"}
     if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):
         found.append(
@@ -81,7 +82,7 @@ def provenance(run: ReportedRun) -> list[tuple[str, str]]:
         "harness": _harness(start),
         **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
         "machine": _machine(start.get("ranks")),
-        "ranks": str(start.get("world_size", formatting.NOTHING)),
+        "ranks": run.record.ranks or formatting.NOTHING,
         "launched by": str(start.get("launched_by", formatting.NOTHING)),
         "amp": str(start.get("amp", formatting.NOTHING)),
         "Python": str(start.get("python", formatting.NOTHING)),

@@ -39,7 +39,13 @@ class ReportedRun:
 
     @property
     def world(self) -> int | None:
+        """The number of ranks; None if it is unknown or changed at a resume."""
         return self.record.world_size
+
+    @property
+    def ranks(self) -> str:
+        """ "2 ranks", "1, then 2 ranks"; empty if unknown."""
+        return formatting.ranks(self.record.ranks) if self.record.ranks else ""
 
     @property
     def place(self) -> str:
@@ -68,13 +74,31 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs of one recipe and world size, which differ only by seed. The spread is the sample standard deviation."""
+    """Runs of one recipe and world size, which differ by seed or not at all. Repeats of a seed count once, with their
+    mean. The spread is the sample standard deviation over seeds."""
 
     runs: list[ReportedRun]
 
     @cached_property
+    def by_seed(self) -> dict[str, float]:
+        bests: dict[str, list[float]] = {}
+        for run in self.runs:
+            if run.best is not None:
+                bests.setdefault(str(run.seed), []).append(run.best)
+        return {seed: statistics.fmean(values) for seed, values in sorted(bests.items())}
+
+    @property
     def values(self) -> list[float]:
-        return [run.best for run in self.runs if run.best is not None]
+        return list(self.by_seed.values())
+
+    @property
+    def size(self) -> str:
+        """ "3 seeds", "2 repeats" of one seed, "2 seeds, 3 runs"."""
+        seeds = len({str(run.seed) for run in self.runs})
+        if seeds == len(self.runs):
+            return formatting.plural(seeds, "seed")
+        runs = len(self.runs)
+        return f"{seeds} seeds, {runs} runs" if seeds > 1 else formatting.plural(runs, "repeat")
 
     @property
     def mean(self) -> float | None:
@@ -117,9 +141,9 @@ class RunSet:
     @cached_property
     def seed_groups(self) -> list[SeedGroup]:
         """All runs, the group with the best run first."""
-        found: dict[tuple[str, int | None], list[ReportedRun]] = {}
+        found: dict[tuple[str, str], list[ReportedRun]] = {}
         for run in self.ranked:
-            found.setdefault((run.recipe, run.world), []).append(run)
+            found.setdefault((run.recipe, run.record.ranks), []).append(run)
         return [SeedGroup(runs) for runs in found.values()]
 
     def describe(self, run: ReportedRun, without: Sequence[str] = ("seed",)) -> str:
@@ -149,8 +173,13 @@ def _best(past: History) -> float | None:
 
 
 def _title(records: Sequence[Record]) -> str:
-    names = list(dict.fromkeys(record.sweep.name if record.sweep else record.name for record in records))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """The first three names; the number of the other runs, or of all runs if these share their names."""
+    names = [record.sweep.name if record.sweep else record.name for record in records]
+    shown = list(dict.fromkeys(names))[:3]
+    if others := sum(name not in shown for name in names):
+        return f"{', '.join(shown)} and {formatting.plural(others, 'more run')}"
+    swept = all(record.sweep for record in records)
+    return ", ".join(shown) + (f" ({len(names)} runs)" if len(shown) < len(names) and not swept else "")
 
 
 # The metric that decides
@@ -207,7 +236,8 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
     if not settings:
         return str(record.path)
     kept = {key: value for key, value in settings.items() if _is_recipe(key) and key != "seed"}
-    kept["batch.global"], kept["batch.per_rank"] = global_batch(settings, record.world_size), None
+    if whole := global_batch(settings, record.world_size):
+        kept["batch.global"], kept["batch.per_rank"] = whole, None
     kept["devices"] = sorted(set(devices(record)))
     return json.dumps(kept, sort_keys=True, default=str)
 
@@ -248,12 +278,12 @@ def _value(value: Any) -> str:
 
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
     """A short unique name for each run: its settings, the number of ranks if that differs, its folder."""
-    worlds = {record.world_size for record in records}
+    worlds = {record.ranks for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):
         label = describe(settings, varied) if settings and (record.sweep or len(varied) <= MAX_IN_LABEL) else ""
-        if label and len(worlds) > 1 and record.world_size:
-            label += f" · {formatting.plural(record.world_size, 'rank')}"
+        if label and len(worlds) > 1 and record.ranks:
+            label += f" · {formatting.ranks(record.ranks)}"
         labels.append(label or _name(record))
     for distinction in (_name, lambda record: formatting.path(record.path)):
         seen = Counter(labels)

@@ -9,7 +9,7 @@ from harness.report import charts, formatting, mistakes, scaling_charts, setting
 from harness.report.charts import Chart
 from harness.report.curves import CurveLine
 from harness.report.history import Curve
-from harness.report.mistakes import Mistake
+from harness.report.mistakes import Confusion, Mistake
 from harness.report.run_set import ReportedRun, RunSet
 from harness.report.scaling import ScalingSeries, Target
 from harness.runs import ownership
@@ -199,8 +199,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
             "Images of mistakes: you did not start this run on this machine, so it may name any image on this disk. To "
             "show them, add --trust."
         )
-    what = "matrix is" if found else "metrics are"
-    notes = [f"Run: {run.label}. The {what} from its newest evaluation, the list from its best weights."]
+    notes = [f"Run: {run.label}. {_origin(found, num_rows > 0, run.record.state == 'finished')}"]
     if num_rows and header[:1] != ["column"]:
         notes.append(f"Wrong predictions: {formatting.count(wrong)} of {formatting.count(num_rows)} validation rows.")
     caption = f"By {header[0]}, the worst first" if header else ""
@@ -208,6 +207,15 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
         rows = [[true, predicted, str(count)] for true, predicted, count in found.pairs]
         header, caption = ["label", "prediction", "rows"] if rows else [], "Most frequent errors"
     return ReportSection("mistakes", "Mistakes", [chart] if chart else [], notes, header, rows, caption, shown)
+
+
+def _origin(found: Confusion | None, is_listed: bool, is_finished: bool) -> str:
+    """The weights behind the matrix or the metrics, and behind the list."""
+    best = "its best weights" + ("" if is_finished else " when it last ended")
+    if found and found.of_best:
+        return f"The matrix and the list are from {best}."
+    what = "matrix is" if found else "metrics are"
+    return f"The {what} from its newest evaluation" + (f", the list from {best}." if is_listed else ".")
 
 
 def all_charts(sections: Sequence[ReportSection]) -> Iterator[Chart]:

@@ -52,7 +52,7 @@ def all_runs(runs: RunSet, target: Target | None) -> RunTable:
         cells = [
             Cell(run.label),
             Cell(formatting.STATES[run.record.state], run.record.state, run.record.state),
-            _number(run.world, formatting.count),
+            Cell(run.record.ranks or formatting.NOTHING, run.record.world_sizes[-1] if run.ranks else ""),
             *(_setting(run.settings.get(key)) for key in varied),
             _number(run.best, lambda value: formatting.number(value, formatting.BEST_DIGITS)),
             _number(run.at_best("epoch"), formatting.number),
@@ -114,9 +114,8 @@ def seeds_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
             run = group.runs[0]
             values = group.values
             numbers = [formatting.number(value, 5) for value in (group.mean, min(values), max(values))]
-            seeds = ", ".join(sorted(str(run.seed) for run in group.runs))
             rows.append(
-                [runs.describe(run), str(run.world or formatting.NOTHING), seeds, numbers[0],
+                [runs.describe(run), run.record.ranks or formatting.NOTHING, ", ".join(group.by_seed), numbers[0],
                  f"± {formatting.number(group.spread, 2)}", *numbers[1:]]
             )  # fmt: skip
     return header, rows
@@ -159,7 +158,7 @@ def markdown(runs: RunSet, target: Target | None, scaling: Sequence[ScalingSerie
         facts = [
             f"{formatting.key(key)} {_code(formatting.setting(value))}" for key, value in values if value is not None
         ]
-        facts += [formatting.plural(best.world, "rank")] if best.world else []
+        facts += [best.ranks] if best.ranks else []
         lines += ["", f"{', '.join(facts)}."] if facts else []
         lines += ["", "```bash", *reproduce.commands(best), "```"]
     table = all_runs(runs, target)
@@ -203,7 +202,7 @@ def csv_text(runs: RunSet, target: Target | None) -> str:
         row: dict[str, Any] = {
             "run": run.path, "name": run.record.name, "state": run.record.state,
             "sweep": run.record.sweep.name if run.record.sweep else None, "trial": trial.number if trial else None,
-            "world_size": run.world, "global_batch": run.batch, "seed": run.seed, "metric": runs.metric,
+            "world_size": run.record.ranks, "global_batch": run.batch, "seed": run.seed, "metric": runs.metric,
             "best": run.best, "best_epoch": run.at_best("epoch"), "best_seconds": run.at_best("seconds"),
             "best_samples": run.at_best("samples"), "target": target.value if target else None,
             "seconds_to_target": at.seconds if at else None, "samples_to_target": at.samples if at else None,

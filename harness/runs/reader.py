@@ -67,11 +67,24 @@ class Record:
     trial: Trial | None = None
 
     @property
+    def world_sizes(self) -> list[int]:
+        """The number of ranks of each start, in order; equal ones in a row once. Empty if unknown."""
+        starts = [start.get("world_size") for start in self.provenance]
+        known = [world for world in starts if isinstance(world, int)]
+        others = [self.summary.get("world_size"), self.trial.world if self.trial else None]
+        known = known or [world for world in others if isinstance(world, int)][:1]
+        return [world for place, world in enumerate(known) if known[place - 1 : place] != [world]]
+
+    @property
     def world_size(self) -> int | None:
-        """The number of ranks of the newest start."""
-        starts = [start.get("world_size") for start in self.provenance[-1:]]
-        known = [*starts, self.summary.get("world_size"), self.trial.world if self.trial else None]
-        return next((world for world in known if isinstance(world, int)), None)
+        """The number of ranks; None if it is unknown or changed at a resume."""
+        sizes = self.world_sizes
+        return sizes[0] if len(sizes) == 1 else None
+
+    @property
+    def ranks(self) -> str:
+        """ "2", or "1, then 2" if the number of ranks changed at a resume; empty if unknown."""
+        return ", then ".join(map(str, self.world_sizes))
 
     def metrics(self) -> pa.Table:
         """``metrics.jsonl``, one row per line; keys that a line does not have are null.

@@ -121,7 +121,7 @@ def test_different_world_sizes(runs, capsys):
     assert code == 1
     assert plain["settings"]["topology"]["world_size"] == [1, 2]
     assert plain["equality"]["world_sizes"] == [1, 2]
-    assert "With 1 and 2 ranks, sums are taken in a different order" in text
+    assert "On 1 and on 2 ranks, sums are taken in another order" in text
     assert "data.shard=global makes them equal" in text
     assert "ranks" not in plain["equality"]["checkpoints"]["first"]["name"]
 

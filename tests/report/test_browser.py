@@ -117,6 +117,20 @@ def test_every_chart_is_drawn_without_a_request(visit, report):
     assert not ran
 
 
+def test_toolbars_cover_neither_legends_nor_titles(visit):
+    here = visit(viewport={"width": 620, "height": 900})  # some legends take the whole width
+    covered = here.page.evaluate("""[...document.querySelectorAll('[data-chart]')].filter((div) => {
+        const title = document.createRange();
+        title.selectNodeContents(div.closest('figure').querySelector('h3'));
+        const [bar, ...others] = [div.querySelector('.modebar'), div.querySelector('.legend'), title]
+            .map((part) => part?.getBoundingClientRect());
+        const hit = (box) => box && box.left < bar.right && bar.left < box.right
+            && box.top < bar.bottom && bar.top < box.bottom;
+        return !bar.width || bar.top < div.parentElement.getBoundingClientRect().top || others.some(hit);
+    }).map((div) => div.dataset.chart)""")
+    assert covered == []
+
+
 def test_switches_between_axes_metrics_and_lines(visit):
     here = visit()
     for chart in ("validation", "training", "scale"):

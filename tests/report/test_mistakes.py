@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import struct
 
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.synthetic_runs import Fake, write_run
-from harness.report import mistakes, run_set
+from harness.report import mistakes, run_set, sections
 from harness.runs import exit_files, reader
 from tests.config.test_loader import BOMB
 
@@ -30,6 +31,12 @@ def folder(tmp_path, monkeypatch):
     return write_run(tmp_path / "runs" / "fake", Fake())
 
 
+def notes(folder):
+    found = run_set.build([reader.read(folder)])
+    groups = sections.choose(found, None, [], [])[1]
+    return next(group for group in groups if group.key == "mistakes").notes[0].partition(". ")[2]
+
+
 def run(folder):
     return run_set.build([reader.read(folder)]).runs[0]
 
@@ -39,6 +46,23 @@ def test_confusion_matrix(folder):
     found = mistakes.confusion(run(folder))
     assert found.classes == ["cat", "dog"]
     assert found.pairs == [("dog", "cat", 3), ("cat", "dog", 2)]
+
+
+def test_matrix_and_list_are_from_the_same_weights(folder):
+    """confusion.csv is of the newest evaluation, predictions.csv of the best weights."""
+    newest = [[5, 2], [3, 7]]
+    (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
+    assert mistakes.confusion(run(folder)).counts == newest
+    assert notes(folder) == "The matrix is from its newest evaluation."
+    (folder / "predictions.csv").write_text(TABLE + "unreadable.png,,dog,,\n")
+    assert mistakes.confusion(run(folder)).counts == [[1, 1], [1, 0]]
+    assert notes(folder) == "The matrix and the list are from its best weights."
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"finished": False}))  # resumed with more epochs
+    assert notes(folder) == "The matrix and the list are from its best weights when it last ended."
+    (folder / "predictions.csv").write_text(TABLE.replace("dog", "cow"))  # of another table
+    assert mistakes.confusion(run(folder)).counts == newest
+    assert "newest evaluation, the list from its best weights" in notes(folder)
 
 
 @pytest.mark.parametrize("text", ["", "label,cat\n", "label,cat,dog\ncat,5,2\n", "label,cat\ncat,many\n", "a\0b"])

@@ -34,14 +34,15 @@ def test_command_for_one_process(place):
 
 def test_command_for_several_ranks_on_one_machine(place):
     found = run(write_run(place / "runs" / "fake", Fake(world=4)))
-    assert reproduce.commands(found)[1] == "launch/single_node.sh 4 runs/fake/config.yaml name=fake_again"
+    assert reproduce.commands(found)[1] == "harness launch -c runs/fake/config.yaml --nproc 4 name=fake_again"
 
 
 def test_command_for_several_machines(place):
     ranks = [f"{host}: cuda:{card} (NVIDIA H100)" for host in ("one", "two") for card in (0, 1)]
     found = run(write_run(place / "runs" / "fake", Fake(world=4)), ranks=ranks)
-    assert reproduce.commands(found)[1].startswith(
-        "NNODES=2 NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=PORT launch/multi_node.sh 2 runs/fake/config.yaml"
+    assert reproduce.commands(found)[1] == (
+        "torchrun --nnodes=2 --node-rank=0 --master-addr=NODE0 --master-port=PORT --nproc-per-node=2 "
+        "-m harness.train -c runs/fake/config.yaml name=fake_again   # on each node"
     )
     assert dict(reproduce.provenance(found))["machine"] == "2 × one: cuda (NVIDIA H100), 2 × two: cuda (NVIDIA H100)"
 

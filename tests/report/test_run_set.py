@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.report import run_set
+from harness.report import curves, page, run_set, scaling, tables
 from harness.runs import reader
 
 
@@ -94,6 +94,55 @@ def test_seeds_have_a_mean_and_a_spread(tmp_path):
     assert by_size[3].mean == pytest.approx(statistics.fmean(bests))
     assert by_size[3].spread == pytest.approx(statistics.stdev(bests))
     assert by_size[1].spread is None
+
+
+def test_repeats_of_a_seed_are_not_further_seeds(tmp_path):
+    """They count once, with their mean; alone they have no spread."""
+    finals = {"a": (0, 0.9), "b": (0, 0.92), "c": (1, 0.97)}
+    a, b, c = (
+        write_run(tmp_path / name, Fake(name=name, seed=seed, final=final)) for name, (seed, final) in finals.items()
+    )
+    (group,) = build(a, b).seed_groups
+    assert (group.size, group.spread) == ("2 repeats", None)
+    assert [line.label.rpartition(" · ")[2] for line in curves.choose(build(a, b))] == ["mean of 2 repeats"]
+    assert tables.seeds_rows(build(a, b))[1] == []
+    (group,) = build(a, b, c).seed_groups
+    bests = {run.record.name: run.best for run in group.runs}
+    assert group.size == "2 seeds, 3 runs"
+    assert group.values == pytest.approx([(bests["a"] + bests["b"]) / 2, bests["c"]])
+    assert [row[2] for row in tables.seeds_rows(build(a, b, c))[1]] == ["0, 1"]
+
+
+def test_run_that_resumed_on_other_ranks_shows_all_and_has_no_speed_up(tmp_path):
+    worlds = {"changed": [1, 1, 2], "one": [1], "two": [2, 2]}
+    folders = []
+    for name, starts in worlds.items():
+        folders.append(write_run(tmp_path / name, Fake(name=name, world=starts[-1])))
+        path = folders[-1] / "provenance.json"
+        (start,) = json.loads(path.read_text())
+        path.write_text(json.dumps([start | {"world_size": world} for world in starts]))
+    found = build(*folders)
+    assert [run.ranks for run in found.runs] == ["1, then 2 ranks", "1 rank", "2 ranks"]
+    assert len(found.seed_groups) == 3
+    assert [[run.label for run in point.runs] for point in scaling.series(found, None)[0].points] == [["one"], ["two"]]
+    table = tables.all_runs(found, None)
+    shown = {row[-1].text: row[table.header.index("ranks")].text for row in table.rows}
+    assert shown[found.runs[0].path] == "1, then 2"
+    text = page.render(build(folders[0]), None)
+    assert "on 1, then 2 ranks; total time" in text
+    assert "(3 starts), on 1, then 2 ranks; these commands use the last number" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["a"], "a"), (["a", "b", "c"], "a, b, c"), (["a", "a"], "a (2 runs)"), (["a", "b", "a"], "a, b (3 runs)"),
+        (["a", "b", "c", "d", "d"], "a, b, c and 2 more runs"), (["a", "b", "c", "d"], "a, b, c and 1 more run"),
+    ],
+)  # fmt: skip
+def test_title_counts_runs(tmp_path, names, title):
+    """Runs in different folders may have equal names."""
+    assert build(*(write_run(tmp_path / f"{n}" / name, Fake(name=name)) for n, name in enumerate(names))).title == title
 
 
 def test_unreadable_runs_are_reported_with_their_state(tmp_path):
