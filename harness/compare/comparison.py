@@ -11,7 +11,6 @@ from harness.compare.equality import Equality
 from harness.compare.results import Evaluations, Metric, PairedPredictions, Spread, Throughput
 from harness.compare.settings import SettingsComparison
 from harness.errors import ConfigError
-from harness.report.run_set import LENGTH
 from harness.runs.reader import Record, find
 
 
@@ -77,9 +76,8 @@ def side(path: Path) -> Side:
 def _require_one_recipe(path: Path, runs: list[Record]) -> None:
     first, seen = runs[0], {seed(runs[0]): runs[0]}
     for run in runs[1:]:
-        recipe, rest = settings.config_differences(first, run)
-        keys = [key for key in (*recipe, *rest) if key in LENGTH or key in recipe and key != "seed"]
-        if first.world_size != run.world_size:
+        keys = [key for key in settings.config_differences(first, run)[0] if key != "seed"]
+        if first.ranks != run.ranks:
             keys.append("number of ranks")
         if keys:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""

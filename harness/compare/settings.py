@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from harness.config.schema import Config, flatten, recipe_difference
+from harness.report.reproduce import machine
+from harness.report.run_set import LENGTH
 from harness.runs import layout
 from harness.runs.reader import Record
 
@@ -52,15 +54,15 @@ def compare(one: Record, other: Record) -> SettingsComparison:
         return SettingsComparison(recipe, rest, None, None, None, missing)
     starts = one.provenance, other.provenance
     packages = _differences(*map(_packages, starts))
-    topology = _differences(*({key: over_starts(side, key) for key in _TOPOLOGY} for side in starts))
+    topology = _differences(*map(_topology, starts))
     return SettingsComparison(recipe, rest, _code(*starts), packages, topology, missing)
 
 
 def config_differences(one: Record, other: Record) -> tuple[Differences, Differences]:
-    """(differences that change what is trained, differences that do not)."""
+    """(differences that change what is trained, and its length; differences that do not)."""
     trees = with_defaults(one.config), with_defaults(other.config)
-    recipe = recipe_difference(*trees)
     rest = _differences(*map(flatten, trees))
+    recipe = recipe_difference(*trees) | {key: rest[key] for key in LENGTH if key in rest}
     return recipe, {key: pair for key, pair in rest.items() if key not in recipe}
 
 
@@ -95,6 +97,11 @@ def _changes(values: Iterable[Any]) -> list[Any]:
         if not found or found[-1] != value:
             found.append(value)
     return found
+
+
+def _topology(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    shown = [{**start, "ranks": machine(start.get("ranks"))} for start in starts]
+    return {key: over_starts(shown, key) for key in _TOPOLOGY}
 
 
 def _packages(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:

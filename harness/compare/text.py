@@ -20,13 +20,14 @@ VERDICTS = {
     "different": "Not equal.",
     "unknown": "Cannot tell whether they are equal: there is nothing to compare.",
 }
+_SHOWN_ELSEWHERE = ("name", "output", "launch")  # as paths, and as the ranks of the topology
 _MAX_WIDTH = 48  # characters of a value; longer ones are cut
 
 
 def render(found: Comparison) -> str:
-    """Sides, equality, settings and results, separated by empty lines."""
+    """Sides, recipe, equality, results and circumstances, separated by empty lines."""
     results = _pair_results(found) if found.equality else _group_results(found)
-    parts = [_sides(found), _equality(found), _settings(found.settings), results]
+    parts = [_sides(found), _recipe(found.settings), _equality(found), results, _circumstances(found.settings)]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 
 
@@ -132,12 +133,23 @@ def _log(log: LogComparison) -> Iterator[str]:
 # Settings
 
 
-def _settings(settings: SettingsComparison) -> Iterator[str]:
-    yield "Settings"
-    yield from (f"  {reason}" for reason in settings.missing)
+def _recipe(settings: SettingsComparison) -> Iterator[str]:
+    """The settings that change what is trained."""
+    yield from settings.missing
+    if not settings.recipe:
+        yield "Recipe: cannot be compared" if settings.recipe is None else "Recipe: equal"
+        return
+    yield "Recipe"
+    yield from _table([("", "A", "B"), *((key, *map(_short, pair)) for key, pair in settings.recipe.items())], "  ")
+
+
+def _circumstances(settings: SettingsComparison) -> Iterator[str]:
+    yield "Circumstances"
+    other = settings.other
+    if other is not None:
+        other = {key: pair for key, pair in other.items() if key.split(".")[0] not in _SHOWN_ELSEWHERE}
     rows: list[Sequence[str]] = [("", "", "A", "B")]
-    rows += _differences("recipe", settings.recipe)
-    rows += _differences("other settings", settings.other)
+    rows += _differences("other settings", other)
     rows += _differences("packages", settings.packages)
     rows += _differences("topology", settings.topology)
     yield from _table(rows, "  ")

@@ -81,7 +81,7 @@ def provenance(run: ReportedRun) -> list[tuple[str, str]]:
         "git commit": _commit(start),
         "harness": _harness(start),
         **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
-        "machine": _machine(start.get("ranks")),
+        "machine": machine(start.get("ranks")),
         "ranks": run.record.ranks or formatting.NOTHING,
         "launched by": str(start.get("launched_by", formatting.NOTHING)),
         "amp": str(start.get("amp", formatting.NOTHING)),
@@ -154,7 +154,7 @@ def _command(command: Any) -> str:
     return formatting.without_working_folder(shlex.join(parts))
 
 
-def _machine(ranks: Any) -> str:
+def machine(ranks: Any) -> str:
     """ "2 × host: cuda (NVIDIA H100)" """
     kinds = Counter(re.sub(r"cuda:\d+", "cuda", str(rank)) for rank in ranks) if isinstance(ranks, list) else Counter()
     return ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or formatting.NOTHING

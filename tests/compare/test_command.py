@@ -81,7 +81,7 @@ def test_runs_with_different_seeds(runs, capsys):
     code, text, plain = compare(runs / "one", runs / "seeded", capsys=capsys)
     assert code == 1
     assert plain["settings"]["recipe"] == {"seed": [0, 1]}
-    assert re.search(r"recipe +seed +0 +1", text)
+    assert re.search(r"\nRecipe\n +A +B\n +seed +0 +1\n\nNot equal", text), "the recipe comes first"
     equality = plain["equality"]
     assert equality["verdict"] == "different"
     assert equality["log"]["first"]["steps"] == [1, 1]
@@ -121,6 +121,9 @@ def test_different_world_sizes(runs, capsys):
     assert code == 1
     assert plain["settings"]["topology"]["world_size"] == [1, 2]
     assert plain["equality"]["world_sizes"] == [1, 2]
+    assert "Recipe: equal\n" in text
+    assert re.search(r"other settings  equal\n", text)
+    assert re.search(r"ranks +1 × .*cpu.* +2 × .*cpu", text)
     assert "On 1 and on 2 ranks, sums are taken in another order" in text
     assert "data.shard=global makes them equal" in text
     assert "ranks" not in plain["equality"]["checkpoints"]["first"]["name"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,14 @@ def test_missing_settings_of_an_older_version_are_defaults(tmp_path):
     found = settings.compare(one, other)
     assert found.recipe == {}
     assert found.other == {"name": ("a", "b")}
+
+
+def test_length_of_the_training_is_a_difference_of_the_recipe(tmp_path):
+    """It may change at a resume, but two runs of different lengths have different schedules."""
+    runs = [comparison.side(write_run(tmp_path / f"{n}", [], train={"epochs": n}, launch={"nproc": n})) for n in (3, 4)]
+    shown = text.render(comparison.compare(*runs))
+    assert re.search(r"\n\nRecipe\n +A +B\n +train.epochs +3 +4\n\n", shown), shown
+    assert "launch.nproc" not in shown, "the ranks are in the topology"
 
 
 def test_run_that_was_resumed_with_other_packages(tmp_path):
