@@ -21,7 +21,7 @@ OUT = ROOT / "benchmarks" / "results" / "versions.md"
 NEWEST = ""  # what pip finds
 VERSIONS = (("3.10", "2.6.0", "0.21.0"), ("3.12", "2.11.0", "0.26.0"), ("3.13", NEWEST, NEWEST))  # torch, torchvision
 EXTRAS = "digits,tensorboard,report,sweep"
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+TOOLS = ("pytest<9.2", "pytest-timeout", "pytest-xdist", "hypothesis")
 EXPECTED = 0.95  # validation accuracy of the quick start
 
 
