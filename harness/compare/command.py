@@ -24,12 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; return 0 if both runs are bitwise equal, else 1. Raises ConfigError (exit code 2) where a
     path holds no run."""
-    from harness.compare import comparison
-    from harness.runs import fetched
+    from harness.runs import fetched, reader
     from harness.runs.files import finite
 
-    sides = (comparison.side(fetched.local_copy(place, checkpoint=True)) for place in (arguments.one, arguments.other))
-    found = comparison.compare(*sides)
+    paths = [fetched.local_copy(place, checkpoint=True) for place in (arguments.one, arguments.other)]
+    reader.require_folders(paths)  # errors come before the import of torch, which takes seconds
+    from harness.compare import comparison
+
+    found = comparison.compare(*map(comparison.side, paths))
     if arguments.json:
         print(json.dumps(finite(comparison.as_json(found)), indent=1, default=str))
     else:

@@ -40,10 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the result; return 0 if the killed run equals the uninterrupted one, else 1. Raises HarnessError if a run
     fails without a kill."""
-    from harness.compare import verification
+    from harness.config import loader
 
     launch = {"engine": arguments.engine, "nproc": arguments.nproc}
     overrides = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in launch.items() if value is not None)]
+    loader.load(arguments.config, overrides)  # errors come before the import of torch, which takes seconds
+    from harness.compare import verification
+
     request = verification.VerifyRequest(
         arguments.config, overrides, arguments.kills, arguments.steps, arguments.full, arguments.seed, arguments.folder
     )

@@ -19,12 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.runs import fetched, trained_run
+
+    fetched.require_out(arguments.folder, arguments.out, "model.onnx")
+    run = fetched.local_copy(arguments.folder)
+    trained_run.configuration(run, arguments.overrides, arguments.trust)  # errors come before the import of torch
     from harness.inference import export
-    from harness.runs import fetched
     from harness.training import console
 
     console.to_terminal(0)
-    fetched.require_out(arguments.folder, arguments.out, "model.onnx")
-    run = fetched.local_copy(arguments.folder)
     print(export.export(run, arguments.format, arguments.out, arguments.overrides, arguments.trust))
     return EXIT_DONE

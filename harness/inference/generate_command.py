@@ -36,8 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.runs import fetched, trained_run
+
+    folder = fetched.local_copy(arguments.folder)
+    trained_run.configuration(folder, (), arguments.trust)  # errors come before the import of torch
     from harness.inference import generate
-    from harness.runs import fetched
 
     wanted = generate.NameRequest(
         arguments.num,
@@ -47,6 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.keep_existing,
         arguments.trust,
     )
-    for name in generate.names(fetched.local_copy(arguments.folder), wanted):
+    for name in generate.names(folder, wanted):
         print(name, flush=True)
     return EXIT_DONE

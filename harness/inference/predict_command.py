@@ -26,12 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from harness.distributed.launch_env import detect
+    from harness.data.table.source import locate
+    from harness.distributed.launch_env import Launch, detect
+    from harness.runs import fetched, trained_run
+    from harness.runs.files import is_url
+
+    launch, folder = detect(os.environ), None
+    if launch == Launch():  # errors come before the import of torch, unless other ranks must be told
+        folder = fetched.local_copy(arguments.folder)
+        trained_run.configuration(folder, arguments.overrides, arguments.trust)
+        if not is_url(arguments.csv):
+            locate(arguments.csv)
     from harness.distributed.meeting import telling_peers
     from harness.inference import predict
-    from harness.runs import fetched
 
-    with telling_peers(detect(os.environ)):
-        folder = fetched.local_copy(arguments.folder)
+    if folder is None:
+        with telling_peers(launch):
+            folder = fetched.local_copy(arguments.folder)
     request = predict.PredictRequest(folder, arguments.csv, arguments.out, arguments.overrides, arguments.trust)
     return predict.main(request, arguments.world, os.environ, arguments.words)

@@ -6,6 +6,7 @@ files are not errors; they are listed in the ``problems`` of the record.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 
 from harness.config import merge
 from harness.distributed.rank_exit import Cause
-from harness.errors import ConfigError, first_line
+from harness.errors import ConfigError, did_you_mean, first_line
 from harness.runs import exit_files, layout
 from harness.runs.files import parse_json, read_text
 from harness.runs.metrics_table import incomplete, read_metrics
@@ -208,9 +209,17 @@ def _trial(entry: dict[str, Any], place: int) -> Trial:
     )
 
 
+def require_folders(paths: Iterable[Path]) -> None:
+    """Raise ConfigError if one of ``paths`` is no folder."""
+    for path in paths:
+        if not path.is_dir():
+            raise _no_run(path)
+
+
 def _no_run(path: Path) -> ConfigError:
     reason = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
-    return ConfigError(reason, where=str(path), hint=f"give a run folder or a sweep folder{known_runs()}")
+    hint = did_you_mean(path, os.path.isdir) or f"give a run folder or a sweep folder{known_runs()}"
+    return ConfigError(reason, where=str(path), hint=hint)
 
 
 def known_runs(*folders: Path) -> str:

@@ -1,22 +1,25 @@
-"""A trained run, for commands that use its model: its configuration, its best weights, and what its task learned."""
+"""A trained run, for commands that use its model: its configuration, its best weights, and what its task learned.
+
+Torch is imported where weights are read: an error in the configuration is shown before.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from harness.config import loader
 from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
-from harness.errors import CheckpointError, ConfigError
+from harness.errors import CheckpointError, ConfigError, did_you_mean
 from harness.runs import layout, ownership
 from harness.runs.files import read_json
 from harness.runs.reader import known_runs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> Config:
@@ -26,7 +29,7 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
     values, such as to name a model of its own; ``trust`` allows that.
     """
     if not (run / layout.CONFIG).is_file():
-        hint = f"give a run folder{known_runs(run)}"
+        hint = did_you_mean(run, os.path.isdir) or f"give a run folder{known_runs(run)}"
         raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
     if not weights(run).is_file():
         raise ConfigError(
@@ -54,6 +57,9 @@ def weights(run: Path) -> Path:
 
 def best(run: Path) -> dict[str, Tensor]:
     """The best weights of ``run``, on the CPU. Raises CheckpointError if they cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         return load_file(weights(run))
     except (OSError, SafetensorError) as error:
@@ -101,4 +107,4 @@ def load(model: nn.Module, best: dict[str, Tensor], run: Path) -> None:
 
 
 def _finite(value: Any) -> bool:
-    return not isinstance(value, Tensor) or bool(value.isfinite().all())
+    return not hasattr(value, "isfinite") or bool(value.isfinite().all())  # the extra state of a module may be anything

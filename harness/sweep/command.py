@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.sweep import sweep_file
+
+    sweep_file.load(arguments.config, arguments.overrides)  # errors come before the import of torch
     from harness.sweep import main
 
     return main.main(

@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the facts and the errors; return the highest exit code of the errors."""
+    from harness.config import loader
+
+    loader.load(arguments.config, arguments.overrides)  # errors come before the import of torch, which takes seconds
     from harness.training import preflight
 
     facts, problems = preflight.examine(arguments.config, arguments.overrides, arguments.world, _LIMIT_S)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from torchvision.io import decode_image, read_file
 
 from harness.data.table import csv_reader, parquet_reader
 from harness.data.table.source import kind_of, locate
@@ -298,6 +297,8 @@ def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
 
 def _image_size(root: Path, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
     """((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
+    from torchvision.io import decode_image, read_file  # late: takes seconds, and errors come before
+
     shapes = []
     for path in paths[:: -(-len(paths) // _IMAGES)]:
         try:

@@ -9,6 +9,7 @@ import time
 
 from harness.config import arguments as shared
 from harness.distributed import signals
+from harness.errors import LaunchError
 from harness.runs.probe_plan import PROBE
 
 VERB = "train"
@@ -28,14 +29,33 @@ def run(arguments: argparse.Namespace) -> int:
         return _run(arguments, parent, began)
 
 
+def _look(arguments: argparse.Namespace) -> None:
+    """Raise the HarnessErrors of the configuration and the data that are found without torch, whose import takes
+    seconds. Only without a launcher, since ranks tell one another about errors."""
+    from harness.config import loader
+    from harness.distributed.launch_env import Launch, detect
+
+    try:
+        if detect(os.environ, arguments.local_rank) != Launch():
+            return
+    except LaunchError:  # main reports it
+        return
+    config = loader.load(arguments.config, arguments.overrides)
+    for error in config.task.problems():
+        raise error
+
+
 def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
     # The imports create half a million objects that live until the end. Collecting garbage among them takes a quarter
     # of the import time, and later a quarter of a second each time in the middle of training.
     gc.disable()
-    from harness.training import main
+    try:
+        _look(arguments)
+        from harness.training import main
 
-    gc.freeze()
-    gc.enable()
+        gc.freeze()
+    finally:
+        gc.enable()
     if plan := os.environ.get(PROBE):
         from harness.training import probe
 
