@@ -111,8 +111,9 @@ def _shared_memory(config: Config, task: OpenedTask, size: build.Sizes, num_rank
     needed = batch_mib * num_ranks * (workers * PREFETCH + 1)  # and the batch that the rank works on
     usage = shutil.disk_usage(SHARED_MEMORY)
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    loaders = f"{workers} worker{'s' if workers > 1 else ''}"
     facts["shared memory"] = (
-        f"up to {needed:.1f} MiB for batches of {batch_mib:.1f} MiB: {ranks} x ({workers} workers x "
+        f"up to {needed:.1f} MiB for batches of {batch_mib:.1f} MiB: {ranks} x ({loaders} x "
         f"{PREFETCH} + 1); {SHARED_MEMORY} has {usage.free / MIB:.0f} MiB free"
     )
     if needed > usage.free / MIB:

@@ -37,6 +37,11 @@ def test_modern(tmp_path):
     assert texts["modern"].startswith(
         "would set model.channels_last=true, optimizer.fused=true, precision.opt_level=O4"
     )
+    always, _, on_a_gpu = texts["modern"].partition("on a GPU")
+    assert "TF32" not in always.partition(". ")[2]
+    assert "cuDNN" not in always
+    assert "TF32" in on_a_gpu
+    assert "cuDNN" in on_a_gpu
     assert set(texts) == set(presets.EFFECTS) == set(presets.names())
 
 

@@ -52,7 +52,7 @@ def test_every_command_is_tested():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
     assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh", "pip"}
-    assert len(commands()) == 30
+    assert len(commands()) == 36
 
 
 def test_launch_commands_are_those_of_the_engines_page():
@@ -79,6 +79,37 @@ def test_commands_for_apex_scripts_are_those_of_the_guide():
         if "harness.apex" in line:
             start = line.removesuffix(" --opt-level O2")
             assert start in guide, line
+
+
+@pytest.mark.slow
+def test_from_photos_to_predictions(tmp_path, monkeypatch):
+    """In a folder that is no clone; only training is shortened."""
+    source = write_images(tmp_path / "source")
+    for line in (source / "train.csv").read_text().splitlines()[1:]:
+        path, _, label = line.partition(",")
+        (tmp_path / "photos" / label).mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / path, tmp_path / "photos" / label)
+    shutil.copytree(source / "images", tmp_path / "new_photos", ignore=shutil.ignore_patterns("train*"))
+    monkeypatch.chdir(tmp_path)
+    environ = {
+        **os.environ,
+        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+        "APEX_HARNESS_CACHE": str(tmp_path / "cache"),
+    }
+    section = README.partition("## From a folder of photos to predictions")[2].partition("\n## ")[0]
+    lines = [line.split("  #")[0] for line in re.findall(r"^harness .*$", section, re.M)]
+    assert [line.split()[1] for line in lines] == [
+        "data", "data", "init", "check", "train", "data", "predict", "report"
+    ]  # fmt: skip
+    for line in lines:
+        words = shlex.split(line)
+        quick = ["train.max_steps=2"] if words[1] == "train" else []
+        done = subprocess.run([*words, *quick], env=environ, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, (line, done.stderr)
+    predicted = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert len(predicted) - 1 == len(list((tmp_path / "new_photos").iterdir()))
+    assert {row.split(",")[1] for row in predicted[1:]} <= {"column", "row", "slope"}
+    assert (tmp_path / "runs" / "photos" / "report.html").stat().st_size > 1e6
 
 
 @pytest.mark.slow
@@ -166,6 +197,10 @@ def test_wheel_trains_without_a_clone(tmp_path):
     build = "from setuptools import build_meta; build_meta.build_wheel('.')"
     subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True, timeout=120)
     (wheel,) = clone.glob("*.whl")
+    (install,) = [shlex.split(line) for line in commands() if ".whl[" in line]
+    words = [word.replace("dist/", f"{clone}/") for word in install]  # the name and the extras, without a network
+    offline = [sys.executable, "-m", *words, "--no-deps", "--no-index", "--dry-run", "--target", str(tmp_path / "none")]
+    assert "would install apex-harness-" in subprocess.run(offline, capture_output=True, text=True).stdout.lower()
     with zipfile.ZipFile(wheel) as file:
         file.extractall(site)
     write_images(tmp_path / "pets")

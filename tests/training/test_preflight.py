@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,10 @@ def test_facts(folder):
     assert facts["steps"] == "5 per epoch, 15 in total"
     assert facts["amp"].startswith("O1 by harness.apex; on this CPU, ")
     assert facts["ranks"] == 2
+    facts, problems = examine(folder, "data.num_workers=1")
+    assert problems == []
+    if Path("/dev/shm").is_dir():
+        assert ": 1 rank x (1 worker x 2 + 1); " in facts["shared memory"]
     assert not (folder / "runs").exists()  # nothing was started
 
 
