@@ -11,6 +11,7 @@ from harness.compare.equality import Equality
 from harness.compare.results import Evaluations, Metric, PairedPredictions, Spread, Throughput
 from harness.compare.settings import SettingsComparison
 from harness.errors import ConfigError
+from harness.runs import layout
 from harness.runs.reader import Record, find
 
 
@@ -95,6 +96,16 @@ def _require_one_recipe(path: Path, runs: list[Record]) -> None:
         seen[seed(run)] = run
 
 
+def _earlier_predictions(*runs: Record) -> str:
+    """Why predictions.csv is not of the best weights: a run writes it at its end, and may have been resumed since."""
+    early = [
+        label
+        for label, run in zip("AB", runs, strict=True)
+        if run.state != "finished" and (run.path / layout.PREDICTIONS).is_file()
+    ]
+    return f"{' and '.join(early)} resumed, and predictions.csv is from before" if early else ""
+
+
 def compare(one: Side, other: Side) -> Comparison:
     """Compare two runs; or two groups: their runs of equal seed, and their metrics over all seeds."""
     mine, theirs = ([results.evaluations(run) for run in side.runs] for side in (one, other))
@@ -102,7 +113,8 @@ def compare(one: Side, other: Side) -> Comparison:
     differences = settings.compare(first, second)
     evaluations, throughput = (mine[0], theirs[0]), (results.throughput(first), results.throughput(second))
     if len(one.runs) == len(other.runs) == 1:
-        predictions, why = results.paired_predictions(first.path, second.path)
+        early = _earlier_predictions(first, second)
+        predictions, why = (None, early) if early else results.paired_predictions(first.path, second.path)
         return Comparison(
             one, other, differences, equality.compare(first, second), evaluations, throughput,
             results.metrics(*evaluations), predictions, why, {}, {},

@@ -17,7 +17,7 @@ _BY_HAND = "RANK and WORLD_SIZE"
 _STORE_IS_HELD = "TORCHELASTIC_USE_AGENT_STORE"
 FIXED_MACHINES = "HARNESS_FIXED_MACHINES"  # set by a launcher of torch that no further machine can join
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_HINT = "start it with python -m torch.distributed.launch --nproc_per_node=N driver.py …, or unset the variables"
+_HINT = "start it with torchrun --nproc-per-node=N -m harness.train -c CONFIG, or unset the variables"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _files(limit: int) -> str:
 def folder(system: System) -> Iterator[Finding]:
     """Run folders are created in the working folder unless ``output`` is set."""
     where = system.folder.resolve()
-    elsewhere = "output=/a/folder/with/space  # after driver.py -c CONFIG"
+    elsewhere = "output=/a/folder/with/space  # after harness train -c CONFIG"
     try:
         with tempfile.TemporaryFile(dir=where) as probe:
             probe.write(b"harness")

@@ -91,6 +91,16 @@ def test_predictions_that_cannot_be_paired(tmp_path, rows, columns, why):
     assert why in said
 
 
+def test_predictions_from_before_a_resume_are_not_paired(tmp_path):
+    one, other = (predictions(write_run(tmp_path / name, []), [("x", 1, 1)]) for name in "ab")
+    assert comparison.compare(comparison.side(one), comparison.side(other)).predictions.rows == 1
+    summary = json.loads((other / "summary.json").read_text())
+    (other / "summary.json").write_text(json.dumps(summary | {"finished": False}))
+    found = comparison.compare(comparison.side(one), comparison.side(other))
+    assert found.predictions is None
+    assert found.why_no_predictions == "B resumed, and predictions.csv is from before"
+
+
 def test_groups_of_seeds(tmp_path):
     one, other = seeds(tmp_path / "a", [0.90, 0.92, 0.91]), seeds(tmp_path / "b", [0.94, 0.96, 0.95])
     result = comparison.compare(comparison.side(one), comparison.side(other))

@@ -79,8 +79,9 @@ def test_local_rank_of_the_command_line():
     ],
 )
 def test_numbers_are_checked(name, value, message):
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises(LaunchError, match=message) as error:
         detect({**TORCH, name: value})
+    assert "-m harness.train -c CONFIG" in error.value.hint, "also without a clone"
 
 
 def test_slurm_step():
