@@ -7,15 +7,20 @@ its log handlers, signal handlers, random streams and settings of torch. docs/py
 
 from __future__ import annotations
 
+import csv
 import itertools
+import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from harness.errors import HarnessError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,13 +59,16 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] | Mapping
     (``{"train.epochs": 3}``). Relative paths in the file are relative to the working folder. Raises ConfigError with
     all problems, each with its file and line.
     """
-    import json
-
     from harness.config import loader
 
+    return loader.load(os.fspath(path), _words(overrides))
+
+
+def _words(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """``overrides`` as words of the command line."""
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
-    return loader.load(os.fspath(path), overrides)
+        return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    return list(overrides)
 
 
 def train(config: Config) -> TrainResult:
@@ -96,15 +104,15 @@ def open_run(config: Config) -> Iterator[Run]:
 def predict(
     run: str | os.PathLike[str],
     rows: str | os.PathLike[str] | pd.DataFrame,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     trust: bool = False,
 ) -> pd.DataFrame:
     """The predictions of a trained model in this process, one row for each of ``rows``, in their order.
 
     ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, or a table, with the
     columns that the run was trained on; labels are optional. ``overrides`` change settings of the run
-    (``["task.root=photos"]``). ``trust``: import code that a run of someone else names. The columns are those of
-    predictions.csv: ``id``, ``label``, ``prediction``, scores. Raises HarnessError.
+    (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``: import code that a run of someone else names.
+    The columns are those of predictions.csv: ``id``, ``label``, ``prediction``, scores. Raises HarnessError.
     """
     import pandas as pd
 
@@ -116,13 +124,30 @@ def predict(
         if isinstance(rows, pd.DataFrame):
             source = str(Path(folder, "rows.csv"))
             rows.to_csv(source, index=False)
-            overrides = [f"data.cache_dir={folder}", *overrides]
+            words = [f"data.cache_dir={folder}", *_words(overrides)]
         else:
-            source = os.fspath(rows)
-        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, overrides, trust)
-        with _as_before():
-            inference.in_this_process(request)
+            source, words = os.fspath(rows), _words(overrides)
+        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust)
+        try:
+            with _as_before():
+                inference.in_this_process(request)
+        except HarnessError as error:
+            if isinstance(rows, pd.DataFrame):
+                error.message, error.where = (_of_table(text, source) for text in (error.message, error.where))
+            raise
         return pd.read_parquet(out)
+
+
+def _of_table(text: str, file: str) -> str:
+    """``text`` with places in ``file`` as rows of the table that it was written from: "rows.csv:2" is row 0."""
+
+    def row(place: re.Match[str]) -> str:
+        with open(file, encoding="utf-8", newline="") as stream:
+            rows = csv.reader(stream)  # of which one may have several lines
+            number = next((number for number, _ in enumerate(rows, -1) if rows.line_num >= int(place[1])), 0)
+        return f"row {number} of the table"
+
+    return re.sub(rf"{re.escape(file)}:(\d+)", row, text).replace(file, "the table")
 
 
 @contextmanager

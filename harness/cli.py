@@ -34,7 +34,16 @@ from typing import Any, NoReturn
 from harness.config import plugins
 from harness.distributed import signals
 from harness.distributed.launch_env import may_be_first
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, HarnessError, first_line, similar
+from harness.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    ConfigError,
+    HarnessError,
+    first_line,
+    similar,
+)
 from harness.version import __version__
 
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
@@ -52,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _require_utf8(words)
         parser = _parser(words)
+        if not words:
+            parser.print_help(sys.stderr)
+            return EXIT_USAGE
         arguments, rest = parser.parse_known_args(words)
         # argparse does not collect overrides that stand between or after the options of a sub-command.
         unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]

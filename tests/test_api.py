@@ -90,6 +90,12 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
         train(load_config(path, {"task.train_csv": "nothing.csv"}))
     with pytest.raises(ConfigError, match="no weights yet"):
         predict(tmp_path / "runs" / "small", path.parent / "eval.csv")
+    train(load_config(path, {"name": "short", "train.max_steps": 1}))
+    table = pd.DataFrame({"path": ["train_images/0.png", "gone.png"], "note": ["two\nlines", "b"]})
+    with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png\n"):
+        predict(tmp_path / "runs" / "short", table, {"task.root": str(tmp_path), "data.num_workers": 0})
+    with pytest.raises(DataError, match=r"^the table: no column 'path'; the columns are 'note'"):
+        predict(tmp_path / "runs" / "short", table[["note"]])
     (tmp_path / "train_images" / "7.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"train.csv:9: image cannot be decoded"):
         train(load_config(path))

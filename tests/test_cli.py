@@ -224,6 +224,13 @@ def test_wrong_words_are_usage_errors(capsys, argv):
         assert "usage:" in capsys.readouterr().err
 
 
+def test_no_word_lists_the_verbs(capsys):
+    assert cli.main([]) == 2
+    listed = dict(re.findall(r"^    ([\w-]+)\s+(.*)", capsys.readouterr().err, re.M))
+    assert list(listed) == list(VERBS)
+    assert all(listed.values())
+
+
 def test_a_misspelled_verb_and_words_that_are_not_utf8(capsys):
     assert cli.main(["trian", "-c", "x.yaml"]) == 2
     assert capsys.readouterr().err == "error: there is no command 'trian'\n  -> did you mean harness train?\n"

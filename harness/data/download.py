@@ -16,7 +16,7 @@ from pathlib import Path
 
 import filelock
 
-from harness.errors import ConfigError, DataError, reason, remedy
+from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
 from harness.runs.files import is_url, replacing
 
 TIMEOUT_S = 30.0  # without any data from the server
@@ -104,9 +104,8 @@ def local_path(source: str) -> Path:
     """The file or folder that ``source`` names. Raises ConfigError if it does not exist."""
     path = Path(source).expanduser()
     if not path.exists():
-        raise ConfigError(
-            f"{source} does not exist", where="--from", hint="give a folder with the files, or a URL (https://…)"
-        )
+        hint = did_you_mean(path) or "give a folder with the files, or a URL (https://…)"
+        raise ConfigError(f"{source} does not exist", where="--from", hint=hint)
     return path
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from harness.data import tars
 from harness.data.from_folder import IMAGES, skips
 from harness.data.table_file import write_rows
-from harness.errors import DataError, reason, remedy
+from harness.errors import DataError, did_you_mean, reason, remedy
 from harness.runs.files import default_cache_dir
 
 _Parts = dict[str, tuple[str, int, int]]  # {ending: (name, offset, size)}
@@ -74,7 +74,9 @@ def _members(file: Path) -> Iterator[tuple[str, int, int]]:
     try:
         yield from tars.members(str(file), str(file))
     except OSError as error:
-        raise DataError(f"the archive cannot be read: {reason(error)}", where=str(file), hint=remedy(error)) from None
+        raise DataError(
+            f"the archive cannot be read: {reason(error)}", where=str(file), hint=did_you_mean(file) or remedy(error)
+        ) from None
 
 
 def _image_of(file: Path, key: str, parts: _Parts, image: str | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,10 @@ class ImageFiles:
     def is_file(self, path: str) -> bool:
         """True if ``path`` names a local file, not a member of an archive or something behind a URL."""
         return _TAR not in path and not is_url(self.place(path))
+
+    def is_below(self, folder: str, path: str) -> bool:
+        """True if ``path`` would be a file if ``folder`` were the root."""
+        return replace(self, root=folder).exists(path) and not is_url(path)
 
     def read(self, path: str) -> torch.Tensor:
         """The bytes of ``path``, uint8 (bytes,). Raises OSError or RuntimeError if this file or member cannot be read,

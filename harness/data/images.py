@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,7 +37,6 @@ _AT_START = 16  # images that each rank decodes of each split before training
 _THREADS = 8  # that decode a sample
 _NAMED = 8  # further missing images in a message
 MAX_NAMES = 10_000  # names of a folder compared with a missing one
-_CHECK_ROOT = "check task.root: paths in the CSV are relative to it"
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 
 
@@ -169,7 +169,7 @@ class ImageTable:
         raise DataError(
             f"neither the image of this row nor those of the {NUM_TRIES} rows after it can be read",
             where=self.table.where(row),
-            hint=_CHECK_ROOT,
+            hint=self._other_root(path),
         )
 
     def _unreadable(self, row: int, path: str, error: Exception) -> DataError:
@@ -182,14 +182,14 @@ class ImageTable:
         if isinstance(error, FileNotFoundError) and not self.files.is_file(path):
             archive = os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
             what = f" ({error.strerror})" if archive else ""
-            return DataError(f"image not found: {file}{what}", where=where, hint=f"{_CHECK_ROOT}; {skip}")
+            return DataError(f"image not found: {file}{what}", where=where, hint=f"{self._other_root(path)}; {skip}")
         if isinstance(error, FileNotFoundError) and not os.path.islink(file):
             folder, name = os.path.split(file)
             there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
             near = similar(name, there)  # a frequent reason is .JPG instead of .jpg
-            hint = f"the most similar file in that folder is {near}" if near else _CHECK_ROOT
+            hint = f"the most similar file in that folder is {near}" if near else self._other_root(path)
             if not os.path.isdir(folder):
-                hint = f"there is no folder {folder}; {_CHECK_ROOT}"
+                hint = f"there is no folder {folder}; {self._other_root(path)}"
             return DataError(f"image not found: {file}", where=where, hint=f"{hint}; {skip}")
         if isinstance(error, OSError):
             return DataError(f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {skip}")
@@ -199,6 +199,13 @@ class ImageTable:
             where=where,
             hint="replace the file, or set task.on_bad_image=skip to count and replace such rows",
         )
+
+    def _other_root(self, path: str) -> str:
+        """The hint for a file that is not below the root, with a folder in which ``path`` is, if that is near."""
+        root = self.files.root or "the working folder"
+        folder = next((place for place in (self.table.folder, ".") if place and self.files.is_below(place, path)), None)
+        found = f"task.root={folder}" if folder else "task.root=FOLDER"
+        return f"paths in the CSV are relative to {root}: set {shlex.quote(found)}"
 
     def _stack(self, images: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
         if not images:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def pet_names(folder: Path, source: str | None) -> str:
         kept = [file for file in (PET_LICENSES, PET_NAMES) if not file.mismatch(folder / file.name)]
         wanted = kept[0] if kept else _offered(source)
         other = PET_NAMES if wanted is PET_LICENSES else PET_LICENSES
-        written = fetch([wanted], folder, source, f"harness data pet_names {folder}", alternative=other)
+        written = fetch(
+            [wanted], folder, source, f"harness data pet_names {shlex.quote(str(folder))}", alternative=other
+        )
         content = (folder / wanted.name).read_bytes()
         found = names.of_json(content) if wanted is PET_NAMES else names.of_csv(content, "Animal's Name")
         written += _update(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
@@ -95,7 +98,7 @@ def _idx(name: str, kind: Any, parts: Sequence[tuple[str, int, str]], folder: Pa
     raw = folder / kind.__name__ / "raw"
     files = [PublishedFile(*part, urls=tuple(mirror + part[0] for mirror in kind.mirrors)) for part in parts]
     with locked(raw):
-        written = fetch(files, raw, source, f"harness data {name} {folder}")
+        written = fetch(files, raw, source, f"harness data {name} {shlex.quote(str(folder))}")
         for file in files:
             try:
                 content = gzip.decompress((raw / file.name).read_bytes())

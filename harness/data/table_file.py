@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -15,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from harness.errors import ConfigError, DataError, reason, remedy
+from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
 from harness.runs.files import replacing
 
 _BATCH_ROWS = 16_384
@@ -32,11 +34,15 @@ def suffix_of(out: Path) -> str:
     )
 
 
+def _make(folder: Path) -> str:
+    return did_you_mean(folder, os.path.isdir) or f"make it: mkdir -p {shlex.quote(str(folder))}"
+
+
 def require_new(outs: Iterable[Path], force: bool) -> None:
     """Raise ConfigError if one of ``outs`` exists, unless ``force``, or cannot be written."""
     for out in outs:
         if not out.parent.is_dir():
-            raise ConfigError(f"there is no folder {out.parent}", where=str(out), hint=f"mkdir -p {out.parent}")
+            raise ConfigError(f"there is no folder {out.parent}", where=str(out), hint=_make(out.parent))
         if out.is_dir():
             raise ConfigError("it is a folder", where=str(out), hint="give the name of a file")
         if out.exists() and not force:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shlex
 import tarfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -65,7 +66,7 @@ def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
                 raise DataError(
                     f"the archive is packed with {kind}, so its members cannot be read one by one",
                     where=name,
-                    hint=f"unpack it: {command} {name} (images are compressed already)",
+                    hint=f"unpack it: {command} {shlex.quote(name)} (images are compressed already)",
                 )
         stream.seek(0)
         length = os.fstat(stream.fileno()).st_size
@@ -89,7 +90,7 @@ def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _truncated(name: str, what: str) -> DataError:
-    hint = f"copy it again; if only the marker is missing, add it: head -c 1024 /dev/zero >> {name}"
+    hint = f"copy it again; if only the marker is missing, add it: head -c 1024 /dev/zero >> {shlex.quote(name)}"
     return DataError(f"the archive is not complete ({what})", where=name, hint=hint)
 
 

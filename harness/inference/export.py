@@ -78,7 +78,12 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         write_atomically(out.with_name(out.name + ".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     except (OSError, SafetensorError) as error:
         raise output_error(out, error) from None
-    log.info("%s: outputs differ by at most %.2g (allowed: %g)", out, difference, TOLERANCE[kind])
+    log.info(
+        "%s: outputs differ by at most %.2g (allowed: %g); %s.json describes inputs and outputs",
+        out, difference, TOLERANCE[kind], out.name,
+    )  # fmt: skip
+    if kind == "safetensors":
+        log.info("it has the same tensors as %s, in float32", trained_run.weights(run))
     return out
 
 

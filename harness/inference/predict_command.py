@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 from harness.config import arguments as shared
+from harness.errors import ConfigError
 
 VERB = "predict"
 HELP = "write a trained model's predictions for the rows of a CSV"
+
+_OUT = Path("predictions.csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--csv", required=True, metavar="CSV", help="CSV with rows like the training rows; labels are optional"
     )
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="a .csv or .parquet file, written when complete"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="a .csv or .parquet file, replaced when complete (default: predictions.csv, which must not exist yet)",
     )
     parser.add_argument(
         "--world", type=shared.positive(int), metavar="N", help="processes on this machine (default: 1)"
@@ -34,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     launch, folder = detect(os.environ), None
     if launch == Launch():  # errors come before the import of torch, unless other ranks must be told
         folder = fetched.local_copy(arguments.folder)
+        _require_new(arguments.out)
         trained_run.configuration(folder, arguments.overrides, arguments.trust)
         if not is_url(arguments.csv):
             locate(arguments.csv)
@@ -43,5 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is None:
         with telling_peers(launch):
             folder = fetched.local_copy(arguments.folder)
-    request = predict.PredictRequest(folder, arguments.csv, arguments.out, arguments.overrides, arguments.trust)
+            _require_new(arguments.out)
+    out = arguments.out or _OUT
+    request = predict.PredictRequest(folder, arguments.csv, out, arguments.overrides, arguments.trust)
     return predict.main(request, arguments.world, os.environ, arguments.words)
+
+
+def _require_new(out: Path | None) -> None:
+    """Raise ConfigError if the output has the default name and exists: only a file that the user names is replaced."""
+    if out is None and _OUT.exists():
+        hint = f"--out {_OUT} replaces it; --out FILE writes another file"
+        raise ConfigError("this file exists", where=str(_OUT), hint=hint)

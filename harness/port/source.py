@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.errors import DataError, reason
+from harness.errors import DataError, did_you_mean, reason, remedy
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
@@ -29,7 +29,8 @@ class SourceFile:
             self.text = data.decode(self.encoding)
             self.tree = ast.parse(self.text)
         except OSError as error:
-            raise DataError(f"cannot read the script: {reason(error)}", where=str(path)) from None
+            hint = did_you_mean(path) or remedy(error)
+            raise DataError(f"cannot read the script: {reason(error)}", where=str(path), hint=hint) from None
         except (SyntaxError, ValueError) as error:
             line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
             raise DataError(

@@ -16,6 +16,7 @@ import logging
 import os
 import pickle
 import re
+import shlex
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -223,7 +224,7 @@ def require_same_format(where: str, usable: str, refused: Mapping[str, str]) -> 
                 problem,
                 where=f"{where}/{name}",
                 hint=f"or continue from the older {usable} without the later steps: remove {name}, or start a new run "
-                f"with name=NAME checkpoint.resume={where}/{usable}",
+                f"with name=NAME {shlex.quote(f'checkpoint.resume={where}/{usable}')}",
             )
 
 

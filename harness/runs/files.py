@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, HarnessError, reason, remedy, require_regular_file
+from harness.errors import ConfigError, HarnessError, did_you_mean, reason, remedy, require_regular_file
 from harness.runs import layout
 
 
@@ -90,7 +90,8 @@ def require_output(out: Path, inputs: Iterable[str | Path], also: str = "") -> N
     written = [out, *([out.with_name(out.name + also)] if also else [])]
     written += [temporary_for(path) for path in written]
     if problem := _no_output(out, written, [place for place in map(str, inputs) if place]):
-        raise ConfigError(f"cannot write the output: {problem}", where=str(out), hint=_OTHER_OUTPUT)
+        hint = did_you_mean(out.parent, os.path.isdir) or _OTHER_OUTPUT
+        raise ConfigError(f"cannot write the output: {problem}", where=str(out), hint=hint)
 
 
 def output_error(out: Path, error: Exception) -> HarnessError:

@@ -6,6 +6,7 @@ Torch is imported where weights are read: an error in the configuration is shown
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ def learned(run: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the facts that the task kept from its training data cannot be read: {reason}",
             where=str(run / layout.TASK),
-            hint=f"start the run again to write the file: harness train -c {run / layout.CONFIG}",
+            hint=f"start the run again to write the file: harness train -c {shlex.quote(str(run / layout.CONFIG))}",
         ) from None
     return facts
 

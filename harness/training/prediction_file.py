@@ -83,7 +83,7 @@ class PredictionFile:
             if "prediction" not in names and not set(names) - set(FIRST_COLUMNS):
                 raise DataError(
                     f"none of the first {len(table)} rows could be read",
-                    hint="check task.root: paths in the CSV are relative to it",
+                    hint="paths in the CSV are relative to the task.root of the run: set task.root=FOLDER",
                 )
             self._open(table.select(names))
         assert self._schema is not None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config, ModelSection
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, first_line, reason, similar
+from harness.errors import ConfigError, did_you_mean, first_line, reason, similar
 from harness.runs import checkpoint, layout
 from harness.runs.files import is_url, replacing, sha256
 from harness.training.model_builder import TIMM
@@ -113,7 +113,9 @@ def find(weights: str, model: str) -> WeightsFile:
     if path.is_file():
         return WeightsFile(weights, path)
     if path.suffix in _FILES or "/" in weights:
-        hint = "give a file of weights, a run folder, a URL, or DEFAULT for a model's published weights"
+        hint = did_you_mean(path) or (
+            "give a file of weights, a run folder, a URL, or DEFAULT for a model's published weights"
+        )
         raise ConfigError(f"no such file: {path}", where=_KEY, hint=hint)
     return _published(weights, model)
 

@@ -91,6 +91,7 @@ def test_folders_that_make_no_table(tmp_path, capsys):
     for name in ("train", "val"):
         (tmp_path / name).rename(tmp_path / "splits" / name)
     (tmp_path / "my flat").mkdir()
+    (tmp_path / "train.tar").touch()
     out = tmp_path / "out.csv"
     for words, code, message in (
         (("folder", tmp_path / "splits", out), 2, "its folders are splits, not classes: train, val"),
@@ -103,7 +104,9 @@ def test_folders_that_make_no_table(tmp_path, capsys):
             f"No such file or directory\n  -> did you mean '{tmp_path}/my flat'?",
         ),
         (("folder", tmp_path / "splits", tmp_path / "out.txt"), 2, "end it with .csv, .csv.gz, .parquet"),
-        (("folder", tmp_path / "splits", tmp_path / "no" / "out.csv"), 2, "there is no folder"),
+        (("folder", tmp_path / "splits", tmp_path / "x y" / "out.csv"), 2, f"-> make it: mkdir -p '{tmp_path}/x y'"),
+        (("folder", tmp_path / "splits", tmp_path / "splitz" / "out.csv"), 2, f"did you mean {tmp_path}/splits?"),
+        (("tar", tmp_path / "trian.tar", out), 65, f"did you mean {tmp_path}/train.tar?"),
     ):
         assert data(*words) == code
         assert message in capsys.readouterr().err

@@ -220,7 +220,9 @@ def test_a_full_cache_is_not_an_error(folder, server, expected, monkeypatch):
 def test_failures_of_a_url(folder, server, monkeypatch):
     """A missing image is a bad image; a server that fails is not the fault of a row."""
     images = table(folder, server.url, [PATHS[0], "gone.png"])
-    with pytest.raises(DataError, match=f"t.csv:3: image not found: {server.url}/gone.png\n  -> check task.root"):
+    with pytest.raises(
+        DataError, match=f"t.csv:3: image not found: {server.url}/gone.png\n  -> paths in the CSV are relative"
+    ):
         images.batch(np.arange(2), 0)
     assert table(folder, server.url, [PATHS[0], "gone.png"], "skip").batch(np.arange(2), None).bad == [1]
     server.asked.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,15 +132,23 @@ def test_all_missing_images_are_found_before_training(tmp_path):
 
 def test_missing_folder_suggests_task_root(tmp_path):
     (tmp_path / "train.csv").write_text("path,label\nnowhere/x.png,1\n")
-    with pytest.raises(DataError, match="check task.root"):
+    with pytest.raises(DataError, match=f"paths in the CSV are relative to {tmp_path}: set task.root=FOLDER; or set"):
         table(tmp_path).batch(np.arange(1), None)
+    (tmp_path / "my rows").mkdir()
+    write_rows(tmp_path / "my rows", "train", 2)
+    (tmp_path / "my rows" / "train.csv").rename(tmp_path / "my rows" / "new.csv")
+    elsewhere = replace(
+        table(tmp_path), table=open_table(tmp_path / "my rows" / "new.csv", cache_dir=tmp_path / "cache")
+    )
+    with pytest.raises(DataError, match=f"relative to {tmp_path}: set 'task.root={tmp_path}/my rows'; or set"):
+        elsewhere.batch(np.arange(1), None)
 
 
 @pytest.mark.parametrize("missing", ["train_images/12.png", "train_images/train60.png"])
 def test_missing_image_suggests_no_other_number(tmp_path, missing):
     write_rows(tmp_path, "train", 12)
     (tmp_path / "train.csv").write_text(f"path,label\n{missing},1\n")
-    with pytest.raises(DataError, match="image not found: .*\n  -> check task.root"):
+    with pytest.raises(DataError, match="image not found: .*\n  -> paths in the CSV are relative to "):
         table(tmp_path).batch(np.arange(1), None)
 
 
@@ -153,7 +162,10 @@ def test_missing_image_suggests_no_other_number(tmp_path, missing):
             "link.png",
             "image cannot be read: {folder}/link.png: it is a link to {folder}/gone.png, which does not exist",
         ),
-        ("a/b.png", "image not found: {folder}/a/b.png\n  -> there is no folder {folder}/a; check task.root"),
+        (
+            "a/b.png",
+            "image not found: {folder}/a/b.png\n  -> there is no folder {folder}/a; paths in the CSV are relative to",
+        ),
         (f"{'x' * 300}.png", "File name too long"),
         ("/dev/zero", "image cannot be read: /dev/zero: it is a device or a socket, not a regular file"),
     ],

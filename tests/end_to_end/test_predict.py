@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness import cli
+from harness.apex import amp
 from harness.errors import HarnessError
 from harness.inference import export
 from harness.inference import predict as predict_module
@@ -225,8 +226,9 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
         (
             ["RUN", "--csv", "CSV", "--out", "x.csv", "task.root=nowhere", "precision.opt_level=O0"],
             65,
-            "image not found",
+            "set task.root=DATA",
         ),
+        (["RUN", "--csv", "CSV"], 2, "predictions.csv: this file exists\n  -> --out predictions.csv replaces it"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "model.args.width=5"], 70, "do not fit this model"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "modle.name=x"], 2, "did you mean model"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "--world", "2", "task.path_column=file"], 65, "no column 'file'"),
@@ -240,9 +242,19 @@ def test_errors_come_before_anything_is_written(trained, tmp_path, monkeypatch, 
     forgot = shutil.copytree(folder, tmp_path / "forgot")
     (forgot / "task.json").unlink()
     places = {"RUN": folder, "CSV": data / "eval.csv", "DATA": data, "FRESH": fresh, "FORGOT": forgot}
+    (tmp_path / "predictions.csv").write_text("mine")
     assert cli.main(["predict", *(str(places.get(word, word)) for word in words)]) == code
+    message = message.replace("DATA", str(data))
     assert message in capfd.readouterr().err
     assert not list(tmp_path.glob("*x.*"))
+
+
+def test_predictions_have_a_default_name(trained, tmp_path, monkeypatch):
+    folder, data = trained
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["predict", str(folder), "--csv", str(data / "eval.csv")]) == 0
+    amp.reset()  # the process of a command ends with it
+    assert (tmp_path / "predictions.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
 
 
 def test_no_command_replaces_what_it_reads(trained, tmp_path, monkeypatch, capfd):
@@ -343,6 +355,9 @@ def test_exported_models_compute_the_same(trained, tmp_path, kind, capsys):
     assert facts["preprocessing"]["mean"] == facts["preprocessing"]["std"] == [0.5]
     assert facts["checked"]["largest_difference"] <= facts["checked"]["allowed"] == export.TOLERANCE[kind]
     if kind == "safetensors":
+        best, exported = load_file(folder / "weights.safetensors"), load_file(out)
+        assert best.keys() == exported.keys()
+        assert all(torch.equal(best[name], exported[name]) for name in best)
         again = SmallCNN(3, 1, width=4).eval()
         again.load_state_dict(load_file(out))
     elif kind == "torch_export":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import secrets
+import shlex
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
@@ -178,7 +179,7 @@ def _broken(error: Exception, name: str) -> DataError:
     return DataError(
         f"the gzip file is damaged: {error}",
         where=name,
-        hint=f"copy it again; gzip -t {name} tests whether it is whole",
+        hint=f"copy it again; gzip -t {shlex.quote(name)} tests whether it is whole",
     )
 
 
@@ -187,5 +188,5 @@ def _not_utf8(path: Path, name: str) -> DataError:
     return DataError(
         f"the file is not UTF-8: {what}",
         where=f"{name}:{line}" if line else name,
-        hint=f"convert it: iconv -f LATIN1 -t UTF-8 {name} > utf8.csv",
+        hint=f"convert it: iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > utf8.csv",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import shlex
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def kind_of(path: Path, name: str) -> str:
         return "csv.gz"
     for magic, (format_name, advice) in _FOREIGN.items():
         if head.startswith(magic):
-            hint = advice.format(name=name)
+            hint = advice.format(name=shlex.quote(name))
             raise DataError(f"the file is {format_name}, not CSV, gzipped CSV or Parquet", where=name, hint=hint)
     return "csv"
 

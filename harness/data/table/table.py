@@ -152,6 +152,11 @@ class Table:
             start += len(pieces[-1])
         return pa.chunked_array(pieces, pa.string())
 
+    @property
+    def folder(self) -> str:
+        """The folder of the file; empty if it is at a URL."""
+        return "" if self._source.is_remote else os.path.dirname(self._source.name) or "."
+
     def where(self, row: int) -> str:
         """The place of a row, for error messages: ``train.csv:17``, or ``train.parquet, row 15``.
 

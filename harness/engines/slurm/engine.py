@@ -6,6 +6,7 @@ sbatch.py writes the script, scontrol.py reads the job's state. This machine and
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from contextlib import suppress
@@ -46,7 +47,7 @@ def submit(job: Job) -> str:
             f"launch.slurm.output={job.settings.slurm.output}: the folder does not exist, and Slurm would end the job "
             "without an error message",
             where=job.path,
-            hint=f"mkdir -p {place}",
+            hint=f"mkdir -p {shlex.quote(str(place))}",
         )
     if running := _same_run(job):
         raise LaunchError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +41,7 @@ def open_images(task: Task, seed: int) -> Images:
 
 def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
     raw = Path(task.root) / task.kind / "raw"
-    hint = f"type: harness data {task.name} {task.root}"
+    hint = f"type: harness data {task.name} {shlex.quote(task.root)}"
     images = map_idx(raw / f"{split}-images-idx3-ubyte", 3, hint)[:num_rows, None]
     labels = map_idx(raw / f"{split}-labels-idx1-ubyte", 1, hint)[:num_rows]
     return Arrays(images, labels.astype(np.int64))

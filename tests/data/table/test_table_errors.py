@@ -216,6 +216,16 @@ def test_closed_quotes_at_the_end_are_valid(tmp_path, ending):
     assert len(open_table(path, label="label", cache_dir=tmp_path / "cache")) == 501
 
 
+def test_suggested_commands_are_quoted(refused, tmp_path):
+    for content, command in (
+        (b"PK\x03\x04....", "unzip '{}'"),
+        (b"\xff\xfea", "iconv -f UTF-16 -t UTF-8 '{}'"),
+        (gzip.compress(HEADER + GOOD, mtime=0)[:-20], "gzip -t '{}' tests"),
+        ("path,label\na,\xe9\n".encode("latin-1"), "iconv -f LATIN1 -t UTF-8 '{}' >"),
+    ):
+        assert command.format(f"{tmp_path}/data/my rows.csv") in refused(content, "my rows.csv")[2]
+
+
 def test_row_longer_than_any_block(refused, monkeypatch):
     monkeypatch.setattr(csv_reader, "BLOCK_BYTES", 64)
     monkeypatch.setattr(csv_reader, "MAX_BLOCK_BYTES", 1 << 20)
