@@ -115,7 +115,8 @@
     if (root.classList.contains("paper")) layout.width = div.clientWidth;  // plotly does not measure paper
     await Plotly.react(div, figure.data, layout, {
       displaylogo: false, responsive: true, displayModeBar: touch.matches ? false : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+      modeBarButtons: [["toImage"], ["zoom2d", "pan2d", "resetScale2d"]],  // plotly's own list has an upload
+      plotlyServerURL: "",
       toImageButtonOptions: { filename: div.dataset.chart, scale: 2 },
     });
     if (!div.dataset.drawn) drawn += 1;

@@ -129,6 +129,9 @@ def test_toolbars_cover_neither_legends_nor_titles(visit):
         return !bar.width || bar.top < div.parentElement.getBoundingClientRect().top || others.some(hit);
     }).map((div) => div.dataset.chart)""")
     assert covered == []
+    buttons = here.page.evaluate("""[...document.querySelectorAll('[data-chart]')].map((div) =>
+        [...div.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title.split(' ')[0]).join(' '))""")
+    assert set(buttons) == {"Download Zoom Pan Reset"}, "none that sends the figure anywhere"
 
 
 def test_switches_between_axes_metrics_and_lines(visit):
