@@ -24,6 +24,7 @@ VERBS = {
     "compare": "--json RUN_A RUN_B",
     "data": "WHAT",
     "doctor": "--json",
+    "explain": "--json RUN",
     "export": "--format --out --trust RUN key=value",
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
     "init": "--out CSV",

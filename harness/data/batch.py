@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
+
+STAGES = ("read", "decode", "transform")  # of loading, which a dataset may measure
 
 
 @dataclass
@@ -17,26 +20,43 @@ class Batch:
     targets: (batch, ...), usually int64 (batch,)
     rows: (batch,) numbers of the rows that are really in the batch
     bad: numbers of the requested rows that could not be read
+    spent_s: seconds in some of STAGES; the loader adds "load", the whole, and "cpu", the part on a core
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     rows: np.ndarray
     bad: list[int] = field(default_factory=list)
+    spent_s: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def pin_memory(self) -> Batch:
-        return Batch(self.inputs.pin_memory(), self.targets.pin_memory(), self.rows, self.bad)
+        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
         """Copy inputs and targets to ``device``; the copy is asynchronous if they are in pinned memory."""
         if device.type == "cpu":
             return self
-        return Batch(
-            self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), self.rows, self.bad
-        )
+        inputs, targets = (part.to(device, non_blocking=True) for part in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
+
+
+class StageClock:
+    """Adds up the seconds of each stage of loading a batch."""
+
+    def __init__(self) -> None:
+        self.spent_s = dict.fromkeys(STAGES, 0.0)
+        self._mark = time.perf_counter()
+
+    def start(self) -> None:
+        self._mark = time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.spent_s[stage] += now - self._mark
+        self._mark = now
 
 
 class Dataset(Protocol):

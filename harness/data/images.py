@@ -23,7 +23,7 @@ import torch
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import functional
 
-from harness.data.batch import Batch
+from harness.data.batch import Batch, StageClock
 from harness.data.image_files import ImageFiles
 from harness.data.row_labels import RowLabels
 from harness.data.seeds import row_seed, seeded_torch
@@ -65,12 +65,13 @@ class ImageTable:
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """These rows in order, transformed as in training in ``epoch``, or as in evaluation if that is None. Raises
         DataError or, from a transform, ConfigError."""
-        images, used, bad = [], [], []
+        images, used, bad, clock = [], [], [], StageClock()
         paths = self.table.strings(self.path_column, rows)
         self.files.read_ahead(paths)
         for row, path in zip(rows.tolist(), paths, strict=True):
+            clock.start()
             try:
-                image = self._decoded(row, path)
+                image = self._decoded(row, path, clock)
             except _UNREADABLE as error:
                 if self.on_bad_image == "error":
                     raise self._unreadable(row, path, error) from None
@@ -78,10 +79,13 @@ class ImageTable:
                 if epoch is None:
                     continue
                 row, image = self._replacement(row)
+            clock.start()
             images.append(self._transformed(image, row, epoch))
+            clock.end("transform")
             used.append(row)
         numbers = np.asarray(used, dtype=np.int64)
-        return Batch(self._stack(images, used), torch.from_numpy(self.labels.targets(numbers)), numbers, bad)
+        targets = torch.from_numpy(self.labels.targets(numbers))
+        return Batch(self._stack(images, used), targets, numbers, bad, clock.spent_s)
 
     def require_files(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> None:
         """Raise DataError if the root or images of ``rows`` do not exist, or if a few of them cannot be decoded, unless
@@ -143,7 +147,7 @@ class ImageTable:
         skipped = f"; {len(bad)} cannot be decoded and are skipped" if bad else ""
         return f"{sum(sizes.values()):,} of {len(self):,} images decoded ({found}{', ...' if of else ''}{of}){skipped}"
 
-    def _decoded(self, row: int, path: str) -> torch.Tensor:
+    def _decoded(self, row: int, path: str, clock: StageClock | None = None) -> torch.Tensor:
         """Decode ``path`` to uint8 (channels, height, width). Raises one of _UNREADABLE, or DataError if the archive or
         the server of the file cannot be read."""
         try:
@@ -151,7 +155,12 @@ class ImageTable:
         except DataError as error:
             what = f"{error.where}: {error.message}" if error.where else error.message
             raise DataError(what, where=self.table.where(row), hint=error.hint) from None
-        return _converted(decode_image(content, mode=self.mode), self.mode)
+        if clock:
+            clock.end("read")
+        image = _converted(decode_image(content, mode=self.mode), self.mode)
+        if clock:
+            clock.end("decode")
+        return image
 
     def _transformed(self, image: torch.Tensor, row: int, epoch: int | None) -> torch.Tensor:
         if epoch is None:

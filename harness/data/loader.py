@@ -20,7 +20,15 @@ import torch
 from torch.utils.data import Sampler, get_worker_info
 
 from harness.data.batch import Batch, Dataset
-from harness.data.loader_workers import PREFETCH, LoadError, WatchedDataLoader, in_loader_worker, sent, worker_death
+from harness.data.loader_workers import (
+    PREFETCH,
+    LoadError,
+    WatchedDataLoader,
+    in_loader_worker,
+    run_queue_s,
+    sent,
+    worker_death,
+)
 from harness.data.shards import RowOrder, Segment, bounds, num_steps, rows_of, shard, step_rows
 from harness.errors import TrainingError, remedy
 
@@ -52,20 +60,30 @@ class _Fetch(torch.utils.data.Dataset):
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
+        self._starved_s = 0.0
 
     def __getitem__(self, request: BatchRequest) -> Any:
         if get_worker_info() is None:
             try:
-                return self.dataset.batch(request.rows, request.epoch)
+                return self._batch(request)
             except StopIteration as error:  # which would end the epoch
                 raise RuntimeError("the dataset raised StopIteration") from error
         try:
-            return sent(self.dataset.batch(request.rows, request.epoch))
+            return sent(self._batch(request))
         except (SystemExit, KeyboardInterrupt) as error:
             what = f"the dataset raised {type(error).__name__} ({error}) in a loader worker"
             return sent(LoadError.of(TrainingError(what, hint="raise an error instead")))
         except Exception as error:
             return sent(LoadError.of(error))
+
+    def _batch(self, request: BatchRequest) -> Batch:
+        start, on_core = time.perf_counter(), time.thread_time()
+        batch = self.dataset.batch(request.rows, request.epoch)
+        batch.spent_s |= {"load": time.perf_counter() - start, "cpu": time.thread_time() - on_core}
+        if get_worker_info() is not None:  # the training process samples its own
+            before, self._starved_s = self._starved_s, run_queue_s()
+            batch.spent_s["load_starved"] = self._starved_s - before
+        return batch
 
 
 class Loader:
@@ -83,6 +101,7 @@ class Loader:
         with the seconds waited so far; it returns whether to end the wait, or raises."""
         self.dataset, self.device = dataset, device
         self.wait_s = 0.0  # time that training waited for data
+        self.spent_s: dict[str, float] = {}  # time that loading took, by stage, in this process or in workers
         self._timeout_s, self._leave, self._since = timeout_s, leave, 0.0
         self._blocked = False  # the last wait ended without a batch
         self._requests = _Requests()
@@ -125,6 +144,7 @@ class Loader:
                 return
             if isinstance(batch, LoadError):
                 batch.reraise()
+            self.spent_s |= {name: self.spent_s.get(name, 0.0) + value for name, value in batch.spent_s.items()}
             yield batch.to(self.device)
 
     def _while_waiting(self) -> None:
@@ -139,6 +159,12 @@ class Loader:
                 "batches that take longer than that; py-spy dump --pid PID shows where a worker is. Raise "
                 "runtime.timeout_s if the data is only slow, or set data.num_workers=0 to see the dataset's own error",
             )
+
+    def take_times(self) -> tuple[float, dict[str, float]]:
+        """(seconds that training waited for data, those that loading took by stage) since the last call."""
+        taken = self.wait_s, self.spent_s
+        self.wait_s, self.spent_s = 0.0, {}
+        return taken
 
     def close(self) -> None:
         """End the worker processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -15,6 +16,13 @@ def memory_of(root: Path = Path("/")) -> tuple[int, int, bool]:
     if limit is not None and limit < total:
         total, free = limit, min(free, limit - used)
     return total, free, limit == total
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota(root)
+    return min(allowed, math.ceil(quota)) if quota else allowed
 
 
 def cpu_quota(root: Path) -> float | None:

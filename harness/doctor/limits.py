@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 
-from harness.distributed.machine import cpu_quota, memory_of
+from harness.distributed.machine import cpu_quota, memory_of, usable_cores
 from harness.doctor.findings import Finding, System
 
 MIB, GIB = 2**20, 2**30
@@ -19,12 +18,10 @@ def cpu(system: System) -> Iterator[Finding]:
     import torch
 
     present = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
-    quota = cpu_quota(system.root)
-    usable = min(allowed, math.ceil(quota)) if quota else allowed
+    usable, quota = usable_cores(system.root), cpu_quota(system.root)
     threads = torch.get_num_threads()
     text = f"{usable} of {present} cores are usable"
-    text += f" (the cgroup allows the time of {quota:g} cores)" if quota and quota < allowed else ""
+    text += f" (the cgroup allows the time of {quota:g} cores)" if quota and quota < present else ""
     text += f"; torch uses {threads} thread{'s' if threads > 1 else ''}"
     if threads > usable:
         yield Finding("cpu", "note", f"{text}, which will compete for them", (f"export OMP_NUM_THREADS={usable}",))

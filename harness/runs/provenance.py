@@ -22,6 +22,7 @@ from harness.config import loader, plugins
 from harness.config.schema import Config, flatten, may_differ_between_ranks
 from harness.distributed import processes
 from harness.distributed.agreement import Facts
+from harness.distributed.machine import usable_cores
 from harness.distributed.runtime import Runtime
 from harness.version import __version__
 
@@ -151,6 +152,7 @@ def of_start(runtime: Runtime, backend: str, topology: Sequence[str], code: Mapp
         "world_size": runtime.world_size,
         "ranks": list(topology),
         "threads": torch.get_num_threads(),
+        "cores": usable_cores(),
     }
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Forwarder:
         """Imports the tracker in the calling thread: data loader workers are forked while the tracker's thread runs,
         and an import lock held by that thread would stay locked in them forever."""
         self.name, self._info = name, info
+        self.cpu_s = 0.0  # of the thread, after its last call
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(MAX_QUEUED)
         self._off, self._turning_off = threading.Event(), threading.Lock()
         self._tracker: Tracker | None = None
@@ -82,6 +84,7 @@ class Forwarder:
                 call()
             except Exception as error:
                 self._fail(error)
+            self.cpu_s = time.thread_time()
 
     def _fail(self, error: Exception) -> None:
         reason = first_line(error, "no reason given")

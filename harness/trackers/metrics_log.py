@@ -29,6 +29,7 @@ log = logging.getLogger("harness")
 TIMES = (
     "wall_s", "samples_per_s", "tflops", "mfu", "memory_mib", "data_wait",
     "time_data", "time_forward", "time_backward", "time_reduce", "time_optimizer", "time_host",
+    "cost",
 )  # fmt: skip
 CLOSE_S = 60.0  # for a tracker to process its queue at the end of training
 STOP_S = 10.0  # the same for a run that was stopped or failed: a scheduler may be about to kill it
@@ -91,7 +92,7 @@ class MetricsLog:
     """One JSON object per line, whole lines only, numbers at full precision. ``path`` None: write nothing."""
 
     def __init__(self, path: Path | None, forwarders: Sequence[Forwarder] = ()) -> None:
-        self._path, self._forwarders = path, forwarders
+        self._path, self._forwarders, self._cpu_s = path, forwarders, 0.0
         self._file = _open(path) if path else None
 
     def log(self, split: str, values: dict[str, Any]) -> None:
@@ -158,6 +159,11 @@ class MetricsLog:
         """Send predictions to the trackers; the log does not contain them."""
         for forwarder in self._forwarders:
             forwarder.show(sample)
+
+    def take_cpu_s(self) -> float:
+        """The CPU time of the trackers' threads since the last call: Python code in them holds up the training."""
+        before, self._cpu_s = self._cpu_s, sum(forwarder.cpu_s for forwarder in self._forwarders)
+        return self._cpu_s - before
 
     def close(self, done: bool = False) -> None:
         """Close the log, and wait a limited time for the trackers. ``done``: training ran to its end."""

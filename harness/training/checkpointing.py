@@ -26,9 +26,16 @@ log = logging.getLogger("harness")
 
 def save(run: Run) -> None:
     """Write a checkpoint of the current step, unless there is one. An error on rank 0 is raised on all ranks."""
-    state, runtime = run.state, run.runtime
-    if run.saved_step == state.step:
+    if run.saved_step == run.state.step:
         return
+    start = time.perf_counter()
+    _save(run)
+    if run.state.in_epoch:  # otherwise it is not part of the training time
+        run.meter.costs.add({"checkpoint": time.perf_counter() - start})
+
+
+def _save(run: Run) -> None:
+    state, runtime = run.state, run.runtime
     run.collect_waits()
     # A model that diverged must not become the newest checkpoint.
     run.health.loss(runtime.sum(run.meter.loss.detach().clone()).item(), run.meter.steps, state, run.saved_step)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config.schema import PrecisionSection
@@ -43,6 +45,7 @@ class Arithmetic:
 
     per_row: int | None = None  # FLOPs of forward and backward
     peak: float | None = None  # FLOP/s of one device
+    operations: int | None = None  # of torch in a forward pass, each of which the host starts
 
     def rates(self, rows_per_s: float, world_size: int) -> dict[str, float]:
         """``tflops``: 10^12 FLOP/s over all ranks; ``mfu``: the share of the devices' peak, model FLOPs utilisation."""
@@ -53,11 +56,23 @@ class Arithmetic:
 
 
 def of_run(model: nn.Module, task: OpenedTask, section: PrecisionSection, device: torch.device) -> Arithmetic:
-    return Arithmetic(per_row(model, task), peak(device, section))
+    flops, operations = count(model, task)
+    return Arithmetic(flops, peak(device, section), operations)
 
 
-def per_row(model: nn.Module, task: OpenedTask) -> int | None:
-    """FLOPs of a forward and backward pass for one row, without computing it; None if the model cannot be traced.
+class _Operations(TorchDispatchMode):
+    """Counts the operations that torch carries out; views cost as much time of the host as others."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count(model: nn.Module, task: OpenedTask) -> tuple[int | None, int | None]:
+    """(FLOPs of a forward and backward pass for one row, operations of a forward pass), without computing it; None if
+    there are none, or if the model cannot be traced.
 
     Runs a copy of the model on the meta device, which needs no memory and changes neither ``model``, with its Python
     attributes, nor a random stream.
@@ -68,13 +83,13 @@ def per_row(model: nn.Module, task: OpenedTask) -> int | None:
         row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
         inputs = torch.cat([row, row]).to("meta")  # two rows: batch norm refuses one
         copied = deepcopy(model, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with _Operations() as operations, FlopCounterMode(display=False) as counter, torch.no_grad():
             copied(inputs)
     except Exception:  # of the user's own model, or an operation without a meta kernel; training reports real faults
-        return None
+        return None, None
     finally:
         rng.set_state(states, torch.device("cpu"))
-    return 3 * int(counter.get_total_flops()) // 2 or None
+    return 3 * int(counter.get_total_flops()) // 2 or None, operations.found or None
 
 
 def peak(device: torch.device, section: PrecisionSection) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -134,13 +135,17 @@ def evaluation(run: Run) -> None:
     """Evaluate, log, and keep the weights if they are the best so far."""
     state, name = run.state, run.config.best_metric
     run.progress.stop()
+    start = time.perf_counter()
     found = evaluate(run)
     if found is None:
         return  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
     plain = {key: value for key, value in found.items() if isinstance(value, int | float)}
     metrics = {key: plain[key] for key in reported(run.task, run.config)}
-    run.tracker.log("eval", {"step": state.step, "epoch": state.epoch, **plain, "wall_s": run.wall_s()})
+    waited_s, spent_s = run.eval_data.loader.take_times()
+    run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})
+    cost = {"evaluation": time.perf_counter() - start, "data": waited_s}
+    run.tracker.log("eval", {"step": state.step, "epoch": state.epoch, **plain, "cost": cost, "wall_s": run.wall_s()})
     run.health.validation(metrics, state)
     state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
     value = found[name]

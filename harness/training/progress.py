@@ -18,6 +18,7 @@ from torch import Tensor
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
 from harness.training import fsdp
+from harness.training.costs import Costs, summed
 from harness.training.schedule import Plateau
 from harness.training.step_timer import PHASES, step_timer
 
@@ -154,6 +155,7 @@ class Window(NamedTuple):
     bad: int
     waited: float  # fraction of the time that hosts waited for data
     shares: dict[str, float]  # fraction of the time by phase, including data and host; they add up to 1
+    cost: dict[str, float]  # see harness.training.costs
 
 
 class Meter:
@@ -169,6 +171,7 @@ class Meter:
         self.time_s = 0.0
         self.norm: Tensor | None = None  # of the gradients of the last step, if it was measured
         self.timer = step_timer(device)
+        self.costs = Costs()
         self._mark = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -215,12 +218,14 @@ class Meter:
     def reduce(self, runtime: Runtime) -> Window:
         """Sum the window over all ranks and start a new one. Collective. The host waits for the device."""
         spent = self.spent_s()
-        sums: list[float] = [self.rows, self.rows_skipped, self.bad, self.wait_s, *spent.values()]
+        costs = self.costs.take(runtime, spent)
+        sums: list[float] = [self.rows, self.rows_skipped, self.bad, self.wait_s, *spent.values(), *costs]
         if runtime.world_size == 1:
-            total, rows, skipped, bad, wait_s, *times = self.loss.item(), *sums
+            total, rows, skipped, bad, wait_s, *rest = self.loss.item(), *sums
         else:
             host = torch.tensor(sums, dtype=torch.float64).to(self.loss.device)
-            total, rows, skipped, bad, wait_s, *times = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
+            total, rows, skipped, bad, wait_s, *rest = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
+        times, costs = rest[: len(spent)], rest[len(spent) :]
         self.loss.zero_()
         self.rows = self.rows_skipped = self.bad = self.steps = 0
         self.wait_s = self.time_s = 0.0
@@ -228,7 +233,8 @@ class Meter:
         time_s = sum(times) or math.inf  # without time all shares are zero
         shares = {phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)}
         loss = total / rows if rows else math.nan
-        return Window(total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares)
+        cost = summed(costs, runtime.world_size)
+        return Window(total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares, cost)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part as plain numbers, which can be summed over ranks."""

@@ -94,14 +94,17 @@ class Run:
         return state.step > state.evaluated and (after_epoch or self.finished())
 
     def collect_waits(self) -> None:
-        """Move the time that the loader made this rank wait to the meter."""
-        self.meter.wait_s, self.train_data.loader.wait_s = self.meter.wait_s + self.train_data.loader.wait_s, 0.0
+        """Move the time that the loader made this rank wait, and that loading took, to the meter."""
+        waited_s, spent_s = self.train_data.loader.take_times()
+        self.meter.wait_s += waited_s
+        self.meter.costs.add(spent_s)
+        self.meter.costs.add({"tracker": self.tracker.take_cpu_s()})
 
     def log_train(self, lr: float) -> None:
         """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
         Collective."""
         state, meter = self.state, self.meter
-        steps = meter.steps
+        start, steps = time.perf_counter(), meter.steps
         self.collect_waits()
         meter.tick()
         time_s = meter.time_s
@@ -118,12 +121,14 @@ class Run:
              "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
              **self.arithmetic.rates(rows_per_s or 0.0, self.runtime.world_size), "memory_mib": meter.peak_mib(),
              "data_wait": seen.waited,
-             **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "wall_s": self.wall_s()},
+             **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
+             "wall_s": self.wall_s()},
         )  # fmt: skip
         which = "the last step was" if steps == 1 else f"all of the last {steps} steps were"
         all_skipped = f"{which} skipped, loss scale {scale:g}"
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
+        meter.costs.add({"log": time.perf_counter() - start})
 
     def _group_rates(self) -> dict[str, float]:
         """The learning rates of the groups that have their own, numbered as in the log at the start."""

@@ -178,6 +178,10 @@ def announce(run: Run) -> None:
             if not run.finished():
                 run.folder.write_config()
             start = provenance.of_start(runtime, run.precision.backend, topology, code)
+            start["model"] = {
+                "operations": run.arithmetic.operations,
+                "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
+            }
             if run.weights:
                 start["weights"] = run.weights
             for warning in run.folder.add_start(start):

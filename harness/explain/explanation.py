@@ -1,0 +1,48 @@
+"""The explanation of a run: its main cause, in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.explain.causes import CAUSES
+from harness.explain.facts import RunFacts
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``cause``: the name of one of CAUSES; None if the run is not slow. ``gain``: how many times as fast it can be."""
+
+    cause: str | None
+    share: float
+    gain: float
+    text: str
+    settings: dict[str, Any]
+    facts: RunFacts
+
+    def as_json(self) -> dict[str, Any]:
+        facts = {name: value for name, value in asdict(self.facts).items() if name not in ("settings", "measure")}
+        shares = {name: self.facts.share(name) for name in self.facts.spent}
+        return {"run": str(self.facts.path), "cause": self.cause, "share": self.share, "gain": self.gain,
+                "text": self.text, "set": self.settings, "shares": shares,
+                "facts": {**facts, "path": str(self.facts.path)}}  # fmt: skip
+
+
+def explain(facts: RunFacts) -> Explanation:
+    """Name the main cause."""
+    found = [(cause, min(cause.share(facts), 1.0)) for cause in CAUSES]
+    found = [(cause, share) for cause, share in found if share >= cause.limit]
+    if not found:
+        return Explanation(None, 0.0, 1.0, _not_slow(facts), {}, facts)
+    cause, share = max(found, key=lambda pair: pair[1])
+    change = cause.change(facts)
+    gain = 1 / max(1 - share * (1 - change.left), 0.01)
+    faster = f"about {gain:.1f} times as fast" if gain < 10 else "more than 10 times as fast"
+    text = f"{facts.path} {cause.what(facts)} ({share:.0%} of its time). {change.advice}: {faster}."
+    return Explanation(cause.name, share, gain, text, change.settings, facts)
+
+
+def _not_slow(facts: RunFacts) -> str:
+    shares = {name: facts.share(name) for name in ("forward", "backward", "optimizer")}
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return f"{facts.path} is not slow: {sum(shares.values()):.0%} of its time is the model's ({parts})."
