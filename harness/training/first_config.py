@@ -16,7 +16,7 @@ import yaml
 
 from harness.data.table import csv_reader, parquet_reader
 from harness.data.table.source import kind_of, locate
-from harness.errors import ConfigError, DataError, reason, remedy, require_regular_file
+from harness.errors import ConfigError, DataError, reason, remedy
 from harness.runs.files import is_url
 
 _ROWS = 100_000  # looked at, from the start of a file
@@ -193,7 +193,9 @@ def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
 def _images(train: Annotations, files: str, path_column: str, why_path: str) -> Iterator[str]:
     labels, why_labels = _labels(train, path_column)
     root, why_root = _root(train, path_column)
-    size, gray, why_size = _image_size(Path(root), train.columns[path_column])
+    size, gray, why_size = _image_size(root, train.columns[path_column])
+    if size is None and not why_root.startswith(_WRONG):
+        why_size = f"{_WRONG}{why_size}"
     small = (max(size) if size else _TYPICAL) <= _SMALL
     yield f"task:\n  name: image_csv  # an image and a label per row\n{files}"
     yield f"  root: {_plain(root)}  # {why_root}"
@@ -286,25 +288,30 @@ def _kind(values: Sequence[str], named: bool) -> str:
 
 def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
     """The folder below which most of the first paths exist, and how many."""
+    from harness.data.image_files import ImageFiles  # late: imports torch, which takes seconds, and errors come before
+
     paths, folder = rows.columns[path_column][:_PATHS], Path(rows.source).parent
     below = [path for path in sorted(folder.iterdir()) if path.is_dir()][:_FOLDERS]
-    found = {place: sum((place / path).is_file() for path in paths) for place in (folder, Path(), *below)}
+    files = ImageFiles("")
+    found = {place: sum(files.is_below(str(place), path) for path in paths) for place in (folder, Path(), *below)}
     best = max(found, key=lambda place: found[place])
     if found[best]:
         return str(best), f"{found[best]} of the first {len(paths)} paths exist below this folder"
     return str(folder), f"{_WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here"
 
 
-def _image_size(root: Path, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
+def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
     """((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
-    from torchvision.io import decode_image, read_file  # late: takes seconds, and errors come before
+    from torchvision.io import decode_image
 
-    shapes = []
+    from harness.data.image_files import ImageFiles
+
+    files, shapes = ImageFiles(root), []
     for path in paths[:: -(-len(paths) // _IMAGES)]:
         try:
-            require_regular_file(root / path)
-            shapes.append(tuple(decode_image(read_file(str(root / path))).shape[-3:]))
-        except (OSError, RuntimeError):
+            if files.is_below(root, path):
+                shapes.append(tuple(decode_image(files.read(path)).shape[-3:]))
+        except (OSError, RuntimeError, DataError):
             continue
     if not shapes:
         return None, False, "[height, width]; no image could be read"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,15 @@ def test_small_gray_images_named_by_their_place(folder):
     assert "warning" not in first_config.write(["train.csv", "test.csv"], folder / "y.yaml")
     task = loader.load("y.yaml").task
     assert (task.image_size, task.color, task.label_column, task.root) == ((8, 12), "gray", "label", ".")
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        archive.add("train0.png")
+    Path("rows.csv").write_text("path,label\n" + "".join(f"a.tar/train0.png,{row % 2}\n" for row in range(4)))
+    assert "warning" not in first_config.write(["rows.csv", "rows.csv"], folder / "z.yaml")
+    assert loader.load("z.yaml").task.image_size == (8, 12)
+    Path("train0.png").write_text("no image")
+    Path("rows.csv").write_text("path,label\n" + "".join(f"train0.png,{row % 2}\n" for row in range(4)))
+    printed = first_config.write(["rows.csv", "rows.csv"], folder / "no.yaml")
+    assert re.search("warning: image_size: .*# correct it: .*no image could be read$", printed)
 
 
 @pytest.mark.parametrize(
