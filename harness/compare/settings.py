@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from harness.config.schema import Config, flatten, recipe_difference
 from harness.report.reproduce import machine
 from harness.report.run_set import LENGTH
 from harness.runs import layout
-from harness.runs.reader import Record
+from harness.runs.reader import Record, changes, over_starts
 
 Pair = tuple[Any, Any]
 Differences = dict[str, Pair]
@@ -85,35 +85,22 @@ def _as_yaml(value: Any) -> Any:
     return [_as_yaml(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def over_starts(starts: Sequence[dict[str, Any]], key: str) -> Any:
-    """The value of ``key``. A run that was resumed elsewhere can have several: "first, then second"."""
-    values = _changes(start.get(key) for start in starts)
-    return values[0] if len(values) == 1 else ", then ".join(map(str, values))
-
-
-def _changes(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if not found or found[-1] != value:
-            found.append(value)
-    return found
-
-
 def _topology(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shown = [{**start, "ranks": machine(start.get("ranks"))} for start in starts]
-    return {key: over_starts(shown, key) for key in _TOPOLOGY}
+    return {key: over_starts(start.get(key) for start in shown) for key in _TOPOLOGY}
 
 
 def _packages(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     flat = [
         {**(start.get("packages") or {}), **{key: start.get(key) for key in ("python", "cuda")}} for start in starts
     ]
-    return {name: over_starts(flat, name) for name in dict.fromkeys(name for start in flat for name in start)}
+    names = dict.fromkeys(name for start in flat for name in start)
+    return {name: over_starts(start.get(name) for start in flat) for name in names}
 
 
 def _code(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Code:
     git = [[start.get("git") or {} for start in starts] for starts in (one, other)]
-    commits = [_changes(start.get("commit") for start in starts) for starts in git]
+    commits = [changes(start.get("commit") for start in starts) for starts in git]
     changed = [any(bool(start.get("changed")) for start in starts) for starts in git]
     equal = commits[0] == commits[1]
     undecided = equal and (any(changed) or None in commits[0])

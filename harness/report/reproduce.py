@@ -6,13 +6,14 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.report import formatting
 from harness.report.run_set import ReportedRun, devices
 from harness.runs import layout
+from harness.runs.reader import over_starts
 
 
 def commands(run: ReportedRun) -> list[str]:
@@ -54,6 +55,8 @@ def caveats(run: ReportedRun) -> list[str]:
     git = start.get("git")
     if not isinstance(git, dict) or not git.get("commit"):
         found.append("The commit is unknown.")
+    elif any(_commit(start) != _commit(before) for before in run.record.provenance):
+        found.append(f"The code changed at a resume ({commit(run)}); these commands use the last commit.")
     elif git.get("changed"):
         found.append("The code had uncommitted changes, so the commit may give different numbers.")
     if len(run.record.provenance) > 1:
@@ -70,49 +73,53 @@ def caveats(run: ReportedRun) -> list[str]:
 
 
 def provenance(run: ReportedRun) -> list[tuple[str, str]]:
-    """(title, value) of the newest start."""
+    """(title, value): time and command of the newest start, and facts over all starts."""
     start, starts = _newest(run), run.record.provenance
     if not start:
         return []
-    facts = {
-        "started": _when(start.get("started")) + (f" (the first of {len(starts)}: {_when(starts[0].get('started'))})"
-                                                  if len(starts) > 1 else ""),
-        "command": _command(start.get("command")),
+    first = f" (the first of {len(starts)}: {_when(starts[0].get('started'))})" if len(starts) > 1 else ""
+    facts = {"started": _when(start.get("started")) + first, "command": _command(start.get("command"))}
+    facts |= _over_starts(map(_facts, starts)) | {"ranks": run.record.ranks or formatting.NOTHING}
+    packages = _over_starts(map(_packages, starts))
+    facts["packages"] = "; ".join(f"{name} {version}" for name, version in packages.items())
+    return list(facts.items())
+
+
+def _facts(start: dict[str, Any]) -> dict[str, str]:
+    return {
         "git commit": _commit(start),
         "harness": _harness(start),
         **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
         "machine": machine(start.get("ranks")),
-        "ranks": run.record.ranks or formatting.NOTHING,
         "launched by": str(start.get("launched_by", formatting.NOTHING)),
         "amp": str(start.get("amp", formatting.NOTHING)),
         "Python": str(start.get("python", formatting.NOTHING)),
         "CUDA": str(start.get("cuda") or "none"),
-        "packages": ", ".join(f"{name} {version}" for name, version in _packages(start).items()),
-    }  # fmt: skip
-    return list(facts.items())
+    }
+
+
+def _over_starts(starts: Iterable[dict[str, str]]) -> dict[str, str]:
+    found = list(starts)
+    titles = dict.fromkeys(title for facts in found for title in facts)
+    return {title: str(over_starts(facts.get(title, formatting.NOTHING) for facts in found)) for title in titles}
 
 
 def differences(runs: Sequence[ReportedRun]) -> list[tuple[str, list[tuple[str, int]]]]:
     """(title, [(value, number of runs)]) for everything in which the provenance of the runs differs."""
     found: dict[str, Counter[str]] = {}
     for run in runs:
-        start = _newest(run)
-        if not start:
+        if not run.record.provenance:
             continue
-        facts = {
-            "git commit": _commit(start),
-            "launched by": str(start.get("launched_by")),
-            "amp": str(start.get("amp")),
-        }
-        facts |= {"Python": str(start.get("python")), "device": ", ".join(sorted(set(devices(run.record))))}
-        facts |= _packages(start)
+        facts = _over_starts(_facts(start) | _packages(start) for start in run.record.provenance)
+        facts["device"] = ", ".join(sorted(set(devices(run.record))))
+        del facts["machine"]
         for title, value in facts.items():
             found.setdefault(title, Counter())[value] += 1
     return [(title, counts.most_common()) for title, counts in found.items() if len(counts) > 1]
 
 
 def commit(run: ReportedRun) -> str:
-    return _commit(_newest(run))
+    return str(over_starts(map(_commit, run.record.provenance or [{}])))
 
 
 def _newest(run: ReportedRun) -> dict[str, Any]:

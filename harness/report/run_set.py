@@ -243,9 +243,9 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
 
 
 def devices(record: Record) -> list[str]:
-    """The kind of device of each rank of the newest start, such as "cpu" or "NVIDIA H100"."""
-    ranks = record.provenance[-1].get("ranks") if record.provenance else None
-    kinds = [re.search(r"\((.*)\)\s*$", str(rank)) for rank in ranks] if isinstance(ranks, list) else []
+    """The kind of device of each rank of each start, such as "cpu" or "NVIDIA H100"."""
+    ranks = [start["ranks"] for start in record.provenance if isinstance(start.get("ranks"), list)]
+    kinds = [re.search(r"\((.*)\)\s*$", str(rank)) for of_start in ranks for rank in of_start]
     return [kind.group(1) for kind in kinds if kind]
 
 

@@ -73,8 +73,7 @@ class Record:
         starts = [start.get("world_size") for start in self.provenance]
         known = [world for world in starts if isinstance(world, int)]
         others = [self.summary.get("world_size"), self.trial.world if self.trial else None]
-        known = known or [world for world in others if isinstance(world, int)][:1]
-        return [world for place, world in enumerate(known) if known[place - 1 : place] != [world]]
+        return changes(known or [world for world in others if isinstance(world, int)][:1])
 
     @property
     def world_size(self) -> int | None:
@@ -85,7 +84,7 @@ class Record:
     @property
     def ranks(self) -> str:
         """ "2", or "1, then 2" if the number of ranks changed at a resume; empty if unknown."""
-        return ", then ".join(map(str, self.world_sizes))
+        return str(over_starts(self.world_sizes)) if self.world_sizes else ""
 
     def metrics(self) -> pa.Table:
         """``metrics.jsonl``, one row per line; keys that a line does not have are null.
@@ -96,6 +95,21 @@ class Record:
         if problem and problem not in self.problems:
             self.problems.append(problem)
         return table
+
+
+def changes(values: Iterable[Any]) -> list[Any]:
+    """``values`` without those that equal the one before."""
+    found: list[Any] = []
+    for value in values:
+        if not found or found[-1] != value:
+            found.append(value)
+    return found
+
+
+def over_starts(values: Iterable[Any]) -> Any:
+    """The value that all starts of a run have; "first, then second" if it was resumed with another one."""
+    found = changes(values)
+    return found[0] if len(found) == 1 else ", then ".join(map(str, found))
 
 
 def read(path: Path) -> Record:

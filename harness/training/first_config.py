@@ -84,7 +84,7 @@ _TEXT = """\
 #   harness train -c {out}
 # harness schema lists every setting with its unit, range and default.
 name: {name}  # the run folder is runs/{name}
-extends: preset:modern  # bfloat16 and the fastest algorithms; preset:apex-2019: float16 and deterministic algorithms
+extends: preset:modern  # bfloat16, on a GPU the fastest algorithms; preset:apex-2019: float16, deterministic algorithms
 {task}
 """
 

@@ -80,6 +80,25 @@ def test_command_is_shown_without_machine_folders(place):
     assert dict(reproduce.provenance(found))["command"] == "python driver.py -c 'configs/a b.yaml'"
 
 
+def test_run_that_resumed_elsewhere_shows_every_start(place):
+    found = run(write_run(place / "runs" / "fake", Fake()))
+    path = found.record.path / "provenance.json"
+    first = json.loads(path.read_text())[0]
+    later = {"git": {"commit": "f" * 40}, "packages": {"torch": "2.7.0"}, "ranks": ["there: cuda:0 (NVIDIA H200)"] * 2,
+             "world_size": 2}  # fmt: skip
+    path.write_text(json.dumps([first, first, first | later]))
+    again = run_set.build([reader.read(found.record.path)]).runs[0]
+    facts = dict(reproduce.provenance(again))
+    assert facts["git commit"] == "0123456789ab, then ffffffffffff" == reproduce.commit(again)
+    assert facts["machine"] == "1 × here: cpu (cpu), then 2 × there: cuda (NVIDIA H200)"
+    assert facts["ranks"] == "1, then 2"
+    assert facts["packages"] == "torch 2.6.0, then 2.7.0; numpy 2.0.0, then –"
+    assert facts["Python"] == "3.11.7"
+    assert "The code changed at a resume (0123456789ab, then ffffffffffff)" in " ".join(reproduce.caveats(again))
+    assert {title for title, _ in reproduce.differences([found, again])} == {"git commit", "torch", "numpy", "device"}
+    assert again.recipe != found.recipe, "another kind of device"
+
+
 def test_differences_between_runs(place):
     one = run(write_run(place / "one", Fake()))
     two = run(write_run(place / "two", Fake()), packages={"torch": "2.7.0", "numpy": "2.0.0"})
