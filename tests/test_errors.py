@@ -77,3 +77,19 @@ def test_first_line_of_another_librarys_error():
     assert first_line(ValueError("\n  one\ntwo\n")) == "one"
     assert first_line(ValueError(" \n")) == "ValueError"
     assert first_line(ValueError(), "no reason given") == "no reason given"
+
+
+def test_similar_paths(tmp_path, monkeypatch):
+    """Any part may be misspelled; what is suggested exists, is of the wanted kind, and can be pasted into a shell."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my runs" / "digits").mkdir(parents=True)
+    (tmp_path / "my runs" / "digits.csv").touch()
+    for path, wanted, hint in (
+        ("my rnus/digit.csv", os.path.exists, "did you mean 'my runs/digits.csv'?"),
+        ("my rnus/digit", os.path.isdir, "did you mean 'my runs/digits'?"),
+        (tmp_path / "my runs" / "digtis.csv", os.path.isfile, f"did you mean '{tmp_path}/my runs/digits.csv'?"),
+        ("my rnus/other.csv", os.path.exists, ""),
+        ("my runs/digits", os.path.isfile, ""),
+        ("x", os.path.exists, ""),
+    ):
+        assert errors.did_you_mean(path, wanted) == hint, path

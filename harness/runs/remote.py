@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import secrets
 import shutil
 import socket
@@ -23,7 +24,7 @@ from typing import Any
 import filelock
 
 from harness.config.schema import Config
-from harness.errors import CheckpointError, ConfigError, reason, remedy
+from harness.errors import CheckpointError, ConfigError, did_you_mean, reason, remedy
 from harness.runs import layout
 from harness.runs.checkpoint import damage, none_usable, outdated, require_same_format
 from harness.runs.files import is_url
@@ -346,11 +347,10 @@ def borrow(config: Config) -> Path:
     else:
         path = Path(wanted)
         if not path.is_dir():
-            raise ConfigError(
-                f"there is no checkpoint folder {wanted}",
-                where="checkpoint.resume",
-                hint="give one such as runs/digits/checkpoints/step-100, or use auto or never",
+            hint = did_you_mean(path, os.path.isdir) or (
+                "give one such as runs/digits/checkpoints/step-100, or use auto or never"
             )
+            raise ConfigError(f"there is no checkpoint folder {wanted}", where="checkpoint.resume", hint=hint)
         problem = damage(path)
     if problem:
         raise CheckpointError(problem, where=wanted, hint="choose another, or use checkpoint.resume=auto")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -162,7 +163,8 @@ class Health:
         checkpoint = f"{self.where}/{layout.CHECKPOINTS}/{layout.step_name(step)}"
         return (
             f"to continue from step {step}, the last good one, with these settings, add name={self.config.name}-2 "
-            f"checkpoint.resume={checkpoint}; the same command without changes would most likely fail again"
+            f"{shlex.quote(f'checkpoint.resume={checkpoint}')}; the same command without changes would most likely "
+            "fail again"
         )
 
 
