@@ -142,8 +142,10 @@ def _chips(runs: RunSet, best: ReportedRun) -> list[tuple[str, str]]:
 
 
 def _config(best: ReportedRun) -> str:
-    config = best.record.config
-    return formatting.without_working_folder(yaml.safe_dump(config, sort_keys=False)) if config else ""
+    if not best.record.config:
+        return ""
+    text = yaml.safe_dump(best.record.config, sort_keys=False, allow_unicode=True)
+    return formatting.without_working_folder(text)
 
 
 def _links(runs: RunSet, lines: Sequence[CurveLine], groups: Sequence[sections.ReportSection]) -> list[tuple[str, str]]:

@@ -166,7 +166,8 @@ def _name(source: str) -> str:
 
 def _plain(value: object) -> str:
     """``value`` as YAML on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:

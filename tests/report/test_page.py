@@ -13,7 +13,7 @@ from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import charts, curves, page, run_set, scaling, scaling_charts, settings_charts
 from harness.runs import reader
 
-EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
+EVIL = 'ü"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
 VOID = {"meta", "link", "input", "img", "br", "line"}
 
 
@@ -123,6 +123,7 @@ def test_text_of_files_is_escaped(tmp_path):
     text = render(*runs)
     elements = Elements(text)
     assert len(elements.all("script")) == 3
+    assert "\\xFC" not in text, "YAML's escape of a letter"
     assert not elements.all("img")
     assert not elements.all("b") + elements.all("i")
     assert not [attributes for _, attributes in elements.found if any(name.startswith("on") for name in attributes)]

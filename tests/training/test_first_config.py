@@ -31,7 +31,7 @@ def photos(split: str, count: int, **columns: list[object]) -> None:
         height, width = 70 + 5 * (row % 7), 120 - row % 3
         pixels = torch.full((3, height, width), 20 * (row % 3), dtype=torch.uint8)
         write_jpeg(pixels, str(data / f"{split} {row}.jpg"))
-        lines.append(f"{row},{'ab'[row % 2]},{split} {row}.jpg,{('pug', 'no', 'a: b')[row % 3]},day {row}")
+        lines.append(f"{row},{'ab'[row % 2]},{split} {row}.jpg,{('pür', 'no', 'a: b')[row % 3]},day {row}")
     (data.parent / f"{split}.csv").write_text("\n".join(lines) + "\n")
 
 
@@ -45,7 +45,7 @@ def test_photos_of_mixed_sizes(folder, capsys):
     assert (task.train_csv, task.eval_csv, task.root) == ("pets/train.csv", "pets/val.csv", "pets/photos")
     assert (task.path_column, task.label_column, task.image_size) == ("file", "breed", (64, 64))
     assert (config.batch.global_, config.model.name) == (4, "small_cnn")
-    for reason in ("60 of 60 values", "3 classes: 'a: b', 'no', pug", "place (2 values)", "50 of the first 50 paths",
+    for reason in ("60 of 60 values", "3 classes: 'a: b', 'no', pür", "place (2 values)", "50 of the first 50 paths",
                    "70x118 to 100x120", "extends: preset:modern", "harness check -c pets.yaml"):  # fmt: skip
         assert reason in text, reason
     facts, problems = preflight.examine("pets.yaml", ["runtime.device=cpu"], 2)
