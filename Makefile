@@ -11,7 +11,7 @@ KILLS ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test test-all test-versions check bench campaign oracle compatibility gpu-check clean
+.PHONY: train test test-all test-versions check bench bench-peers campaign oracle compatibility gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
@@ -32,11 +32,11 @@ check: $(VENV)/.dev  ## lint and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
-	$(BIN)/python -m benchmarks.loop_overhead
 	$(BIN)/python -m benchmarks.ddp
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
-	$(BIN)/python -m benchmarks.apex_amp_step
-	$(BIN)/python -m benchmarks.apex_o1_engine
+
+bench-peers: $(VENV)/.peers  ## time per step against hand-written loops, Fabric, Lightning and accelerate, with the goals
+	$(BIN)/python -m benchmarks.peers
 
 campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them; CHAIN=SEED-NUMBER repeats one chain
 	$(BIN)/python -m benchmarks.campaign $(if $(CHAIN),--chain $(CHAIN),--kills $(KILLS) --seed $(SEED) --jobs $(JOBS))
@@ -65,6 +65,10 @@ $(VENV)/.train: setup.cfg | $(VENV)/bin/python
 
 $(VENV)/.test: setup.cfg | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.train
+
+$(VENV)/.peers: setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[digits,peers]'
 	@touch $@ $(VENV)/.train
 
 $(VENV)/.dev: setup.cfg | $(VENV)/bin/python

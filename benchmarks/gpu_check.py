@@ -34,7 +34,7 @@ HARNESS = [sys.executable, "-m", "harness"]
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 VARIANTS = {
     "modern preset": ["precision.opt_level=O4", "parallel.delay_allreduce=false", "model.channels_last=true",
-                      "optimizer.fused=true", "precision.tf32=true", "train.deterministic=false"],
+                      "precision.tf32=true", "train.deterministic=false"],
     "compile": ["model.compile=true"],
     "channels-last": ["model.channels_last=true"],
     "accumulation, clipping, average": ["batch.accumulate=2", "train.clip_norm=1", "train.ema_decay=0.9"],

@@ -267,5 +267,5 @@ def _fsdp(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("parallel.strategy", "optimizer.name"),
             "this optimizer needs complete parameters or flat buffers, but fsdp passes it shards",
-            "use sgd, adam or adamw (optimizer.args={fused: true} for torch's fused kernel), or parallel.strategy=ddp",
+            "use sgd, adam or adamw, or parallel.strategy=ddp",
         )

@@ -16,8 +16,8 @@ EFFECTS = {
     "apex-2019": "float16 products with a loss scale, gradients reduced after the backward pass, only deterministic "
     "algorithms, which an exact resume on a GPU needs; numbers are comparable with NVIDIA's Apex",
     "modern": "bfloat16 products without a loss scale, gradients reduced during the backward pass, channels-last "
-    "images, fused optimizer; on a GPU (since Ampere) also TF32 and the fastest cuDNN algorithms, with which two equal "
-    "runs, or a resume, may differ in the last bits",
+    "images; on a GPU (since Ampere) also TF32 and the fastest cuDNN algorithms, with which two equal runs, or a "
+    "resume, may differ in the last bits",
 }
 
 

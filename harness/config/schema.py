@@ -153,8 +153,9 @@ class OptimizerSection(Section):
     """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None
     """The global batch that lr was tuned for."""
-    fused: bool | None = None
-    """true: update all weights in one kernel, if the optimizer has one (sgd, adam, adamw, adagrad); null: its default.
+    implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
+    """How an optimizer of torch updates the weights: in one kernel (fused), tensor lists (foreach) or one by one. auto:
+    fused for sgd, adam and adamw, and torch's default for others and for shards of fsdp on a CPU.
     """
     larc: LarcSection | None = None
     """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""

@@ -17,6 +17,8 @@ from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, similar
 from harness.training.fsdp import local, part_like
 
+_FUSED = ("sgd", "adam", "adamw")  # whose fused kernels take all dtypes, on CPU and CUDA
+
 
 def scaled_lr(section: OptimizerSection, global_batch: int) -> float:
     """Peak learning rate for ``global_batch`` rows per step.
@@ -96,8 +98,8 @@ def build(
     for key in ("momentum", "weight_decay"):
         if (value := getattr(section, key)) is not None:
             given[key] = value
-    if section.fused is not None and "fused" in accepted:
-        given.setdefault("fused", section.fused)
+    trained: list[Any] = list(params)
+    given = {**_implementation(section, trained), **given}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     wanted = [*given, *(["weight_decay"] if any(group.weight_decay is not None for group in section.groups) else [])]
     if wrong := [] if takes_all else [key for key in wanted if key not in accepted]:
@@ -105,13 +107,30 @@ def build(
         hint = f"its arguments are: {takes}"
         raise ConfigError(f"{section.name} has no argument {', '.join(wrong)}", where="optimizer", hint=hint)
     try:
-        optimizer: torch.optim.Optimizer = make(params, **given)
+        optimizer: torch.optim.Optimizer = make(trained, **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"cannot build {section.name}: {error}", where="optimizer") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"{section.name} returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise ConfigError(what, where="optimizer.name", hint="return a torch.optim.Optimizer from it")
     return optimizer
+
+
+def _implementation(section: OptimizerSection, params: Sequence[Any]) -> dict[str, bool]:
+    """The arguments of torch's optimizers for ``section.implementation``.
+
+    On a CPU the last bit of a fused update depends on the place of an element in its tensor, so that a shard would be
+    updated unlike the whole.
+    """
+    if section.implementation != "auto":
+        chosen = section.implementation
+        return (
+            {"fused": chosen == "fused", "foreach": chosen == "foreach"} if chosen != "for-loop" else {"foreach": False}
+        )
+    tensors = [tensor for one in params for tensor in (one["params"] if isinstance(one, dict) else [one])]
+    fits = all(tensor.is_floating_point() and (tensor.is_cuda or local(tensor) is tensor) for tensor in tensors)
+    own = section.args.keys() & {"fused", "foreach", "capturable", "differentiable"}
+    return {"fused": True} if section.name in _FUSED and fits and not own else {}
 
 
 def _find(name: str) -> Any:

@@ -421,7 +421,7 @@ model.activation_checkpointing
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank
 optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay optimizer.args optimizer.lr_scaling
 optimizer.groups optimizer.groups.match optimizer.groups.lr_scale optimizer.groups.weight_decay
-optimizer.fused optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
+optimizer.implementation optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
 optimizer.larc.eps
 schedule schedule.name schedule.warmup_epochs schedule.min_lr schedule.milestones schedule.gamma schedule.power
 schedule.warmup_steps schedule.cycle_epochs schedule.cycle_mult schedule.decay_ratio schedule.decay_type schedule.factor

@@ -20,23 +20,21 @@ def test_default_preset_is_the_default_of_every_setting(tmp_path):
     assert named == plain
     assert presets.changes(plain, presets.DEFAULT) == {}
     before = loader.as_tree(plain)
-    del before["optimizer"]["fused"], before["precision"]["tf32"]  # as written before these settings existed
+    del before["precision"]["tf32"]  # as written before this setting existed
     assert recipe_difference(before, loader.as_tree(plain)) == {}
 
 
 def test_modern(tmp_path):
     write_yaml(tmp_path / "base.yaml", {"train": {"epochs": 3}, "model": {"channels_last": False}})
     config = load(tmp_path, "precision.tf32=false", extends=["preset:modern", "base.yaml"])
-    assert (config.precision.opt_level, config.parallel.delay_allreduce, config.optimizer.fused) == ("O4", False, True)
+    assert (config.precision.opt_level, config.parallel.delay_allreduce) == ("O4", False)
     assert config.train.deterministic is False
     assert config.train.epochs == 3
     assert presets.nearest(config) == "modern, except model.channels_last=false, precision.tf32=false"
     assert presets.nearest(load(tmp_path, "precision.opt_level=O0")) == "apex-2019, except precision.opt_level=O0"
     texts = presets.described(load(tmp_path))
     assert texts["apex-2019"].startswith("in use. Float16 products")
-    assert texts["modern"].startswith(
-        "would set model.channels_last=true, optimizer.fused=true, precision.opt_level=O4"
-    )
+    assert texts["modern"].startswith("would set model.channels_last=true, precision.opt_level=O4")
     always, _, on_a_gpu = texts["modern"].partition("on a GPU")
     assert "TF32" not in always.partition(". ")[2]
     assert "cuDNN" not in always

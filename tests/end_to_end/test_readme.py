@@ -173,7 +173,7 @@ def test_extras_exist():
     setup.read(ROOT / "setup.cfg")
     section = README.partition("## Install")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
-    assert named | {"trackers", "test", "dev"} == set(setup["options.extras_require"])
+    assert named | {"trackers", "peers", "test", "dev"} == set(setup["options.extras_require"])
 
 
 def test_measured_figures_are_those_of_the_results():

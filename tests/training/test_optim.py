@@ -84,6 +84,44 @@ def test_null_is_the_default_of_the_optimizer():
     assert build(OptimizerSection(name="adamw", weight_decay=0.0), params(), 0.1).param_groups[0]["weight_decay"] == 0
 
 
+def test_implementation():
+    def used(name: str, chosen: str = "auto", **args) -> tuple[bool | None, bool | None]:
+        section = OptimizerSection(name=name, implementation=chosen, args=args)
+        group = build(section, params(), 0.1).param_groups[0]
+        return group["fused"], group["foreach"]
+
+    assert used("adamw") == used("sgd") == (True, None)
+    assert used("adagrad") == used("adam", fused=None) == (None, None)
+    assert used("adamw", "fused") == (True, False)
+    assert used("adamw", "foreach") == (False, True)
+    assert used("adamw", "for-loop") == (None, False)
+    with pytest.raises(ConfigError, match="rprop has no argument fused"):
+        used("rprop", "fused")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_fused_update_depends_on_neither_threads_nor_a_resume(name):
+    def updated(threads: int, resumed_at: int | None = None) -> torch.Tensor:
+        weight, rng = nn.Parameter(torch.ones(40_003)), torch.Generator().manual_seed(0)
+        section = OptimizerSection(name=name, weight_decay=0.01)
+        optimizer, before = build(section, [weight], 0.1), torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for index in range(4):
+                if index == resumed_at:
+                    state, optimizer = optimizer.state_dict(), build(section, [weight], 0.1)
+                    optimizer.load_state_dict(state)
+                weight.grad = torch.randn(weight.shape, generator=rng)
+                optimizer.step()
+        finally:
+            torch.set_num_threads(before)
+        return weight.detach()
+
+    once = updated(1)
+    assert torch.equal(once, updated(3))
+    assert torch.equal(once, updated(1, resumed_at=2))
+
+
 def test_by_path():
     assert type(build(OptimizerSection(name="torch.optim.Adam"), params(), 0.1)) is torch.optim.Adam
     own = build(OptimizerSection(name="tests.training.test_optim.Plain", momentum=0.5), params(), 0.1)
