@@ -25,7 +25,7 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     the object itself when nothing in it changes, and when its type cannot be rebuilt.
     """
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.to(dtype) if value.dtype != dtype and value.is_floating_point() else value
     if value is None or isinstance(value, str | bytes | int | float | nn.Module | type):
         return value
     if callable(getattr(value, "to", None)):
