@@ -91,13 +91,14 @@ def test_errors_of_settings_and_paths_come_before_the_import_of_torch(yaml_file,
     (tmp_path / "typo.yaml").write_text(f"trian: {{epochs: 1}}\n{(tmp_path / 'x.yaml').read_text()}")
     (tmp_path / "runs" / "digits").mkdir()
     cases = {
+        "launch -c typo.yaml --nproc 2": "trian: unknown key",
+        "launch -c x.yaml --nproc 2 task.eval_csv=evla.csv": "did you mean eval.csv?",
         "train -c typo.yaml": "trian: unknown key; did you mean train?",
         "train -c tpyo.yaml": "did you mean typo.yaml?",
         "train -c x.yaml task.train_csv=trian.csv": "did you mean train.csv?",
         "train -c x.yaml task.label_column=kind": "set task.label_column=label",
         "train -c x.yaml task.root=goood": "did you mean good?",
         "check -c typo.yaml": "trian: unknown key",
-        "launch -c typo.yaml --nproc 2": "trian: unknown key",
         "verify-resume -c typo.yaml": "trian: unknown key",
         "sweep -c typo.yaml": "trian: unknown key",
         "predict run/digits --csv train.csv --out a.csv": "did you mean runs/digits?",
@@ -111,17 +112,18 @@ def test_errors_of_settings_and_paths_come_before_the_import_of_torch(yaml_file,
         "import sys; from harness import cli\n"
         f"for words in {list(cases)!r}:\n"
         "    code = cli.main(words.split())\n"
-        "    print(code, 'torch' in sys.modules, file=sys.stderr)\n"
+        "    print(code, 'torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
-    found = re.findall(r"(.*?)^(\d+) (True|False)\n", done.stderr, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"(.*?)^(\d+) (True|False) (True|False)\n", done.stderr, re.DOTALL | re.MULTILINE)
     assert len(found) == len(cases), done.stderr
-    for (words, message), (text, code, torch) in zip(cases.items(), found, strict=True):
+    for (words, message), (text, code, torch, numpy) in zip(cases.items(), found, strict=True):
         assert message in text, words
         assert (code in ("2", "65"), torch) == (True, "False"), words
+        assert numpy == "False" or not words.startswith("launch"), "its ranks could not be forked"
 
 
 def test_train_passes_its_arguments_on(monkeypatch):

@@ -35,9 +35,9 @@ class TaskSection(Section):
         """Open the data. Called once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``."""
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
 
-    def problems(self) -> Iterable[HarnessError]:
-        """What is wrong with the data, as far as a look of milliseconds without torch finds it. A task may override
-        it."""
+    def problems(self, names_only: bool = False) -> Iterable[HarnessError]:
+        """What is wrong with the data, as far as a look of milliseconds without torch finds it. ``names_only``: only
+        look for files and folders, without a library that a fork could not share. A task may override it."""
         return ()
 
 

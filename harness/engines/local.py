@@ -29,6 +29,8 @@ def render(job: Job) -> str:
 
 def start(job: Job) -> LocalRun:
     _check(job)
+    for error in job.config.task.problems(names_only=True):
+        raise error
     environ = {**os.environ, **job.environ()}
     return LocalRun(job.command(), job.world_size, environ, job.settings.grace_s, _BY, train_modules(job.config))
 

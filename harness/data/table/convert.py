@@ -24,7 +24,7 @@ import pyarrow as pa
 from harness.data.table import csv_lines, csv_reader, parquet_reader
 from harness.data.table.cache import CacheEntry, read_json
 from harness.data.table.labels import LabelColumns
-from harness.data.table.source import Source, download, kind_of, locate, require_root
+from harness.data.table.source import Source, download, failures, kind_of, locate, require_root
 from harness.data.table.writers import CodeWriter, NumberWriter, TextWriter, label_writer
 from harness.errors import DataError, similar
 from harness.runs.files import is_url, replacing, write_atomically
@@ -134,11 +134,7 @@ def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -
         require_header(Path(locate(place).identity), place, needed)
 
     checks = [partial(require_file, place) for place in places if not is_url(place)]
-    for check in [*checks, partial(require_root, root)]:
-        try:
-            check()
-        except DataError as error:
-            yield error
+    yield from failures([*checks, partial(require_root, root)])
 
 
 def require_header(path: Path, name: str, needed: Mapping[str, str]) -> list[str]:

@@ -12,8 +12,9 @@ import gzip
 import os
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -95,6 +96,21 @@ def require_root(root: str) -> None:
         meaning = "it is the folder that image paths are relative to, itself relative to the working folder"
         hint = f"{did_you_mean(folder, os.path.isdir)} {meaning}".strip()
         raise DataError(f"the folder {folder} {found}", where="task.root", hint=hint)
+
+
+def absent(places: Iterable[str], root: str = "") -> Iterator[DataError]:
+    """The annotation files among ``places`` that cannot be found, and ``root``. URLs are not asked."""
+    checks = [partial(locate, place) for place in places if not is_url(place)]
+    yield from failures([*checks, partial(require_root, root)])
+
+
+def failures(checks: Iterable[Callable[[], object]]) -> Iterator[DataError]:
+    """The DataErrors that ``checks`` raise."""
+    for check in checks:
+        try:
+            check()
+        except DataError as error:
+            yield error
 
 
 def kind_of(path: Path, name: str) -> str:
