@@ -13,6 +13,7 @@ from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
 from harness.training.evaluate import evaluate, prepare, reported
 from harness.training.mixing import mixed, mixed_loss
+from harness.training.optim import clear_gradients
 from harness.training.run import Run
 from harness.training.step_timer import end_backward_before_exchange
 
@@ -102,12 +103,12 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
         run.meter.norm = norm
         if train.on_nan == "skip" and not skip and not norm.isfinite():  # the host waits here, as documented
             skip = True
-            run.optimizer.zero_grad(set_to_none=True)
+            clear_gradients(run.optimizer)
     elif measured:
         params = precision.master_params(run.optimizer)
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
     run.optimizer.step()  # does nothing after an overflow, or without gradients
-    run.optimizer.zero_grad(set_to_none=True)
+    clear_gradients(run.optimizer)
     if run.ema and not skip:
         run.ema.update(precision.master_params(run.optimizer))
     timer.end("optimizer")

@@ -144,6 +144,16 @@ def _find(name: str) -> Any:
     return known[name]
 
 
+def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.zero_grad()``, without torch's entry in the profiler, which costs 10 us, where it is torch's own."""
+    if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
+
+
 def built_in() -> dict[str, type[torch.optim.Optimizer]]:
     """torch's optimizers by their names in lower case, and Apex's as fused_NAME."""
     from harness.apex import optimizers as apex

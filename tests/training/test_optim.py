@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.config.schema import GroupSection, OptimizerSection
 from harness.errors import ConfigError
-from harness.training.optim import Ema, build, described, freeze, groups, scaled_lr
+from harness.training.optim import Ema, build, clear_gradients, described, freeze, groups, scaled_lr
 from tests.training.test_schedule import schedule
 
 
@@ -82,6 +82,25 @@ def test_patterns_that_match_nothing():
 def test_null_is_the_default_of_the_optimizer():
     assert build(OptimizerSection(name="adamw"), params(), 0.1).param_groups[0]["weight_decay"] == 0.01
     assert build(OptimizerSection(name="adamw", weight_decay=0.0), params(), 0.1).param_groups[0]["weight_decay"] == 0
+
+
+class Counted(torch.optim.SGD):
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, Counted])
+def test_clear_gradients(make):
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    optimizer = make([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    clear_gradients(optimizer)
+    assert [weight.grad for weight in weights] == [None, None]
+    assert getattr(optimizer, "calls", 1) == 1
 
 
 def test_implementation():
