@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.cli import main
 from tests.conftest import ROOT
 
 PARTS = {
@@ -147,7 +148,7 @@ CONFIG = {
 }
 
 
-def harness(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def in_its_own_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     program = f"import sys; sys.path.append({str(ROOT)!r}); from harness import cli; sys.exit(cli.main())"
     return subprocess.run(
         [sys.executable, "-c", program, *words], cwd=folder, capture_output=True, text=True, timeout=90
@@ -165,9 +166,27 @@ def folder(tmp_path_factory):
     (folder / "driver.py").write_text(
         f"import sys\nsys.path.append({str(ROOT)!r})\n" + (ROOT / "driver.py").read_text()
     )
-    done = harness(folder, "launch", "-c", "line.yaml")
+    done = in_its_own_process(folder, "launch", "-c", "line.yaml")
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture
+def harness(folder, monkeypatch, capsys):
+    """A function that runs a command in ``folder``, in this process: (exit code, output, errors)."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+
+    def command(*words: str) -> tuple[int, str, str]:
+        try:
+            code = main(list(words))
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    yield command
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        del sys.modules[name]
 
 
 def evaluations(folder: Path) -> list[dict]:
@@ -189,33 +208,33 @@ def test_tracker_gets_every_entry(folder):
     assert tracked == [f"{e['split']} {e['step']}" for e in map(json.loads, logged)] + ["finished True"]
 
 
-def test_engine_gets_its_options(folder):
-    assert harness(folder, "launch", "-c", "line.yaml", "--dry-run").stdout.startswith("MARK=seen ")
-    wrong = harness(folder, "launch", "-c", "line.yaml", "launch.options={mrk: x}")
-    assert wrong.returncode == 2
-    assert "launch.options: mrk: unknown key; did you mean mark?" in wrong.stderr
-    local = harness(folder, "launch", "-c", "line.yaml", "--engine", "local", "--dry-run")
-    assert local.returncode == 2
-    assert "launch.options: the engine local has no options" in local.stderr
+def test_engine_gets_its_options(harness):
+    assert harness("launch", "-c", "line.yaml", "--dry-run")[1].startswith("MARK=seen ")
+    code, _, err = harness("launch", "-c", "line.yaml", "launch.options={mrk: x}")
+    assert code == 2
+    assert "launch.options: mrk: unknown key; did you mean mark?" in err
+    code, _, err = harness("launch", "-c", "line.yaml", "--engine", "local", "--dry-run")
+    assert code == 2
+    assert "launch.options: the engine local has no options" in err
 
 
 def test_verb(folder):
-    done = harness(folder, "mine.verb", "runs/line", "--split", "train")
+    done = in_its_own_process(folder, "mine.verb", "runs/line", "--split", "train")
     assert (done.returncode, done.stdout, done.stderr) == (3, "8 lines\n", "")
-    shown = harness(folder, "mine.verb", "--help")
+    shown = in_its_own_process(folder, "mine.verb", "--help")
     assert "count the lines of metrics.jsonl" in shown.stdout
 
 
-def test_misspelled_parts_are_reported(folder):
+def test_misspelled_parts_are_reported(harness):
     wrong = ["model.name=mine.model.Scael", "optimizer.name=mine.o.X", "trackers=[mine.trakcer]"]
-    done = harness(folder, "check", "-c", "line.yaml", *wrong)
-    assert done.returncode == 2
+    code, _, err = harness("check", "-c", "line.yaml", *wrong)
+    assert code == 2
     for message in (
         "model.name: the model 'mine.model.Scael' cannot be imported (AttributeError: ",
         "optimizer.name: the optimizer 'mine.o.X' cannot be imported (ModuleNotFoundError: No module named 'mine.o')",
         "trackers: the tracker 'mine.trakcer' cannot be imported (AttributeError: ",
     ):
-        assert message in done.stderr
+        assert message in err
 
 
 @pytest.mark.parametrize(
@@ -227,7 +246,7 @@ def test_misspelled_parts_are_reported(folder):
         (["mine.vreb"], "harness: the verb 'mine.vreb' cannot be imported"),
     ],
 )
-def test_misspelled_part_ends_the_command(folder, words, message):
-    done = harness(folder, *words)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_misspelled_part_ends_the_command(harness, words, message):
+    code, _, err = harness(*words)
+    assert code == 2
+    assert message in err
