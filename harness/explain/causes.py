@@ -126,9 +126,9 @@ CAUSES = (
         lambda f: f"writes a log line every {f.setting('train.log_every', 10)} steps", changes.log_change,
     ),
     SlowCause(
-        "optimizer", 0.4, lambda f: f.share("optimizer") if not f.setting("optimizer.fused") else 0.0,
+        "optimizer", 0.4, lambda f: f.share("optimizer"),
         lambda f: f"updates {f.gradient_bytes / MIB:.0f} MiB of weights in each step",
-        lambda f: Change("Set optimizer.fused=true", {"optimizer.fused": True}, 0.5),
+        changes.optimizer_change,
     ),
     SlowCause(
         "loop", 0.3, lambda f: f.share("host"), lambda f: "spends its time between the steps, in Python",

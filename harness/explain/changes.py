@@ -33,6 +33,13 @@ def workers_change(facts: RunFacts) -> Change:
     return Change(f"Set data.num_workers={need} (now {facts.workers})", {"data.num_workers": need})
 
 
+def optimizer_change(facts: RunFacts) -> Change:
+    one_by_one = facts.setting("optimizer.implementation") in ("foreach", "for-loop")
+    if one_by_one and facts.setting("optimizer.name", "sgd") in ("sgd", "adam", "adamw", "adagrad"):
+        return Change("Set optimizer.implementation=fused", {"optimizer.implementation": "fused"}, 0.5)
+    return Change("Update less often, with larger batches (batch.global)", {}, 0.5)
+
+
 def slow_rank_text(facts: RunFacts) -> str:
     slow = facts.slow_rank
     assert slow is not None
