@@ -97,12 +97,11 @@ def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
     assert_same_run(unbroken, run_folder(broken))
 
 
-@pytest.mark.parametrize(("name", "workers"), [("adam", 2), ("sgd", 1)])
-def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data, name, workers):
-    settings = {"optimizer": {"name": name, "lr": 0.01, "momentum": None}, "checkpoint": {"every_steps": 3}}
+def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data):
+    settings = {"optimizer": {"name": "adam", "lr": 0.01, "momentum": None}, "checkpoint": {"every_steps": 3}}
     unbroken = train(tmp_path / "unbroken", data, **settings)
     broken = write_config(tmp_path / "broken", data, **settings)
-    assert run(broken, 1, f"data.num_workers={workers}", kill=Kill(0, 13)) == [-signal.SIGKILL]
+    assert run(broken, 1, "data.num_workers=2", kill=Kill(0, 13)) == [-signal.SIGKILL]
     assert run(broken, 1, "data.num_workers=0") == [0]
     assert_same_run(unbroken, run_folder(broken))
 
