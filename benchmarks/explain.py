@@ -3,8 +3,9 @@
     python -m benchmarks.explain [--only CASE ...] [--out FOLDER]
 
 A case is right if the cause that ``harness explain`` names, and what is asked of its text or settings, are those that
-were planted. Other work on the machine is itself a cause of slowness, so a case during which other programs used more
-than a tenth of the cores is trained again. That is decided from /proc/stat, before anything is explained.
+were planted. Other work on the machine is itself a cause of slowness: a case during which other programs used more
+than a tenth of the cores is trained again, and if they still do, "other load" may be named before the planted cause.
+How much they used is measured here, from /proc/stat, before anything is explained.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -39,8 +41,8 @@ _HEAVY = [{"RandAugment": {"num_ops": 8, "magnitude": 9}}, {"GaussianBlur": {"ke
 
 @dataclass(frozen=True)
 class Case:
-    """``expected``: the cause; None for a sound run. ``text``: words that the answer must contain. ``sets``: the key
-    that it must change. ``changes`` to BASE; ``burners``: programs that keep a core busy meanwhile."""
+    """``expected``: the cause; None for a sound run. ``text``: a pattern of the answer, exact to a log line. ``sets``:
+    the key that it must change. ``changes`` to BASE; ``burners``: programs that keep a core busy meanwhile."""
 
     name: str
     expected: str | None
@@ -55,61 +57,68 @@ class Case:
 
 
 BASE: dict[str, Any] = {
-    "seed": 1, "model.name": "small_cnn", "batch.global": 32, "optimizer.lr": 0.01, "precision.opt_level": "O0",
-    "data.num_workers": 1, "train.epochs": 1000, "train.max_steps": 150, "train.log_every": 5,
-    "train.evaluate_every": 1000, "schedule.warmup_epochs": 0, "runtime.device": "cpu",
+    "seed": 1, "model.name": "small_cnn", "model.args": {"width": 16}, "batch.global": 32, "optimizer.lr": 0.01,
+    "precision.opt_level": "O0", "data.num_workers": 1, "train.epochs": 1000, "train.max_steps": 120,
+    "train.log_every": 5, "train.evaluate_every": 1000, "schedule.warmup_epochs": 0, "runtime.device": "cpu",
 }  # fmt: skip
 _PLANTS = "benchmarks.explain_plants"
-_MLP = {"model.name": "mlp", "data.num_workers": 0}
+_MLP = {"model.name": "mlp", "model.args": None}  # which computes little
+_EACH = {"train.log_every": 1}  # for runs of few steps
 
 CASES = (
-    Case("a slow disk", "reading", "slow disk", {"train.max_steps": 8, "train.log_every": 1}),
-    Case("huge JPEGs", "decoding", changes={"train.max_steps": 16, "train.log_every": 1}, data="huge"),
+    Case("a slow disk", "reading", "slow disk", {**_MLP, **_EACH, "train.max_steps": 8}),
+    Case("huge JPEGs", "decoding", changes={**_MLP, **_EACH, "train.max_steps": 12}, data="huge"),
     Case("heavy augmentation", "augmentation",
-         changes={"train.max_steps": 20, "train.log_every": 1, "task.transforms": {"train": _HEAVY}}),
-    Case("slow code of the dataset", "dataset code", "slow dataset", {"train.max_steps": 30}),
-    Case("no loader process", "too few workers", "distant disk", {"data.num_workers": 0}, sets="data.num_workers"),
-    Case("too few loader processes", "too few workers", "distant disk",
-         {**_MLP, "data.num_workers": 1}, sets="data.num_workers"),
-    Case("too many loader processes", "too many workers",
-         changes={"data.num_workers": 24, "train.max_steps": 40, "task.transforms": {"train": _HEAVY}},
+         changes={**_MLP, "train.max_steps": 60, "task.transforms": {"train": _HEAVY}}),
+    Case("slow code of the dataset", "dataset code", "slow dataset", {**_MLP, **_EACH, "train.max_steps": 30}),
+    Case("no loader process", "too few workers", "distant disk", {"data.num_workers": 0, "train.max_steps": 60},
          sets="data.num_workers"),
-    Case("too many threads", "too many threads", threads=16, sets="launch.threads"),
-    Case("one slow rank", "slow rank", "slow rank 1", {"train.max_steps": 80}, 2, text="rank 1, which computes"),
-    Case("one rank slow later", "slow rank", "slow rank 1 later", {"train.max_steps": 80}, 2,
-         text=f"rank 1, which computes more slowly, since step {STEP_OF_CHANGE}"),
-    Case("the disk of one rank", "slow rank", "slow disk of rank 0", {"train.max_steps": 15, "train.log_every": 1}, 2,
-         text="rank 0, which waits for its data"),
+    Case("too few loader processes", "too few workers", "more distant disk", {"train.max_steps": 40},
+         sets="data.num_workers"),
+    Case("too many loader processes", "too many workers",
+         changes={"data.num_workers": 24, "train.max_steps": 60, "task.transforms": {"train": _HEAVY}},
+         sets="data.num_workers"),
+    Case("too many threads", "too many threads", changes={"train.max_steps": 60}, threads=16, sets="launch.threads"),
+    Case("one slow rank", "slow rank", "slow rank 1", {"train.max_steps": 80, "data.num_workers": 0}, 2,
+         text="rank 1, which computes"),
+    Case("one rank slow later", "slow rank", "slow rank 1 later", {"train.max_steps": 80, "data.num_workers": 0}, 2,
+         text=f"rank 1, .*, since step ({STEP_OF_CHANGE - 5}|{STEP_OF_CHANGE}|{STEP_OF_CHANGE + 5})"),
+    Case("the disk of one rank", "slow rank", "slow disk of rank 0",
+         {**_MLP, **_EACH, "train.max_steps": 12}, 2, text="rank 0, which waits for its data"),
     Case("a huge all-reduce", "gradient volume",
-         changes={"model.name": f"{_PLANTS}.WideEmbedding", "train.max_steps": 20, "train.log_every": 2}, ranks=2,
-         sets="batch.global"),
-    Case("a slow link", "slow link", "slow link", {"train.max_steps": 60}, 2),
+         changes={"model.name": f"{_PLANTS}.WideEmbedding", "model.args": None, "train.max_steps": 20,
+                  "train.log_every": 2}, ranks=2, sets="batch.global"),
+    Case("a slow link", "slow link", "slow link", {"train.max_steps": 60, "data.num_workers": 0}, 2),
     Case("tiny batches", "tiny batches",
-         changes={**_MLP, "batch.global": 2, "train.max_steps": 2000, "train.log_every": 50}, sets="batch.global"),
+         changes={"model.name": f"{_PLANTS}.ManyLayers", "model.args": {"layers": 20}, "data.num_workers": 0,
+                  "batch.global": 2, "train.max_steps": 800, "train.log_every": 50},
+         sets="batch.global"),
     Case("many small operations", "small operations",
-         changes={"model.name": f"{_PLANTS}.ManyLayers", "train.max_steps": 200}, sets="model.compile"),
+         changes={"model.name": f"{_PLANTS}.ManyLayers", "model.args": None}, sets="model.compile"),
     Case("too many micro-batches", "micro-batches",
-         changes={"model.name": f"{_PLANTS}.ManyLayers", "model.args": {"layers": 20}, "batch.accumulate": 32},
-         sets="batch.accumulate"),
+         changes={"model.name": f"{_PLANTS}.ManyLayers", "model.args": {"layers": 20}, "batch.accumulate": 32,
+                  "data.num_workers": 0, "train.max_steps": 40}, sets="batch.accumulate"),
     Case("evaluation too often", "frequent evaluation",
-         changes={"train.evaluate_every": 1, "train.max_steps": 90}, data="small epochs", sets="train.evaluate_every"),
+         changes={"train.evaluate_every": 1, "train.max_steps": 80}, data="small epochs", sets="train.evaluate_every"),
     Case("slow validation data", "slow evaluation", "slow disk of validation",
-         {"train.evaluate_every": 1, "train.max_steps": 192}),
+         {"train.evaluate_every": 1, "train.max_steps": 128}),
     Case("a checkpoint every step", "frequent checkpoints",
-         changes={"checkpoint.every_steps": 1, "train.max_steps": 60, "model.name": "mlp"},
-         sets="checkpoint.every_steps"),
-    Case("a slow store", "slow checkpoints", "slow store", {"checkpoint.every_steps": 20, "train.max_steps": 100},
+         changes={**_MLP, "checkpoint.every_steps": 1, "train.max_steps": 60}, sets="checkpoint.every_steps"),
+    Case("a slow store", "slow checkpoints", "slow store", {"checkpoint.every_steps": 15, "train.max_steps": 60},
          sets="checkpoint.async_save"),
-    Case("other load", "other load", burners=6, changes={"train.max_steps": 60}),
+    Case("other load", "other load", burners=6, changes={"train.max_steps": 40}),
     Case("a slow disk for the log", "log lines", "slow log", {"train.log_every": 1, "train.max_steps": 80},
          sets="train.log_every"),
     Case("a tracker that draws", "trackers", changes={"trackers": [f"{_PLANTS}.PictureTracker"]}, sets="trackers"),
     Case("sound: CNN", None),
-    Case("sound: CNN without loader processes", None, changes={"data.num_workers": 0, "batch.global": 64}),
-    Case("sound: CNN on 2 ranks", None, ranks=2, changes={"data.num_workers": 0, "model.args": {"width": 48}}),
+    Case("sound: CNN without loader processes", None, changes={"data.num_workers": 0, "model.args": {"width": 48},
+                                                               "train.max_steps": 40, "train.log_every": 2}),
+    Case("sound: CNN on 2 ranks", None, ranks=2,
+         changes={"data.num_workers": 0, "model.args": {"width": 48}, "train.max_steps": 40, "train.log_every": 2}),
     Case("sound: with validation, checkpoints and logs", None,
          changes={"train.evaluate_every": 2, "checkpoint.every_steps": 50, "train.max_steps": 192}),
-    Case("sound: ResNet-18", None, changes={"model.name": "resnet18", "train.max_steps": 30, "train.log_every": 2}),
+    Case("sound: ResNet-18", None,
+         changes={"model.name": "resnet18", "model.args": None, "train.max_steps": 30, "train.log_every": 2}),
 )  # fmt: skip
 
 
@@ -215,9 +224,16 @@ def ask(folder: Path) -> dict[str, Any]:
     return found
 
 
-def is_right(case: Case, found: Mapping[str, Any]) -> bool:
-    sets = not case.sets or case.sets in found["set"]
-    return found["cause"] == case.expected and case.text in found["text"] and sets
+def answer(case: Case, found: Mapping[str, Any], disturbed: float) -> Mapping[str, Any]:
+    """The answer to judge: the next one, if the first is that other programs disturb the run, and they did."""
+    if found["cause"] == "other load" != case.expected and disturbed > _QUIET:
+        return found["then"][0] if found["then"] else {"cause": None, "text": "", "set": {}}
+    return found
+
+
+def is_right(case: Case, judged: Mapping[str, Any]) -> bool:
+    sets = not case.sets or case.sets in judged["set"]
+    return judged["cause"] == case.expected and bool(re.search(case.text, judged["text"])) and sets
 
 
 def run(case: Case, folder: Path, tasks: Mapping[str, Mapping[str, Any]], tries: int) -> tuple[dict[str, Any], float]:
@@ -249,14 +265,16 @@ def main(words: Sequence[str] | None = None) -> None:
         tasks = write_data(folder / "data")
         for case in cases:
             found, disturbed = run(case, folder, tasks, arguments.tries)
-            good = is_right(case, found)
+            judged = answer(case, found, disturbed)
+            good = is_right(case, judged)
             right[case.expected is None] += good
-            text = found["text"].partition("/run ")[2]
+            text = judged["text"].partition("/run ")[2]
             print(f"{'right' if good else 'WRONG'}  {case.name}: {text}", flush=True)
             if not good:
                 print("   ", {name: round(share, 3) for name, share in found["shares"].items()}, flush=True)
                 print("   ", {k: v for k, v in found["facts"].items() if k not in ("path", "spent")}, flush=True)
-            named = found["cause"] or "not slow"
+            named = judged["cause"] or "not slow"
+            named = named if judged is found else f"other load, then {named if judged['cause'] else 'nothing'}"
             rows.append([case.name, case.expected or "not slow", named, "right" if good else "**wrong**",
                          f"{disturbed:.0%}", text])  # fmt: skip
     if not arguments.only:

@@ -21,7 +21,7 @@ def needed_workers(facts: RunFacts) -> int | None:
     """Workers that would deliver as fast as a rank trains; None if there are too few cores for them, or too many."""
     need = math.ceil(facts.load["load"] / facts.steps / facts.step_s)
     need_cores = facts.load["cpu"] / facts.steps / facts.step_s
-    free = (facts.cores - facts.others) / facts.local_ranks - facts.threads
+    free = facts.cores / facts.local_ranks - facts.threads  # other programs are a cause of their own
     return need if facts.workers < need <= MAX_WORKERS and need_cores <= max(free, 0) else None
 
 
@@ -65,15 +65,15 @@ def other_load(facts: RunFacts) -> float:
 
 
 def too_many_threads(facts: RunFacts) -> float:
-    if facts.threads * facts.local_ranks <= facts.cores or facts.others > facts.own:
+    if facts.threads * facts.local_ranks <= facts.cores:
         return 0.0
     waiting = facts.threads_starved / (facts.threads_starved + facts.own / facts.local_ranks or math.inf)
     return facts.share("forward", "backward", "optimizer") * waiting
 
 
 def too_many_workers(facts: RunFacts) -> float:
-    many = facts.workers * facts.local_ranks > 2 * facts.cores and facts.others < facts.own
-    return without_core(facts) if many else 0.0
+    many = facts.workers * facts.local_ranks > 2 * facts.cores
+    return without_core(facts) - other_load(facts) if many else 0.0
 
 
 def slow_rank(facts: RunFacts) -> float:
