@@ -56,7 +56,7 @@ class PictureTracker:
         return "nowhere"
 
     def log(self, entry: Any) -> None:
-        busy(0.2)
+        busy(0.4)
 
     def show(self, sample: Any) -> None: ...
 

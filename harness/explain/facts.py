@@ -17,7 +17,7 @@ from harness.runs import layout, reader
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")
 _WARM_UP = 4  # log lines, from which on the first is left out: it holds the start of the loaders and of libraries
-_SINCE = 3  # log lines, and an eighth of all, that a rank must be slow for
+_SINCE = 5  # log lines, and an eighth of all, that a rank must be slow for
 Line = dict[str, Any]
 
 
@@ -186,6 +186,8 @@ def _slow_rank(train: list[Line], world: int) -> SlowRank | None:
     later = [sum(share - half for share in shares[first:]) for first in range(len(shares))]
     later = later[: max(1, len(later) - max(_SINCE, len(later) // 8) + 1)]
     first = later.index(max(later))
+    if first and statistics.median(shares[:first]) > statistics.median(shares[first:]) / 3:
+        first = 0  # it was slow before, too, though less so
     lines, lead = train[first:], sum(signed[first:])
     by_data = sum(line["cost"].get("slowest_data") or 0.0 for line in lines if line["cost"].get("slowest") == rank)
     step = lines[0]["step"] - lines[0]["steps"] if first else None

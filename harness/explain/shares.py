@@ -77,7 +77,10 @@ def too_many_workers(facts: RunFacts) -> float:
 
 
 def slow_rank(facts: RunFacts) -> float:
-    return facts.slow_rank.share * facts.train_s / facts.total_s if facts.slow_rank else 0.0
+    if facts.slow_rank is None:
+        return 0.0
+    lead = facts.slow_rank.share * facts.train_s / facts.total_s
+    return lead * (1 - facts.starved)  # a rank is also late while it waits for a core
 
 
 def exchanging(slow: bool) -> Callable[[RunFacts], float]:

@@ -117,3 +117,11 @@ def test_a_lack_of_cores_is_not_blamed_on_the_data():
 
 def test_a_configuration_of_an_older_version_lacks_settings():
     assert explain(replace(facts(), settings={})).cause is None
+
+
+def test_the_causes_after_the_main_one():
+    both = facts({}, {"checkpoint": 30.0, "evaluation": 40.0}, settings={"checkpoint.every_steps": 1})
+    found = explain(both)
+    assert (found.cause, [other.cause for other in found.then]) == ("frequent evaluation", ["frequent checkpoints"])
+    (then,) = found.as_json()["then"]
+    assert then["set"] == found.then[0].settings != {}
