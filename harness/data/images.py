@@ -6,7 +6,6 @@ the same pixels. uint8 images are normalized on the device, per batch.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -170,15 +169,20 @@ class ImageTable:
 
     def _replacement(self, row: int) -> tuple[int, torch.Tensor]:
         """The next readable row after ``row``, cyclically, and its image, so the batch keeps its size."""
-        for candidate in range(row + 1, row + 1 + min(NUM_TRIES, len(self) - 1)):
+        tried, why = min(NUM_TRIES, len(self) - 1), ""
+        for candidate in range(row + 1, row + 1 + tried):
             number = candidate % len(self)
             path = self.table.strings(self.path_column, np.asarray([number]))[0]
-            with contextlib.suppress(*_UNREADABLE):
+            try:
                 return number, self._decoded(number, path)
+            except FileNotFoundError:
+                why = self._other_root(path)
+            except _UNREADABLE:
+                why = f"replace {self.files.place(path)} and the others: they are not images, or damaged"
         raise DataError(
-            f"neither the image of this row nor those of the {NUM_TRIES} rows after it can be read",
+            f"neither the image of this row nor those of the {tried} other rows tried can be read",
             where=self.table.where(row),
-            hint=self._other_root(path),
+            hint=why or "add readable images to the table",
         )
 
     def _unreadable(self, row: int, path: str, error: Exception) -> DataError:

@@ -141,7 +141,7 @@ def test_no_validation_image_can_be_read(tmp_path):
     no_readable_validation_image(data)
     ended = train(write_config(tmp_path, data), 2, "task.on_bad_image=skip")
     assert_reported_once(
-        ended, EXIT_DATA, "eval.csv:2: neither the image of this row nor those of the 100 rows after it"
+        ended, EXIT_DATA, "eval.csv:2: neither the image of this row nor those of the 22 other rows tried"
     )
 
 
