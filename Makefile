@@ -33,6 +33,7 @@ check: $(VENV)/.dev  ## lint and types
 
 bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.ddp
+	$(BIN)/python -m benchmarks.explain
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
 
 bench-peers: $(VENV)/.peers  ## time per step against hand-written loops, Fabric, Lightning and accelerate, with the goals
