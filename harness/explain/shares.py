@@ -112,7 +112,8 @@ def launching(facts: RunFacts) -> float:
     if not facts.operations or compute < 0.4:  # the measurement below takes seconds
         return 0.0
     per_step = facts.operations * int(facts.setting("batch.accumulate", 1)) * facts.measure("launch_s")
-    return compute * min(1.0, per_step * facts.steps / (compute * facts.total_s))
+    on_a_core = compute * facts.total_s * (1 - facts.starved)
+    return compute * min(1.0, per_step * facts.steps / (on_a_core or math.inf))
 
 
 def small(facts: RunFacts) -> str:
