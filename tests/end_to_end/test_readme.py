@@ -131,7 +131,7 @@ def test_own_csv(tmp_path):
         done = subprocess.run([*words, *quick], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "pets" / "weights.safetensors").exists()
-    assert yaml.safe_load((tmp_path / "runs" / "pets" / "config.yaml").read_text())["optimizer"]["lr"] == 0.05
+    assert yaml.safe_load((tmp_path / "runs" / "pets" / "config.yaml").read_text())["optimizer"]["lr"] == 0.0005
 
 
 @pytest.mark.slow
