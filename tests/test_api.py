@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ import torch
 import harness
 from harness import load_config, open_run, predict, train
 from harness.errors import ConfigError, DataError, HarnessError
+from harness.runs import reader
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
@@ -71,6 +73,10 @@ def test_train_twice_and_predict(path, capsys):
     longer = train(load_config(path, {"train.epochs": 3}))
     assert (longer.finished, longer.step, longer.folder) == (True, 12, first.folder)
     assert longer.history[:2] == first.history
+    train(load_config(path, {"train.epochs": 2}))  # nothing left to train
+    assert reader.read(Path(longer.folder)).lengths == {
+        "train.epochs": [(0, 2), (8, 3)], "train.max_steps": [(0, None)]
+    }  # fmt: skip
     other = train(load_config(path, ["train.epochs=3", "name=other"]))  # not influenced by the calls before
     assert all(torch.equal(value, weights(other.folder)[name]) for name, value in weights(longer.folder).items())
 

@@ -61,9 +61,20 @@ def compare(one: Record, other: Record) -> SettingsComparison:
 def config_differences(one: Record, other: Record) -> tuple[Differences, Differences]:
     """(differences that change what is trained, and its length; differences that do not)."""
     trees = with_defaults(one.config), with_defaults(other.config)
-    rest = _differences(*map(flatten, trees))
+    rest = _differences(*(flatten(tree) | _lengths(run) for tree, run in zip(trees, (one, other), strict=True)))
     recipe = recipe_difference(*trees) | {key: rest[key] for key in LENGTH if key in rest}
     return recipe, {key: pair for key, pair in rest.items() if key not in recipe}
+
+
+def _lengths(run: Record) -> dict[str, str]:
+    """{key: "8 until step 120, then 12"} of the settings of the length that changed at a resume."""
+    found = {}
+    for key, values in run.lengths.items():
+        shown = ["null" if value is None else str(value) for _, value in values]
+        ends = [f" until step {step}, then " for step, _ in values[1:]]
+        if ends:
+            found[key] = "".join(f"{value}{end}" for value, end in zip(shown, [*ends, ""], strict=True))
+    return found
 
 
 def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ _MEANT = {  # by their names in torch, timm and transformers, without case and p
     "constant": ["none", "constantlr", "constantwithwarmup", "fixed"],
 }  # fmt: skip
 
+SPAN_THE_RUN = ("cosine", "one_cycle", "polynomial", "wsd")  # the others do not depend on the length of the run
+
 
 def _name(value: Any) -> Any:
     """Refuse the names of other libraries with the one to use."""

@@ -7,9 +7,11 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from harness.config.schedule import SPAN_THE_RUN
 from harness.report import formatting
 from harness.report.run_set import ReportedRun, devices
 from harness.runs import layout
@@ -63,6 +65,14 @@ def caveats(run: ReportedRun) -> list[str]:
         text = f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})"
         changed = len(run.record.world_sizes) > 1
         found.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
+    if (schedule := run.settings.get("schedule.name")) in SPAN_THE_RUN:
+        for key, lengths in run.record.lengths.items():
+            for (_, before), (step, after) in pairwise(lengths):
+                change = f"from {formatting.setting(before)} to {formatting.setting(after)} at step {step}"
+                found.append(
+                    f"{key} changed {change}, and the {schedule} schedule spans the whole run: these commands, "
+                    "with the last value from the start, give other learning rates."
+                )
     on_gpu = set(devices(run.record)) != {"cpu"}
     if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):
         found.append(

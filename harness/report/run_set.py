@@ -239,6 +239,7 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
     if whole := global_batch(settings, record.world_size):
         kept["batch.global"], kept["batch.per_rank"] = whole, None
     kept["devices"] = sorted(set(devices(record)))
+    kept["lengths"] = {key: values for key, values in record.lengths.items() if len(values) > 1}
     return json.dumps(kept, sort_keys=True, default=str)
 
 

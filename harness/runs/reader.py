@@ -86,6 +86,20 @@ class Record:
         """ "2", or "1, then 2" if the number of ranks changed at a resume; empty if unknown."""
         return str(over_starts(self.world_sizes)) if self.world_sizes else ""
 
+    @property
+    def lengths(self) -> dict[str, list[tuple[int, Any]]]:
+        """{"train.epochs" or "train.max_steps": [(step from which on it was set to a value, value)]}. More than one
+        entry if it changed at a resume; the steps after the checkpoint that a start resumed from do not count."""
+        found: dict[str, list[tuple[int, Any]]] = {}
+        for start in self.provenance:
+            length = start.get("length")
+            if isinstance(length, dict) and isinstance(step := length.get("step"), int):
+                for key, value in length.items():
+                    kept = [entry for entry in found.get(key, []) if entry[0] < step]
+                    found[key] = kept if kept and kept[-1][1] == value else [*kept, (step, value)]
+        found.pop("step", None)
+        return found
+
     def metrics(self) -> pa.Table:
         """``metrics.jsonl``, one row per line; keys that a line does not have are null.
 

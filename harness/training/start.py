@@ -178,6 +178,9 @@ def announce(run: Run) -> None:
             if not run.finished():
                 run.folder.write_config()
             start = provenance.of_start(runtime, run.precision.backend, topology, code)
+            if not run.finished():
+                length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
+                start["length"] = {"step": run.state.step, **length}
             start["model"] = {
                 "operations": run.arithmetic.operations,
                 "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from harness.config.schema import Config, ModelSection
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, did_you_mean, first_line, reason, similar
-from harness.runs import checkpoint, layout
+from harness.runs import checkpoint, layout, reader
 from harness.runs.files import is_url, replacing, sha256
 from harness.training.model_builder import TIMM
 
@@ -42,7 +42,7 @@ class WeightsFile(NamedTuple):
 
     name: str  # for messages
     path: Path
-    statistics: tuple[Any, Any] | None = None  # mean and standard deviation of the images that they expect
+    statistics: tuple[Any, Any] | None = None  # mean and standard deviation of the images they expect; None in it: null
 
 
 def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:
@@ -111,13 +111,21 @@ def find(weights: str, model: str) -> WeightsFile:
     if path.is_dir():
         path /= layout.WEIGHTS
     if path.is_file():
-        return WeightsFile(weights, path)
+        return WeightsFile(weights, path, _of_run(path.parent) if path.name == layout.WEIGHTS else None)
     if path.suffix in _FILES or "/" in weights:
         hint = did_you_mean(path) or (
             "give a file of weights, a run folder, a URL, or DEFAULT for a model's published weights"
         )
         raise ConfigError(f"no such file: {path}", where=_KEY, hint=hint)
     return _published(weights, model)
+
+
+def _of_run(folder: Path) -> tuple[Any, Any] | None:
+    """task.mean and task.std of the run in ``folder``; None if its task has no such settings."""
+    task = reader.read(folder).config.get("task")
+    if not isinstance(task, dict) or not {"mean", "std"} <= task.keys():
+        return None
+    return (task["mean"], task["std"]) if all(isinstance(task[key], list | None) for key in ("mean", "std")) else None
 
 
 def _published(weights: str, model: str) -> WeightsFile:
@@ -294,11 +302,12 @@ def _require_fit(
 
 
 def _other_statistics(source: WeightsFile, task: Any) -> str:
-    """A warning if published weights expect images of another mean and standard deviation than ``task`` makes."""
-    if source.statistics is None or not hasattr(task, "mean"):
+    """A warning if the weights expect images of another mean and standard deviation than ``task`` makes."""
+    if source.statistics is None or not {"mean", "std"} <= type(task).model_fields.keys():
         return ""
-    mean, std = map(list, source.statistics)
-    if [mean, std] == [list(task.mean or ()), list(task.std or ())]:
+    null = [0.5] * getattr(task, "channels", 0)  # what null stands for in image_csv
+    mean, std = (list(values or null) for values in source.statistics)
+    if [mean, std] == [list(task.mean or null), list(task.std or null)]:
         return ""
     return f"these weights expect images with other statistics: set task.mean={mean} task.std={std}"
 

@@ -172,6 +172,23 @@ def test_length_of_the_training_is_a_difference_of_the_recipe(tmp_path):
     assert "launch.nproc" not in shown, "the ranks are in the topology"
 
 
+def test_length_that_changed_at_a_resume_is_a_difference_of_the_recipe(tmp_path):
+    """Although the settings of the last start are equal: the schedule was another one until then."""
+    one, other = (write_run(tmp_path / name, [], train={"epochs": 12}) for name in "ab")
+
+    def record(folder, *lengths):
+        starts = [{"world_size": 1, "length": {"step": step, "train.epochs": epochs, "train.max_steps": limit}}
+                  for step, epochs, limit in lengths]  # fmt: skip
+        (folder / "provenance.json").write_text(json.dumps(starts))
+
+    record(one, (0, 8, None), (60, 8, None), (120, 12, None))
+    record(other, (0, 3, 7), (0, 12, None), (200, 12, None))  # changed before the first checkpoint: no effect
+    shown = text.render(comparison.compare(*map(comparison.side, (one, other))))
+    assert re.search(r"\n\nRecipe\n +A +B\n +train.epochs +8 until step 120, then 12 +12\n\n", shown), shown
+    record(other, (0, 8, None), (130, 12, 400), (120, 12, None))  # resumed from the checkpoint before the newest
+    assert "Recipe: equal" in text.render(comparison.compare(*map(comparison.side, (one, other))))
+
+
 def test_run_that_was_resumed_with_other_packages(tmp_path):
     one, other = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
     starts = [{"git": {"commit": "a" * 40, "changed": False}, "packages": {"torch": "2.14"}, "python": "3.11",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from harness.cli import main
@@ -143,6 +143,24 @@ def test_published_weights_are_verified_and_kept(tmp_path, config, monkeypatch):
     assert asked == ["https://download.pytorch.org/models/resnet18-f37072fd.pth"] * 2  # the refused one, and one
     assert facts["summary"].startswith("resnet18 IMAGENET1K_V1 (resnet18-f37072fd.pth), 120 of 122 tensors; the last")
     assert facts["warning"].endswith("set task.mean=[0.485, 0.456, 0.406] task.std=[0.229, 0.224, 0.225]")
+
+
+def test_weights_of_a_run_with_other_statistics(tmp_path, config):
+    """A warning says what to set. ``null`` stands for 0.5; a run of a task without statistics expects none."""
+    folder, here = tmp_path / "given", model()
+    folder.mkdir()
+    save_file(here.state_dict(), folder / "weights.safetensors")
+
+    def warning(written: str, source: Path = folder) -> str:
+        (folder / "config.yaml").write_text(written)
+        return weights.load(here, config(weights=source))["warning"]
+
+    other = "task: {name: image_csv, mean: [0.4], std: null}"
+    expected = "these weights expect images with other statistics: set task.mean=[0.4] task.std=[0.5]"
+    assert warning(other) == warning(other, folder / "weights.safetensors") == expected
+    for same in ("mean: null, std: [0.5]", "channels: 1", "mean: 3, std: 4"):
+        assert warning(f"task: {{name: image_csv, {same}}}") == ""
+    assert warning("[") == ""
 
 
 def test_a_model_of_timm(tmp_path, config):
