@@ -12,7 +12,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -32,9 +32,11 @@ from harness.errors import ConfigError, DataError, first_line, similar
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 _AT_ONCE = 512  # paths that are read at once from the table
-_AT_START = 16  # images that each rank decodes of each split before training
+_MOST = 20_000  # images of a table that are decoded before training
 _THREADS = 8  # that decode a sample
 _NAMED = 8  # further missing images in a message
+_NAMED_UNREADABLE = 4
+_SKIP = "or set task.on_bad_image=skip"
 MAX_NAMES = 10_000  # names of a folder compared with a missing one
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 
@@ -46,6 +48,7 @@ class ImageTable:
     for_training, for_evaluation: applied to each image, uint8 (channels, height, width) -> the same kind, or float32
     files: where the images are
     on_bad_image: "error", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
+    is_new: True for rows to predict, which have not been trained on
     """
 
     table: Table
@@ -57,6 +60,7 @@ class ImageTable:
     for_training: Callable[[torch.Tensor], torch.Tensor]
     for_evaluation: Callable[[torch.Tensor], torch.Tensor]
     on_bad_image: str = "error"
+    is_new: bool = False
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -73,7 +77,9 @@ class ImageTable:
                 image = self._decoded(row, path, clock)
             except _UNREADABLE as error:
                 if self.on_bad_image == "error":
-                    raise self._unreadable(row, path, error) from None
+                    found = self._unreadable(row, path, error)
+                    found.hint += "" if self.is_new else "; harness check -c FILE finds the others"
+                    raise found from None
                 bad.append(row)
                 if epoch is None:
                     continue
@@ -86,10 +92,10 @@ class ImageTable:
         targets = torch.from_numpy(self.labels.targets(numbers))
         return Batch(self._stack(images, used), targets, numbers, bad, clock.spent_s)
 
-    def require_files(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> None:
-        """Raise DataError if the root or images of ``rows`` do not exist, or if a few of them cannot be decoded, unless
-        images may be skipped. Looks for at most ``limit_s`` seconds: a network disk has thousands of files per second,
-        a local one hundreds of thousands."""
+    def require_files(self, rows: np.ndarray, limit_s: float) -> None:
+        """Raise DataError if the root or, unless images may be skipped, images of ``rows`` do not exist. Looks for at
+        most ``limit_s`` seconds: a network disk has thousands of files per second, a local one hundreds of thousands.
+        """
         require_root(self.files.root)
         if self.on_bad_image != "error":
             return
@@ -102,18 +108,21 @@ class ImageTable:
             if time.monotonic() > until:
                 break
         if not missing:
-            self.sample(spread(rows, _AT_START), epoch, until - time.monotonic())
             return
         first = self._unreadable(*missing[0], FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-        others = [f"{self.table.where(row)}: {path.strip() or 'no path'}" for row, path in missing[1 : _NAMED + 1]]
-        more = f" and {len(missing) - _NAMED - 1} more" if len(missing) > _NAMED + 1 else ""
-        also = f"; also {', '.join(others)}{more}" if others else ""
-        raise DataError(f"{first.message}{also}", where=first.where, hint=first.hint)
+        raise self._with_others(first, missing[1:], _NAMED)
+
+    def _with_others(self, first: DataError, others: Sequence[tuple[int, str]], limit: int) -> DataError:
+        """``first`` with the line and path of up to ``limit`` other rows, and the number of the rest."""
+        named = [f"{self.table.where(row)}: {path.strip() or 'no path'}" for row, path in others[:limit]]
+        more = f" and {len(others) - limit} more" if len(others) > limit else ""
+        also = f"; also {', '.join(named)}{more}" if named else ""
+        return DataError(f"{first.message}{also}", where=first.where, hint=first.hint)
 
     def sample(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> str:
         """Decode images of ``rows`` in threads, for at most ``limit_s`` seconds but at least one per thread; return
-        their number and sizes, in words. One of each size is transformed as in ``epoch``. Raises DataError if one
-        cannot be decoded (if images may be skipped: if none can), or if they then differ in size."""
+        their number and sizes, in words. One of each size is transformed as in ``epoch``. Raises DataError that lists
+        those that cannot be decoded (if images may be skipped: if none can), or if they then differ in size."""
         paths = self.table.strings(self.path_column, rows)
         sizes: Counter[tuple[int, ...]] = Counter()
         scaled: list[tuple[int, ...]] = []
@@ -135,12 +144,12 @@ class ImageTable:
                     sizes[tuple(image.shape[1:])] += 1
                     if sizes[tuple(image.shape[1:])] == 1:
                         scaled.append(tuple(self._transformed(image, row, epoch).shape[1:]))
-                        if scaled[-1] != scaled[0]:
+                        if scaled[-1] != scaled[0] and not bad:
                             raise self._differ(row, scaled[0], scaled[-1])
-                if bad and self.on_bad_image == "error":
-                    raise self._unreadable(*bad[0])
-        if bad and not sizes:
-            raise self._unreadable(*bad[0])
+        if bad and (self.on_bad_image == "error" or not sizes):
+            bad.sort(key=lambda one: one[0])
+            first = self._unreadable(*bad[0])
+            raise self._with_others(first, [(row, path) for row, path, _ in bad[1:]], _NAMED_UNREADABLE)
         found = ", ".join(f"{height}x{width}" for height, width in sorted(sizes)[:3])
         of = f" in {len(sizes)} sizes" if len(sizes) > 3 else ""
         skipped = f"; {len(bad)} cannot be decoded and are skipped" if bad else ""
@@ -188,14 +197,14 @@ class ImageTable:
     def _unreadable(self, row: int, path: str, error: Exception) -> DataError:
         """The error for an image. It finds the line in the CSV by reading it, which is too slow for skipped rows."""
         file, where = self.files.place(path), self.table.where(row)
-        skip = "or set task.on_bad_image=skip"
         if not path.strip():
-            hint = f"fill it in or remove the row; {skip}"
+            hint = f"fill it in or remove the row; {_SKIP}"
             return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
         if isinstance(error, FileNotFoundError) and not self.files.is_file(path):
             archive = os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
             what = f" ({error.strerror})" if archive else ""
-            return DataError(f"image not found: {file}{what}", where=where, hint=f"{self._other_root(path)}; {skip}")
+            hint = "; ".join([self._other_root(path), *self._skip_missing()])
+            return DataError(f"image not found: {file}{what}", where=where, hint=hint)
         if isinstance(error, FileNotFoundError) and not os.path.islink(file):
             folder, name = os.path.split(file)
             there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
@@ -203,15 +212,22 @@ class ImageTable:
             hint = f"the most similar file in that folder is {near}" if near else self._other_root(path)
             if not os.path.isdir(folder):
                 hint = f"there is no folder {folder}; {self._other_root(path)}"
-            return DataError(f"image not found: {file}", where=where, hint=f"{hint}; {skip}")
+            return DataError(f"image not found: {file}", where=where, hint="; ".join([hint, *self._skip_missing()]))
         if isinstance(error, OSError):
-            return DataError(f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {skip}")
+            return DataError(
+                f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {_SKIP}"
+            )
         reason = re.sub(r"^\S+, \S+:\d+, ", "", first_line(error))  # the line in torchvision's source
         return DataError(
             f"image cannot be decoded: {file}: {reason}",
             where=where,
             hint="replace the file, or set task.on_bad_image=skip to count and replace such rows",
         )
+
+    def _skip_missing(self) -> list[str]:
+        """The hint to skip missing images; empty if the first is missing, too, so that the root is probably wrong."""
+        first = self.table.strings(self.path_column, np.zeros(1, np.int64))[0]
+        return [] if self.is_new or not self.files.exists(first) else [_SKIP]
 
     def _other_root(self, path: str) -> str:
         """The hint for a file that is not below the root, with a folder in which ``path`` is, if that is near."""
@@ -247,6 +263,13 @@ class ImageTable:
 def spread(rows: np.ndarray, count: int) -> np.ndarray:
     """``count`` of ``rows``, evenly spread, or all of them."""
     return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]
+
+
+def in_order(rows: np.ndarray, first: int) -> np.ndarray:
+    """``first`` of ``rows``, evenly spread, and then up to _MOST others in an order that is always the same."""
+    start = spread(rows, first)
+    rest = np.setdiff1d(spread(rows, _MOST), start)
+    return np.concatenate([start, np.random.default_rng(0).permutation(rest)])
 
 
 def _converted(image: torch.Tensor, mode: ImageReadMode) -> torch.Tensor:

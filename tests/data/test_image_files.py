@@ -121,7 +121,7 @@ def shards(folder):
 def test_members_are_the_same_images(folder, shards, expected, num_workers):
     images = table(folder, str(folder / "my shards"), shards)
     assert all(map(torch.equal, loaded(images, num_workers), expected))
-    images.require_files(np.arange(ROWS), None, 5)
+    images.require_files(np.arange(ROWS), 5)
     assert images.sample(np.arange(ROWS), None, 5) == "12 of 12 images decoded (8x8)"
 
 
@@ -312,4 +312,4 @@ def test_file_systems_in_memory_and_missing_roots(folder, expected):
     with pytest.raises(
         DataError, match=r"task.root: the folder .*/train_imagse does not exist\n  -> did you mean /.*/train_images\?"
     ):
-        table(folder, str(folder / "train_imagse"), PATHS).require_files(np.arange(1), None, 1)
+        table(folder, str(folder / "train_imagse"), PATHS).require_files(np.arange(1), 1)

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from harness.data.batch import Batch
 from harness.data.image_files import ImageFiles
-from harness.data.images import ImageTable
+from harness.data.images import ImageTable, in_order
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import ConfigError, DataError
@@ -120,19 +120,35 @@ def test_all_missing_images_are_found_before_training(tmp_path):
     text = csv.read_text().replace("train_images/3.png", "train_images/3.jpg").replace("train_images/9.png", " ")
     csv.write_text(text.replace("train_images/10.png", "gone/10.png"))
     with pytest.raises(DataError) as caught:
-        table(tmp_path).require_files(np.arange(12), None, 5)
+        table(tmp_path).require_files(np.arange(12), 5)
     first, hint = str(caught.value).splitlines()
     place = f"{csv}:5: image not found: {tmp_path}/train_images/3.jpg"
     assert first == f"{place}; also {csv}:11: no path, {csv}:12: gone/10.png"
     assert "3.png" in hint
-    table(tmp_path).require_files(np.arange(4, 9), None, 5)
-    table(tmp_path, on_bad_image="skip").require_files(np.arange(12), None, 5)
-    table(tmp_path).require_files(np.arange(0), None, 5)
+    assert hint.endswith("; or set task.on_bad_image=skip")
+    table(tmp_path).require_files(np.arange(4, 9), 5)
+    table(tmp_path, on_bad_image="skip").require_files(np.arange(12), 5)
+    table(tmp_path).require_files(np.arange(0), 5)
+
+
+def test_damaged_images_are_named(tmp_path):
+    csv, damaged = write_rows(tmp_path, "train", 40), (0, 3, 4, 17, 18, 30, 31)
+    for row in damaged:
+        (tmp_path / "train_images" / f"{row}.png").write_bytes(b"no image")
+    with pytest.raises(DataError) as caught:
+        table(tmp_path).sample(in_order(np.arange(40), 16), None, 30)
+    first, hint = str(caught.value).splitlines()
+    assert first.startswith(f"{csv}:2: image cannot be decoded: {tmp_path}/train_images/0.png: ")
+    named = ", ".join(f"{csv}:{row + 2}: train_images/{row}.png" for row in damaged[1:5])
+    assert first.endswith(f"; also {named} and 2 more")
+    assert hint == "  -> replace the file, or set task.on_bad_image=skip to count and replace such rows"
 
 
 def test_missing_folder_suggests_task_root(tmp_path):
     (tmp_path / "train.csv").write_text("path,label\nnowhere/x.png,1\n")
-    with pytest.raises(DataError, match=f"paths in the CSV are relative to {tmp_path}: set task.root=FOLDER; or set"):
+    with pytest.raises(
+        DataError, match=f"paths in the CSV are relative to {tmp_path}: set task.root=FOLDER; harness check"
+    ):
         table(tmp_path).batch(np.arange(1), None)
     (tmp_path / "my rows").mkdir()
     write_rows(tmp_path / "my rows", "train", 2)
@@ -140,7 +156,9 @@ def test_missing_folder_suggests_task_root(tmp_path):
     elsewhere = replace(
         table(tmp_path), table=open_table(tmp_path / "my rows" / "new.csv", cache_dir=tmp_path / "cache")
     )
-    with pytest.raises(DataError, match=f"relative to {tmp_path}: set 'task.root={tmp_path}/my rows'; or set"):
+    with pytest.raises(DataError, match=f"relative to {tmp_path}: set 'task.root={tmp_path}/my rows'$"):
+        replace(elsewhere, is_new=True).batch(np.arange(1), None)
+    with pytest.raises(DataError, match=f"relative to {tmp_path}: set 'task.root={tmp_path}/my rows'; harness check"):
         elsewhere.batch(np.arange(1), None)
 
 
@@ -178,7 +196,7 @@ def test_paths_that_are_no_image_files(tmp_path, path, message):
         table(tmp_path).batch(np.arange(1), None)
     assert message.format(folder=tmp_path) in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path}/train.csv:2: ")
-    assert "task.on_bad_image=skip" in caught.value.hint
+    assert ("task.on_bad_image=skip" in caught.value.hint) == ("not found" not in message)  # there, the root is wrong
 
 
 def test_different_sizes_suggest_image_size(tmp_path):

@@ -151,6 +151,23 @@ class Pair(nn.Linear):
         return (logits, logits) if self.training else logits
 
 
+def test_every_damaged_image_is_named(folder):
+    """Of both splits at once, and those that no sample of a larger table would include."""
+    write_rows(folder, "train", 480)
+    damaged(folder)
+    for row in (7, 470):
+        (folder / "train_images" / f"{row}.png").write_bytes(b"no image")
+    (problem,) = examine(folder)[1]
+    first, hint = str(problem).splitlines()
+    assert f"train.csv:9: image cannot be decoded: {folder}/train_images/7.png: " in first
+    assert "train.csv:472: train_images/470.png" in first
+    assert "harness check" not in hint
+    assert f"; in the validation data, {folder}/eval.csv:6: image cannot be decoded: " in first
+    (folder / "eval_images" / "4.png").unlink()
+    (problem,) = examine(folder)[1]
+    assert "eval.csv:6: image not found: " in str(problem)
+
+
 def test_few_unreadable_images_may_be_skipped(folder):
     damaged(folder)
     facts, problems = examine(folder, "task.on_bad_image=skip")

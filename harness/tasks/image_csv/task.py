@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,9 +17,9 @@ from torchvision.io import ImageReadMode
 
 from harness.data import transforms
 from harness.data.image_files import ImageFiles
-from harness.data.images import ImageTable, spread
+from harness.data.images import ImageTable, in_order, spread
 from harness.data.shards import bounds
-from harness.errors import ConfigError
+from harness.errors import ConfigError, DataError
 from harness.training import labelled_tables
 from harness.training.labelled_tables import Split
 from harness.training.objective import Objective
@@ -27,7 +28,9 @@ from harness.training.task import ModelSection, Supervised, model_builder
 if TYPE_CHECKING:
     from harness.tasks.image_csv.config import Task
 
-_SAMPLE = 200  # images of each split that harness check decodes
+_AT_START = 16  # images that each rank decodes of each split before training
+_SAMPLE = 200  # images of each split that harness check decodes first, evenly spread
+_DECODING_S = 5.0  # for as many others as this allows
 
 
 def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
@@ -42,7 +45,7 @@ def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: 
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
     lists = transforms.build(task.transforms, task.image_size, task.channels)
     split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
-    images = _images(task, split, lists, 0, cache_dir)
+    images = replace(_images(task, split, lists, 0, cache_dir), is_new=True)
     return ImageCsv(task, images, images, objective, _learned_size(learned))
 
 
@@ -99,14 +102,45 @@ class ImageCsv(Supervised):
     def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
         if self.options.image_size:
             self._require_memory(self.options.image_size)
-        for images, epoch in ((self.train, 0), (self.eval, None)):
-            images.require_files(np.arange(*bounds(len(images), rank, world_size)), epoch, limit_s / 2)
+
+        until = time.monotonic() + limit_s
+
+        def rows(images: ImageTable) -> np.ndarray:
+            return np.arange(*bounds(len(images), rank, world_size))
+
+        def decode(images: ImageTable, epoch: int | None) -> None:
+            images.sample(spread(rows(images), _AT_START), epoch, (until - time.monotonic()) / 2)
+
+        self._of_both(lambda images, _: images.require_files(rows(images), limit_s / 2))
+        if self.options.on_bad_image == "error":
+            try:
+                self._of_both(decode)
+            except DataError:
+                self.sample(limit_s)  # names the others
+                raise
 
     def sample(self, limit_s: float) -> str:
-        texts = []
+        def decode(images: ImageTable, epoch: int | None) -> str:
+            order = in_order(np.arange(len(images)), _SAMPLE)
+            return images.sample(order, epoch, min(limit_s, _DECODING_S) / 2)
+
+        return "; ".join(f"{split}: {text}" for split, text in self._of_both(decode).items())
+
+    def _of_both(self, look: Callable[[ImageTable, int | None], Any]) -> dict[str, Any]:
+        """What ``look`` returns for each split. Raises DataError with what it raises for one or both of them."""
+        found, errors = {}, []
         for split, images, epoch in (("training", self.train, 0), ("validation", self.eval, None)):
-            texts.append(f"{split}: {images.sample(spread(np.arange(len(images)), _SAMPLE), epoch, limit_s / 2)}")
-        return "; ".join(texts)
+            try:
+                found[split] = look(images, epoch)
+            except DataError as error:
+                errors.append(error)
+        if errors and errors[0].where != errors[-1].where:
+            first, other = errors
+            message = f"{first.message}; in the validation data, {other.where}: {other.message}"
+            raise DataError(message, where=first.where, hint=first.hint)
+        if errors:
+            raise errors[0]
+        return found
 
     def label_counts(self, start: int, stop: int) -> np.ndarray | None:
         return self.train.labels.counts(start, stop)
