@@ -49,15 +49,16 @@ def write(folder: Path, out: Path, labels: bool = True) -> str:
         hint += f"; to predict images without labels: {command}" if outside else ""
         what = "no images in class folders" if labels else "no images"
         raise DataError(f"{what}{skips(skipped)}", where=str(folder), hint=hint)
-    root = f"set {shlex.quote(f'task.root={folder}')}"
+    root = shlex.quote(f"task.root={folder}")
     if not labels:
-        return f"wrote {count} rows to {out}{skips(skipped)}\n{root}"
+        command = f"harness predict RUN --csv {shlex.quote(str(out))} {root}"
+        return f"wrote {count} rows to {out}{skips(skipped)}\nnext: {command}"
     lines = [f"wrote {count} rows of {len(found)} class{'es' if len(found) > 1 else ''} to {out}{skips(skipped)}"]
     if empty := sorted(classes - set(found)):
         lines.append(f"note: no images in {len(empty)} folder(s), which are no classes: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
         lines.append("note: there is one class, so there is nothing to learn")
-    return "\n".join([*lines, root])
+    return "\n".join([*lines, f"set {root}"])
 
 
 def _folders(folder: Path) -> set[str]:

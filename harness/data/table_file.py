@@ -81,11 +81,8 @@ def _write_csv(sink: Any, batch: pa.RecordBatch) -> None:
 
 
 def _quoted(rows: Iterable[Sequence[str]]) -> bytes:
-    rows = list(rows)
     text = io.StringIO()
-    # A single empty field without quotes would be an empty line, which is not a row.
-    alone = bool(rows) and len(rows[0]) == 1
-    csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if alone else csv.QUOTE_MINIMAL).writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows(rows)  # quotes a single empty field: an empty line is not a row
     return text.getvalue().encode()
 
 
