@@ -104,7 +104,8 @@ def read(path: Path) -> RunFacts:
     """The facts of the run folder ``path``. Raises ConfigError if it is no run or has too few log lines."""
     record = reader.read(path)
     if record.state == "unreadable":
-        raise ConfigError("this is not a run folder", where=str(path), hint=f"give one{reader.known_runs()}")
+        what = "this is not a run folder" if path.exists() else "there is no such folder"
+        raise ConfigError(what, where=str(path), hint=reader.run_hint(path))
     lines = [line for line in record.metrics().to_pylist() if line.get("cost")]
     train = list(_with_time(line for line in lines if line["split"] == "train"))
     if not train or not sum(line["window_s"] for line in train):

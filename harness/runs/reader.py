@@ -7,6 +7,7 @@ files are not errors; they are listed in the ``problems`` of the record.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +18,12 @@ import yaml
 
 from harness.config import merge
 from harness.distributed.rank_exit import Cause
-from harness.errors import ConfigError, did_you_mean, first_line
+from harness.errors import ConfigError, did_you_mean, first_line, similar
 from harness.runs import exit_files, layout
 from harness.runs.files import parse_json, read_text
 from harness.runs.metrics_table import incomplete, read_metrics
+
+_NAMED = 5  # runs in a hint
 
 State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
 """finished: trained to its end · stopped: on request, with a checkpoint · pruned: by its sweep · failed: has a
@@ -246,18 +249,23 @@ def require_folders(paths: Iterable[Path]) -> None:
 
 def _no_run(path: Path) -> ConfigError:
     reason = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
-    hint = did_you_mean(path, os.path.isdir) or f"give a run folder or a sweep folder{known_runs()}"
-    return ConfigError(reason, where=str(path), hint=hint)
+    return ConfigError(reason, where=str(path), hint=run_hint(path, "a run folder or a sweep folder"))
 
 
-def known_runs(*folders: Path) -> str:
-    """The end of a hint: some runs in ``runs`` and ``folders``."""
-    configs = [
-        *Path().glob(f"runs/*/{layout.CONFIG}"),
-        *(f for folder in folders for f in folder.glob(f"*/{layout.CONFIG}")),
-    ]
-    runs = sorted({str(config.parent) for config in configs})
-    return ", such as " + ", ".join(runs[:5]) if runs else ""
+def run_hint(path: Path, wanted: str = "a run folder") -> str:
+    """The hint for ``path``, which is not ``wanted``: a run with a similar name, or else the newest runs below ``runs``
+    and ``path``."""
+    runs: list[tuple[float, Path]] = []
+    for config in (*Path().glob(f"runs/*/{layout.CONFIG}"), *path.glob(f"*/{layout.CONFIG}")):
+        results = [file for name in (layout.METRICS, layout.WEIGHTS) if (file := config.with_name(name)).is_file()]
+        if results:
+            runs.append((max(file.stat().st_mtime for file in results), config.parent))
+    named = {run.name: run for _, run in sorted(runs)}
+    near = named.get(path.name) or named.get(similar(path.name, named) or "")
+    if near:
+        return f"did you mean {shlex.quote(str(near))}?"
+    newest = [shlex.quote(str(run)) for _, run in sorted(runs, reverse=True)[:_NAMED]]
+    return did_you_mean(path, os.path.isdir) or f"give {wanted}{', such as ' if newest else ''}{', '.join(newest)}"
 
 
 # Reading

@@ -5,7 +5,6 @@ Torch is imported where weights are read: an error in the configuration is shown
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from harness.config import loader
 from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
-from harness.errors import CheckpointError, ConfigError, did_you_mean
+from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout, ownership
 from harness.runs.files import read_json
-from harness.runs.reader import known_runs
+from harness.runs.reader import run_hint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,8 +29,8 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
     values, such as to name a model of its own; ``trust`` allows that.
     """
     if not (run / layout.CONFIG).is_file():
-        hint = did_you_mean(run, os.path.isdir) or f"give a run folder{known_runs(run)}"
-        raise ConfigError("this is not a run folder: it has no config.yaml", where=str(run), hint=hint)
+        what = "this is not a run folder: it has no config.yaml" if run.exists() else "there is no such folder"
+        raise ConfigError(what, where=str(run), hint=run_hint(run))
     if not weights(run).is_file():
         raise ConfigError(
             "this run has no weights yet: it has no weights.safetensors",

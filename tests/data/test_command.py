@@ -116,7 +116,9 @@ def test_folders_that_make_no_table(tmp_path, capsys):
     for name, paths in (("flat", ["1.jpg"]), ("splits", ["train/cat/1.jpg", "val/cat/1.jpg"])):
         assert data("folder", tmp_path / name, out, "--no-labels", "--force") == 0
         assert out.read_text() == "".join(f"{line}\n" for line in ["path", *paths])
-        assert capsys.readouterr().out.endswith(f"\nnext: harness predict RUN --csv {out} task.root={tmp_path / name}\n")
+        assert capsys.readouterr().out.endswith(
+            f"\nnext: harness predict RUN --csv {out} task.root={tmp_path / name}\n"
+        )
 
 
 # tar

@@ -152,7 +152,7 @@ def test_errors(run, tmp_path):
     assert "characters that are not in any name: 7 é" in refused(ConfigError, NameRequest(1, start="é7a"))
     assert "not in any name: * +" in refused(ConfigError, NameRequest(1, start="a+*"))
     assert f"40 characters, but a name has at most {MAX_LENGTH}" in refused(ConfigError, NameRequest(1, start="a" * 40))
-    assert "not a run folder" in refused(ConfigError, path=tmp_path / "none")
+    assert "there is no such folder" in refused(ConfigError, path=tmp_path / "none")
     (folder / "weights.safetensors").write_bytes(b"half")
     assert "the best weights cannot be read" in refused(CheckpointError)
     save_file({"other": torch.zeros(1)}, folder / "weights.safetensors")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.errors import EXIT_STOPPED, ConfigError
-from harness.runs import exit_files, reader
+from harness.explain import facts
+from harness.runs import exit_files, reader, trained_run
 
 TRAIN = {"split": "train", "step": 10, "epoch": 0, "loss": 2, "lr": 0.1, "samples": 640, "wall_s": 1.5}
 EVAL = {"split": "eval", "step": 10, "epoch": 1, "top1": 0.5, "class_accuracy": {"cat": 0.25, "dog": None}}
@@ -155,6 +158,28 @@ def test_foreign_folders(tmp_path):
     for path in (tmp_path / "photos", tmp_path / "none"):
         with pytest.raises(ConfigError, match="give a run folder"):
             reader.find([path])
+
+
+def test_other_runs_in_place_of_one_that_does_not_exist(tmp_path, monkeypatch):
+    """One with a similar name, or else the newest ones that have a result."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(["photos", "b", "c", "d", "e", "f", "g"]):
+        os.utime(write_run(tmp_path / "runs" / name) / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "runs" / "empty" / "config.yaml").write_text("name: empty\n")
+    (tmp_path / "photos").mkdir()
+    for path in ("photos", "photo", "runs/Photos", "elsewhere/photos"):
+        assert reader.run_hint(Path(path)) == "did you mean runs/photos?"
+    assert reader.run_hint(Path("nope")) == "give a run folder, such as runs/photos, runs/b, runs/c, runs/d, runs/e"
+    for command in (
+        lambda: facts.read(Path("nope")),
+        lambda: trained_run.configuration(Path("nope"), ()),
+        lambda: reader.find([Path("nope")]),
+    ):
+        with pytest.raises(
+            ConfigError, match="nope: there is no such folder\n  -> give a run folder.*, such as runs/photos, "
+        ):
+            command()
 
 
 def test_find_returns_each_run_once(tmp_path):
