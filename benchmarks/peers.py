@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -346,7 +347,8 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
     )  # fmt: skip
     run_folder = RunFolder(folder / "run")
     run_folder.checkpoints.folder.mkdir(parents=True, exist_ok=True)
-    runtime = open_runtime(detect(os.environ)).__enter__()
+    stack = ExitStack()
+    runtime = stack.enter_context(open_runtime(detect(os.environ)))
     run = build.build(config, runtime, run_folder, Stop(runtime))
     made = list(run.train_data.groups(0, []))[:16]
     groups = [
@@ -363,6 +365,7 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
         loop.epoch(run)
         return time.perf_counter() - start
 
+    steps.stack = stack  # type: ignore[attr-defined]  # else it ends here, and the process group with it
     return steps
 
 
@@ -412,17 +415,16 @@ def transformer() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(encoder, nn.Flatten(), nn.Linear(32 * 128, 10)), torch.randn(8, 32, 128)
 
 
-def autocast(make: Callable[[], tuple[nn.Module, Tensor]], dtype: torch.dtype) -> Steps:
+def autocast(make: Callable[[], tuple[nn.Module, Tensor]]) -> Steps:
+    """In bfloat16: torch's float16 on a CPU is too slow to compare with."""
     model, inputs = make()
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.cross_entropy(model(inputs), targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss.backward()
+        optimizer.step()
         optimizer.zero_grad()
 
     return timed(step, [(inputs, torch.zeros(len(inputs), dtype=torch.long))])
@@ -496,9 +498,8 @@ def norms(synchronized: bool) -> Steps:
 
 def parts() -> Iterator[Case]:
     for make in (convolutional, transformer):
-        for level, dtype in (("O4", torch.bfloat16), ("O1", torch.float16)):
-            two = {"torch.autocast": partial(autocast, make, dtype), level: partial(amp_level, make, level)}
-            yield Case(f"{make.__name__}, {level}", two, {level: at_most(1.02, level)}, 10)
+        two = {"torch.autocast": partial(autocast, make), "O4": partial(amp_level, make, "O4")}
+        yield Case(f"{make.__name__}, O4", two, {"O4": at_most(1.02, "O4")}, 10)
         two = {"by hand": partial(masters_by_hand, make), "O5": partial(amp_level, make, "O5")}
         yield Case(f"{make.__name__}, O5", two, {"O5": at_most(1.02, "O5")}, 10)
     two = {"torch's AdamW": partial(updates, "torch", "AdamW"), "FusedLAMB": partial(updates, "apex", "FusedLAMB"),

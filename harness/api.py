@@ -61,7 +61,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] | Mapping
     """
     from harness.config import loader
 
-    return loader.load(os.fspath(path), _words(overrides))
+    written_at = dict.fromkeys(overrides, "overrides") if isinstance(overrides, Mapping) else None
+    return loader.load(os.fspath(path), _words(overrides), written_at)
 
 
 def _words(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:

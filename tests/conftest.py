@@ -90,6 +90,10 @@ def no_leaks():
     assert not leaked, f"environment variables leaked: {sorted(leaked)}"
     assert not torch.distributed.is_initialized(), "a process group was left open"
     assert torch.get_default_dtype() is dtype, "the default dtype was left changed"
+    if torch.is_autocast_enabled("cpu"):  # by a command that was called in this process
+        from harness.apex import amp
+
+        amp.reset()
     assert torch.get_num_threads() == threads, "the thread count was left changed"
 
 

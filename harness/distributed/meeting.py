@@ -179,13 +179,14 @@ class _Meeting:
 
         def is_over() -> bool:
             nonlocal until, miscounted
+            all_reported = store.add(_REPORTED, 0) >= world_size  # before the reports, or the last one could be missed
             for rank in map(int, store.get(_PROBLEMS).split() if store.check([_PROBLEMS]) else ()):
                 reports[rank] = reports.get(rank) or json.loads(store.get(f"meeting/report/{rank}"))
             if not miscounted and any(_NUMBER in report["differs"] for report in reports.values()):
                 miscounted, until = True, min(until, time.monotonic() + _GRACE_S)  # the number to wait for is unknown
             if time.monotonic() > until or store.check([_VERDICT]):
                 return True
-            return store.add(_REPORTED, 0) >= world_size and not miscounted
+            return all_reported and not miscounted
 
         self._patience.poll(is_over, math.inf)
         if errors := [reports[rank]["error"] for rank in sorted(reports) if reports[rank]["error"]]:

@@ -198,5 +198,5 @@ def _slow_rank(train: list[Line], world: int) -> SlowRank | None:
 def checkpoint_bytes(path: Path) -> int:
     """The size of the newest checkpoint; 0 if there is none."""
     sizes = [sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-             for folder in path.joinpath(layout.CHECKPOINTS).glob("step-*") if folder.is_dir()]  # fmt: skip
+             for folder in path.joinpath(layout.CHECKPOINTS).glob("*") if folder.is_dir()]  # fmt: skip
     return max(sizes, default=0)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from harness.config import arguments as shared
 from harness.errors import ConfigError
+from harness.runs import layout
 
 VERB = "predict"
 HELP = "write a trained model's predictions for the rows of a CSV"
 
-_OUT = Path("predictions.csv")
+_OUT = Path(layout.PREDICTIONS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

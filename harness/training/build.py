@@ -60,6 +60,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     with runtime.together("dividing the batch"):
         strategy.check_world(config.parallel, runtime.world_size)
         size = sizes(config, len(task.train), runtime.world_size)
+    if warning := too_few_rows(size, len(task.train)):
+        log.warning("%s", warning)
     warn_of_skew(config, task, runtime)
     with runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
@@ -137,6 +139,8 @@ class Sizes:
     """Numbers that follow from the configuration, the number of rows and the world size."""
 
     per_rank: int
+    micro_batch: int
+    """Rows of the largest forward pass of a rank, fewer than configured if the data has fewer."""
     global_batch: int
     eval_batch: int
     steps_per_epoch: int
@@ -172,12 +176,23 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     schedule.require_fit(total)
     return Sizes(
         per_rank=per_rank,
+        micro_batch=-(-min(per_rank, -(-num_rows // world_size)) // batch.accumulate),
         global_batch=per_rank * world_size,
         eval_batch=batch.eval_per_rank or per_rank // batch.accumulate,
         steps_per_epoch=steps,
         total_steps=num_steps_of_run,
         lr=lr,
         schedule=schedule,
+    )
+
+
+def too_few_rows(size: Sizes, num_rows: int) -> str:
+    """A warning if the training rows do not fill one global batch, else empty."""
+    if num_rows >= size.global_batch:
+        return ""
+    return (
+        f"the global batch of {size.global_batch} is larger than the training data: each epoch is one step of "
+        f"{num_rows} rows; make the batch smaller"
     )
 
 

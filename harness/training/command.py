@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from harness.config import arguments as shared
@@ -33,4 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{name:>14}: {value}")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
+    if not problems:
+        start = ["train"] if arguments.world == 1 else ["launch", "--nproc", str(arguments.world)]
+        words = ["harness", *start, "-c", arguments.config, *arguments.overrides]
+        print(f"\nno errors; to start the run: {shlex.join(words)}")
     return max((problem.exit_code for problem in problems), default=EXIT_DONE)

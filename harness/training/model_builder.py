@@ -117,7 +117,7 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
         raise determinism.explained(error) or ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where="model.name",
-            hint="check model.args, task.image_size, task.transforms and task.color (torchvision's models need rgb)"
+            hint=_remedy(example)
             if example.is_floating_point()
             else "use a model of token ids, such as text_cnn, or your own that takes num_tokens and num_classes",
         ) from None
@@ -130,6 +130,12 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
             where="model.name",
             hint="add an argument num_classes to your model (the harness sets it), or set the number in model.args",
         )
+
+
+def _remedy(images: Tensor) -> str:
+    """What to check if a model cannot process ``images``, the most likely cause first."""
+    gray = "set task.color=rgb, which the models of torchvision need; or " if images.shape[1] == 1 else ""
+    return f"{gray}check model.args, task.image_size, task.transforms and task.color"
 
 
 def _largest_operation(model: nn.Module, example: Tensor) -> int:

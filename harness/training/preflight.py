@@ -75,6 +75,8 @@ def examine(
             facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
         facts |= build.describe(config, task, size, world_size, device, chosen.backend)
+        if warning := build.too_few_rows(size, len(task.train)):
+            facts["warning"] = warning
         facts["preset"] = f"{facts['preset']}; a file that starts with extends: preset:NAME chooses one"
         facts |= presets.described(config)
         if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
@@ -106,7 +108,7 @@ def _shared_memory(config: Config, task: OpenedTask, size: build.Sizes, num_rank
     workers, row = config.data.num_workers, task.train.batch(np.zeros(1, np.int64), 0)
     if not workers or not Path(SHARED_MEMORY).is_dir():
         return
-    rows = max(size.per_rank // config.batch.accumulate, size.eval_batch)
+    rows = max(size.micro_batch, min(size.eval_batch, len(task.eval)))
     batch_mib = rows * (row.inputs.nbytes + row.targets.nbytes) / MIB
     needed = batch_mib * num_ranks * (workers * PREFETCH + 1)  # and the batch that the rank works on
     usage = shutil.disk_usage(SHARED_MEMORY)

@@ -70,10 +70,6 @@ class Candidate:
     size: Sizes
     device: torch.device  # that the run will train on
 
-    @property
-    def micro_batch(self) -> int:
-        return self.size.per_rank // self.config.batch.accumulate
-
 
 def rehearse(run: Candidate, limit_s: float) -> Rehearsal:
     """Take ``run`` through a training step, then an evaluation, for at most ``limit_s`` seconds.
@@ -86,8 +82,8 @@ def rehearse(run: Candidate, limit_s: float) -> Rehearsal:
         _evaluate(run, found, start + limit_s)
     except _Unaffordable as reason:
         found.left_out.append(f"the rest of a step and of an evaluation, because {reason} ({limit_s:g} s)")
-    if run.size.per_rank > _ROWS:
-        found.left_out.append(f"a whole batch of {run.micro_batch} rows")
+    if run.size.micro_batch > _ROWS:
+        found.left_out.append(f"a whole batch of {run.size.micro_batch} rows")
     if run.config.precision.opt_level != "O0":
         found.left_out.append(f"{run.config.precision.opt_level} (it ran in float32 on the CPU)")
     found.done[-1:] = [f"{found.done[-1]}, in {time.monotonic() - start:.1f} s"] if found.done else []
@@ -95,7 +91,7 @@ def rehearse(run: Candidate, limit_s: float) -> Rehearsal:
 
 
 def _train(run: Candidate, found: Rehearsal, until: float) -> None:
-    num_rows = max(2, min(_ROWS, run.micro_batch, len(run.task.train)))  # training repeats a single row, too
+    num_rows = max(2, min(_ROWS, run.size.micro_batch, len(run.task.train)))  # training repeats a single row, too
     batch = _batch(run.task.train, num_rows, 0, "training", found)
     if batch is None:
         return
@@ -219,7 +215,7 @@ def _parts(run: Candidate, row_bytes: float) -> dict[str, float]:
             memory.num_bytes([*run.model.parameters(), *trained]) / 2
         )
     half = _HALF.get(level, 1.0) if run.device.type == "cuda" else 1.0
-    parts[f"activations of {run.micro_batch} rows"] = half * row_bytes * run.micro_batch
+    parts[f"activations of {run.size.micro_batch} rows"] = half * row_bytes * run.size.micro_batch
     return parts
 
 

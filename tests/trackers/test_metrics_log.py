@@ -54,7 +54,7 @@ def test_log_that_was_removed_is_written_again(path, monkeypatch, how):
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3]
     assert warnings == ["%s was removed or replaced during the run: writing it again"] * 2
     log = MetricsLog(path)
-    path.parent.rename(f"{path.parent}-renamed")
+    path.parent.rename(f"{path.parent}-renamed-{how}")  # pytest reuses the name of a folder that is gone
     with pytest.raises(CheckpointError, match="the run folder was removed or renamed during the run"):
         log.offset()
 
