@@ -3,9 +3,9 @@
     make bench-peers      or      python -m benchmarks.peers [--rounds 40] [--only TEXT ...]
 
 Each contender trains in processes of its own, one thread per rank, on batches in memory. They take turns in short
-rounds of equal length, so that a busy machine slows all of them alike. A ratio is the median over the rounds of a
-contender's time to that of its reference in the same round, with the quartiles. The noise is that of a second process
-with the reference's code.
+rounds of equal length, so that a busy machine slows all of them alike, and start anew STARTS times, because the speed
+of a process also depends on where its memory lies. The reference runs twice: a ratio is the median over the rounds of a
+contender's time to the mean of the two in the same round, with the quartiles. How far the two differ is the noise.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ Steps = Callable[[int], float]  # takes that many steps; returns the seconds the
 Batches = list[tuple[Tensor, Tensor]]
 LIMIT_S = 300.0  # for a round of any contender
 AGAIN = "again"  # the reference in a second process: the noise
+STARTS = 4
 RATES: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
 
 
@@ -59,19 +60,19 @@ class Result:
     times: dict[str, list[float]]
 
     @property
-    def reference(self) -> str:
-        return next(iter(self.times))
+    def reference(self) -> list[float]:
+        pairs = zip(self.times[next(iter(self.times))], self.times[AGAIN], strict=True)
+        return [statistics.mean(pair) for pair in pairs]
 
     def ratios(self, name: str) -> list[float]:
-        return [mine / other for mine, other in zip(self.times[name], self.times[self.reference], strict=True)]
+        return [mine / other for mine, other in zip(self.times[name], self.reference, strict=True)]
 
     def ratio(self, name: str) -> float:
         return statistics.median(self.ratios(name))
 
     def overhead(self, name: str) -> float:
         """Microseconds per step more than the reference."""
-        pairs = zip(self.times[name], self.times[self.reference], strict=True)
-        return statistics.median(mine - other for mine, other in pairs)
+        return statistics.median(mine - other for mine, other in zip(self.times[name], self.reference, strict=True))
 
     def rows(self) -> Iterator[list[str]]:
         for name, times in self.times.items():
@@ -88,19 +89,20 @@ def measure(case: Case, rounds: int) -> Result:
     """Let the contenders of ``case`` take turns, in another order each round. Nothing is left running."""
     first = next(iter(case.contenders))
     makers = {first: case.contenders[first], AGAIN: case.contenders[first], **case.contenders}
-    teams = {name: Team(make, case.world) for name, make in makers.items()}
-    try:
-        for team in teams.values():
-            team.steps(case.num_steps)  # a warm-up
-        times: dict[str, list[float]] = {name: [] for name in teams}
-        order = list(teams)
-        for index in range(rounds):
-            start = index % len(order)
-            for name in order[start:] + order[:start]:
-                times[name].append(teams[name].steps(case.num_steps) / case.num_steps * 1e6)
-    finally:
-        for team in teams.values():
-            team.stop()
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(STARTS):
+        teams = {name: Team(make, case.world) for name, make in makers.items()}
+        try:
+            for team in teams.values():
+                team.steps(case.num_steps)  # a warm-up
+            order = list(teams)
+            for index in range(-(-rounds // STARTS)):
+                start = index % len(order)
+                for name in order[start:] + order[:start]:
+                    times[name].append(teams[name].steps(case.num_steps) / case.num_steps * 1e6)
+        finally:
+            for team in teams.values():
+                team.stop()
     return Result(case, times)
 
 
@@ -533,8 +535,8 @@ def page(rows: Sequence[Sequence[str]], arguments: argparse.Namespace) -> str:
     return machine.table(HEADER, [list(row) for row in rows]) + (
         f"\n\n{versions}; Fabric is part of lightning. {arguments.rounds} alternating rounds, one thread per rank, "
         "batches of 64 images of 8x8 pixels in all, SGD with momentum and weight decay. The harness logs, counts and "
-        'times; the others do only the step. The first contender of each case is the reference; "again" is its code in '
-        "a second process, so its ratio shows the noise."
+        "times; the others do only the step. Ratios are to the mean of the first contender of each case and of "
+        f'"again", its code in a second process: how far these two differ is the noise. All start anew {STARTS} times.'
     )
 
 

@@ -90,7 +90,7 @@ def test_train_twice_and_predict(path, capsys):
 
 def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
     before = process_state()
-    with pytest.raises(ConfigError, match="did you mean train.epochs"):
+    with pytest.raises(ConfigError, match="overrides: train.epoch: unknown key; did you mean train.epochs"):
         load_config(path, {"train.epoch": 3})
     with pytest.raises(DataError, match="no such annotation file"):
         train(load_config(path, {"task.train_csv": "nothing.csv"}))

@@ -263,6 +263,7 @@ def test_overrides_and_options_in_any_order(capsys, yaml_file):
         out = capsys.readouterr().out
         assert "ranks: 2" in out
         assert "2 per epoch, 6 in total" in out
+        assert out.splitlines()[-1].startswith("no errors; to start the run: harness launch --nproc 2 -c ")
 
 
 def test_arguments_default_to_the_command_line(capsys, yaml_file, monkeypatch):

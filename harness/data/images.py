@@ -65,6 +65,10 @@ class ImageTable:
     def __len__(self) -> int:
         return self.table.num_rows
 
+    def row_name(self, row: int) -> str:
+        """The number of ``row``, with its path."""
+        return f"{row} ({self.table.strings(self.path_column, np.array([row]))[0]})"
+
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """These rows in order, transformed as in training in ``epoch``, or as in evaluation if that is None. Raises
         DataError or, from a transform, ConfigError."""

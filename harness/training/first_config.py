@@ -204,7 +204,7 @@ def _images(train: Annotations, files: str, path_column: str, why_path: str) -> 
     yield f"  {labels}  # {why_labels}"
     yield f"  image_size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}  # {why_size}"
     if gray and small:
-        yield "  color: gray  # those images have one channel"
+        yield "  color: gray  # those images have one channel; models of torchvision need rgb"
     if small:
         yield "model: {name: small_cnn}  # for small images; resnet18 and other models of torchvision work, too"
     else:

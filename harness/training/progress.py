@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,8 +111,8 @@ class Coverage:
         self._flush()
         return runtime.sum_on_host(torch.from_numpy(self._sums.copy()))
 
-    def found(self, sums: Tensor) -> tuple[int, list[str]]:
-        """(number of distinct rows, up to three of the missing rows or ranges that contain one) in ``sums``."""
+    def found(self, sums: Tensor, name: Callable[[int], str] = str) -> tuple[int, list[str]]:
+        """(number of distinct rows, up to three of the missing rows, named by ``name``, or ranges that contain one)."""
         used, missing = 0, list[str]()
         for bucket, (count, total, squares) in enumerate(sums.T.tolist()):
             first = bucket * self.width
@@ -123,7 +124,7 @@ class Coverage:
                 continue
             one = numbers - total  # the missing row, if it is only one
             is_one = count == size - 1 and 0 <= one < size and (whole - squares - one * one) % (1 << 64) == 0
-            missing.append(f"{first + one}" if is_one else f"some of {first} to {first + size - 1}")
+            missing.append(name(first + one) if is_one else f"some of {first} to {first + size - 1}")
         return used, missing
 
     def clear(self) -> None:

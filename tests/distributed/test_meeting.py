@@ -8,6 +8,7 @@ import socket
 import time
 
 import pytest
+from torch.distributed import PrefixStore
 
 from harness.distributed import launch_store, meeting, runtime
 from harness.distributed.agreement import Facts
@@ -140,6 +141,30 @@ def test_a_rank_that_cannot_start_tells_the_others():
     assert theirs == f"rank 1 on {HOST} cannot start: {mine}"
     assert (code, own_code) == (65, 65)
     assert seconds < 10
+
+
+class _Slow(PrefixStore):
+    """After it has looked for problems, all ranks report before rank 0 goes on."""
+
+    def check(self, keys: list[str]) -> bool:
+        found = super().check(keys)
+        while keys == [meeting._PROBLEMS] and super().add(meeting._REPORTED, 0) < 2:
+            time.sleep(0.02)
+        return found
+
+
+def _fail_late(rank: int, port: int):
+    if rank == 0:
+        meeting.PrefixStore = _Slow
+    else:
+        time.sleep(1.0)  # until rank 0 looks
+    return _fail(rank, port)
+
+
+def test_report_that_arrives_while_rank_0_looks_is_not_missed():
+    port = free_port()
+    (theirs, code, _), (mine, own_code, _) = outcomes(_fail_late, [(0, port), (1, port)])
+    assert (theirs, code, own_code) == (f"rank 1 on {HOST} cannot start: {mine}", 65, 65)
 
 
 def test_rank_0_names_a_master_address_that_does_not_exist():

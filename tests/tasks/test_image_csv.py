@@ -62,6 +62,9 @@ def test_unknown_evaluation_label_is_named(folder):
     assert str(caught.value) == (
         f"{folder}/eval.csv:3: 1 label(s) that {folder}/train.csv does not have: 'cta'\n  -> did you mean 'cat'?"
     )
+    (folder / "eval.csv").write_text("path,label\n" + "".join(f"eval_images/{i}.png,photo{i}\n" for i in range(5)))
+    with pytest.raises(DataError, match="nearly every row has a label of its own: check which column has the labels"):
+        opened(folder)
 
 
 def test_missing_file_and_column(folder):

@@ -237,6 +237,12 @@ def test_too_few_rows(folder):
     assert "20 training rows for 24 ranks" in str(problems[0])
     _, problems = examine(folder, "batch.global=32", "data.tail=drop")
     assert "do not fill one global batch of 32" in str(problems[0])
+    facts, problems = examine(folder, "batch.global=4096", "batch.accumulate=2", "data.num_workers=1", world=2)
+    assert problems == []
+    assert facts["warning"].startswith("the global batch of 4096 is larger than the training data: each epoch is one")
+    assert "activations of 5 rows" in facts["memory"]  # the 20 rows over 2 ranks and 2 micro-batches
+    if Path("/dev/shm").is_dir():
+        assert "for batches of 0.0 MiB" in facts["shared memory"]  # 6 rows of 8x8 pixels, not 2048
 
 
 def test_error_of_an_own_task_is_one_of_the_errors(folder, monkeypatch):

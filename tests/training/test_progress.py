@@ -56,20 +56,20 @@ def recorded(num_rows: int, rows: list[int]) -> tuple[int, list[str]]:
     with open_runtime(detect({}), "cpu") as runtime:
         again = Coverage(num_rows)
         again.load(coverage.sums(runtime))
-        return coverage.found(again.sums(runtime))
+        return coverage.found(again.sums(runtime), lambda row: f"{row} (row{row}.png)")
 
 
 @pytest.mark.parametrize("num_rows", [1, 61, 4096, 4097, 100_003])
 def test_each_missing_row_is_named(num_rows):
     rows = np.random.default_rng(num_rows).permutation(num_rows).tolist()
     assert recorded(num_rows, rows) == (num_rows, [])
-    assert recorded(num_rows, rows[1:]) == (num_rows - 1, [str(rows[0])])
+    assert recorded(num_rows, rows[1:]) == (num_rows - 1, [f"{rows[0]} (row{rows[0]}.png)"])
 
 
 def test_several_missing_rows_of_a_bucket_are_a_range():
     """Buckets of 25 rows."""
     rows = [row for row in range(100_003) if row not in (7, 8, 60, 99_990)]
-    assert recorded(100_003, rows) == (99_999, ["some of 0 to 24", "60", "99990"])
+    assert recorded(100_003, rows) == (99_999, ["some of 0 to 24", "60 (row60.png)", "99990 (row99990.png)"])
 
 
 @given(st.integers(4097, 9000), st.data())
