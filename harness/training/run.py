@@ -139,9 +139,7 @@ class Run:
         """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
         Collective."""
         state, rows = self.state, self.coverage.num_rows
-        used, missing = self.coverage.found(
-            self.coverage.sums(self.runtime), getattr(self.task.train, "row_name", str)
-        )
+        used, missing = self.coverage.found(self.coverage.sums(self.runtime), getattr(self.task.train, "row_name", str))
         skipped = self.skipped_rows.sums(self.runtime) if state.epoch_skipped else None
         left_out = 0 if skipped is None else int(skipped[0].sum())
         self.tracker.log(
