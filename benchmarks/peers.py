@@ -489,7 +489,7 @@ def norms(synchronized: bool) -> Steps:
 
     torch.distributed.init_process_group("gloo")
     norm = parallel.SyncBatchNorm(64) if synchronized else nn.BatchNorm2d(64)
-    inputs = torch.randn(32, 64, 16, 16, requires_grad=True)
+    inputs = torch.randn(48, 64, 32, 32, requires_grad=True)
 
     def step(inputs: Tensor, gradient: Tensor) -> None:
         norm(inputs).backward(gradient)
