@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ gc.disable()  # until the tests are collected: it would take half of that time, 
 
 # A process's first optimizer sets an environment variable. Make it here, or some test is blamed for the leak.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+with suppress(ImportError):  # the tests for a GPU do without it
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is no fault of a test.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"

@@ -45,7 +45,7 @@ def test_paired_interval_of_a_published_table():
 
 
 @given(counts, counts, counts, counts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_paired_interval_contains_the_difference(both, one, other, neither):
     count = both + one + other + neither
     if not count:

@@ -392,7 +392,7 @@ texts = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_character
 plain = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.none()
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=40)
 @given(
     names | numbers_to_others,
     texts.filter(lambda text: text != "???"),

@@ -49,7 +49,7 @@ shapes = st.tuples(
 ).filter(lambda shape: shape[0] >= shape[1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes)
 def test_ranks_take_equal_steps_and_weighted_losses_are_exact(shape):
     num_rows, world, micro, accumulate, rule, drop = shape
@@ -76,7 +76,7 @@ def test_ranks_take_equal_steps_and_weighted_losses_are_exact(shape):
         assert len(used) == steps * per_rank * world
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes)
 def test_single_row_is_repeated_only_if_batch_norm_sees_no_other(shape):
     """With batch norm over all ranks, rows of other ranks in the same micro-batch count too."""
@@ -117,7 +117,7 @@ def test_resume_at_any_position_continues_the_same_order(workers):
         train.loader.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(4, 60), st.sampled_from(RULES), st.booleans(),
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),

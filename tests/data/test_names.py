@@ -75,7 +75,7 @@ def test_whole_names():
     assert rows.codes(np.array([], dtype=np.int64)).shape == (0, 2)
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(name_texts, st.integers(1, 9))
 def test_every_character_is_the_last_of_one_window(names, window):
     padded = [BLANK * window + name + STOP for name in names]

@@ -225,7 +225,7 @@ def test_random_evaluation_gives_every_image_the_same_draws():
 # The size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.tuples(*[st.integers(1, 90)] * 4))
 def test_images_are_fitted_without_distortion(sizes):
     height, width, *size = sizes

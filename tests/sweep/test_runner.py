@@ -198,7 +198,7 @@ def test_pruning_does_not_depend_on_timing(folder):
 # Limits and errors of the machine
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     worlds=st.lists(st.integers(1, 3), min_size=2, max_size=6),
     cores=st.integers(3, 5),

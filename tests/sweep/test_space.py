@@ -7,7 +7,6 @@ import json
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -59,7 +58,6 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@hypothesis_settings(deadline=None)
 @given(VALUES)
 def test_typed_settings_are_read_back_exactly(value):
     read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={space.spelled(value)}"]))["a"]
