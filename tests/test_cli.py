@@ -134,7 +134,11 @@ def test_train_passes_its_arguments_on(monkeypatch):
     assert cli.main(["train", "--local-rank", "1", "a=1", "--config", "y.yaml"]) == 75
     gc.unfreeze()  # train leaves this to the end of its process
     parent = os.getppid()
-    assert seen == [("x.yaml", ["a=1", "b=2"], os.environ, 2, parent), ("y.yaml", ["a=1"], os.environ, 1, parent)]
+    expected = [
+        ("x.yaml", ["a=1", "b=2"], os.environ, 2, parent, None),
+        ("y.yaml", ["a=1"], os.environ, 1, parent, None),
+    ]
+    assert seen == expected
 
 
 @pytest.mark.parametrize(("code", "limit"), [(0, "LEAVE_DONE_S"), (75, "LEAVE_DONE_S"), (70, "LEAVE_S")])

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torchvision.io import read_file
 
 from harness.data import tars
 from harness.data.url_cache import UrlCache
+from harness.data.vision import read_file
 from harness.errors import require_regular_file
 from harness.runs.files import default_cache_dir, is_url
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2 import functional
 
+from harness.data import vision
 from harness.data.batch import Batch, StageClock
 from harness.data.image_files import ImageFiles
 from harness.data.row_labels import RowLabels
@@ -47,6 +47,7 @@ class ImageTable:
 
     for_training, for_evaluation: applied to each image, uint8 (channels, height, width) -> the same kind, or float32
     files: where the images are
+    channels: vision.RGB or vision.GRAY, to which images are converted
     on_bad_image: "error", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
     is_new: True for rows to predict, which have not been trained on
     """
@@ -56,7 +57,7 @@ class ImageTable:
     path_column: str
     labels: RowLabels
     seed: int
-    mode: ImageReadMode
+    channels: int
     for_training: Callable[[torch.Tensor], torch.Tensor]
     for_evaluation: Callable[[torch.Tensor], torch.Tensor]
     on_bad_image: str = "error"
@@ -169,7 +170,7 @@ class ImageTable:
             raise DataError(what, where=self.table.where(row), hint=error.hint) from None
         if clock:
             clock.end("read")
-        image = _converted(decode_image(content, mode=self.mode), self.mode)
+        image = _converted(vision.decode(content, self.channels), self.channels)
         if clock:
             clock.end("decode")
         return image
@@ -276,10 +277,14 @@ def in_order(rows: np.ndarray, first: int) -> np.ndarray:
     return np.concatenate([start, np.random.default_rng(0).permutation(rest)])
 
 
-def _converted(image: torch.Tensor, mode: ImageReadMode) -> torch.Tensor:
-    """Convert to uint8 with the channels of ``mode``, which torchvision ignores for 16-bit PNG, WebP and GIF."""
+def _converted(image: torch.Tensor, channels: int) -> torch.Tensor:
+    """Convert to uint8 with ``channels``, which torchvision ignores for 16-bit PNG, WebP and GIF."""
     if image.dim() != 3:
         raise RuntimeError(f"an animation of {len(image)} frames, not one image")
     if image.dtype != torch.uint8:
-        image = functional.to_dtype(image, torch.uint8, scale=True)
-    return functional.rgb_to_grayscale(image) if mode is ImageReadMode.GRAY and len(image) == 3 else image
+        image = _functional().to_dtype(image, torch.uint8, scale=True)
+    return _functional().rgb_to_grayscale(image) if channels == vision.GRAY and len(image) == vision.RGB else image
+
+
+def _functional() -> Any:
+    return vision.module("torchvision.transforms.v2.functional")

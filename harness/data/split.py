@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from harness.data import table_file
-from harness.data.table import csv_reader, parquet_reader
+from harness.data.table import convert
 from harness.data.table.convert import require_columns
 from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError
@@ -98,12 +98,13 @@ def _of_groups(groups: np.ndarray, strata: np.ndarray, wanted: int, generator: n
 
 
 def _columns(source: Path, kind: str) -> list[str]:
-    return (parquet_reader if kind == "parquet" else csv_reader).read_header(source, str(source))
+    columns: list[str] = convert.reader_of(kind).read_header(source, str(source))
+    return columns
 
 
 def _codes(source: Path, kind: str, columns: list[str]) -> tuple[int, list[np.ndarray], list[list[str]]]:
     """(number of rows, the code of each row's value, for each column, and the values by code)."""
-    reader = parquet_reader if kind == "parquet" else csv_reader
+    reader = convert.reader_of(kind)
     found: list[dict[str, int]] = [{} for _ in columns]
     parts: list[list[np.ndarray]] = [[] for _ in columns]
     rows = 0
@@ -125,7 +126,7 @@ def _batches(source: Path, kind: str) -> Generator[pa.RecordBatch, None, None]:
         with pa.parquet.ParquetFile(source) as file:
             yield from file.iter_batches()
     else:
-        yield from csv_reader.read_batches(source, str(source), _columns(source, kind))
+        yield from convert.reader_of(kind).read_batches(source, str(source), _columns(source, kind))
 
 
 def _write(source: Path, kind: str, outs: list[Path], chosen: np.ndarray) -> None:

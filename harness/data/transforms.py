@@ -12,22 +12,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional
 
 from harness.config import plugins
 from harness.config.transforms import TransformsSection, name_and_arguments
+from harness.data import vision
 from harness.data.seeds import seeded_torch
 from harness.errors import ConfigError, first_line, similar
 
 Transform = Callable[[Any], Any]
-KNOWN = {name: found for name, found in vars(v2).items() if inspect.isclass(found) and issubclass(found, v2.Transform)}
 _NOT_FOR_LISTS = {
     "MixUp": "it mixes the images of a batch: use train.mixup=0.2",
     "CutMix": "it mixes the images of a batch: use train.cutmix=1.0",
@@ -39,6 +37,13 @@ _NOT_FOR_LISTS = {
 }
 _DTYPES = ("uint8", "float32", "float64", "float16", "bfloat16", "int32", "int64")
 _TO_FLOAT = ("ToDtype", "ConvertImageDtype", "Normalize")
+
+
+@cache
+def known() -> dict[str, Any]:
+    """The classes of torchvision.transforms.v2, by name. Its import takes long, so only lists with entries need it."""
+    v2 = vision.module("torchvision.transforms.v2")
+    return {name: one for name, one in vars(v2).items() if inspect.isclass(one) and issubclass(one, v2.Transform)}
 
 
 def build(section: TransformsSection, size: tuple[int, int] | None, channels: int) -> tuple[Pipeline, Pipeline]:
@@ -123,7 +128,8 @@ def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
     rows, columns = (max(1, round(side / scale)) for side in size)
     top, left = (height - rows) // 2, (width - columns) // 2
     part = image[..., top : top + rows, left : left + columns]
-    return functional.resize(part, list(size), antialias=True)
+    resized: Tensor = vision.module("torchvision.transforms.v2.functional").resize(part, list(size), antialias=True)
+    return resized
 
 
 def require_match(train: Tensor, evaluated: Tensor, section: TransformsSection) -> None:
@@ -177,7 +183,7 @@ def _steps(entries: Sequence[Any], where: str, problems: list[ConfigError]) -> d
         try:
             step = made[f"{where}.{number}"] = _made(entry, f"{where}.{number}")
             floats = any("." in name or name in _TO_FLOAT for name, _ in map(name_and_arguments, entries[:number]))
-            if isinstance(step, v2.RandomErasing) and step.value is None and not floats:
+            if type(step).__name__ == "RandomErasing" and step.value is None and not floats:  # type: ignore[attr-defined]
                 raise ConfigError(
                     "RandomErasing(value='random') draws noise for normalized images, and these are uint8",
                     where=f"{where}.{number}",
@@ -226,11 +232,11 @@ def _find(name: str, where: str) -> Any:
         raise ConfigError(f"{name} is not a transform", where=where, hint=hint)
     if name in _NOT_FOR_LISTS:
         raise ConfigError(f"{name} cannot be used here", where=where, hint=_NOT_FOR_LISTS[name])
-    if name not in KNOWN:
-        near = similar(name, KNOWN.keys() - _NOT_FOR_LISTS.keys())
+    if name not in known():
+        near = similar(name, known().keys() - _NOT_FOR_LISTS.keys())
         hint = f"did you mean {near}?" if near else "use a class of torchvision.transforms.v2, or package.module.Class"
         raise ConfigError(f"unknown transform {name!r}", where=where, hint=hint)
-    return KNOWN[name]
+    return known()[name]
 
 
 def _hints(found: Any) -> dict[str, Any]:

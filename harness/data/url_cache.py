@@ -22,9 +22,9 @@ from typing import Any
 
 import fsspec
 import torch
-from torchvision.io import read_file
 
 from harness.data.download import locked
+from harness.data.vision import read_file
 from harness.errors import DataError, reason, remedy
 from harness.runs.files import commit
 from harness.runs.url_store import remedy_for

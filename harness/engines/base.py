@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from harness.config import loader
+from harness.config import loader, plugins
 from harness.config.base import Section
 from harness.config.launch import LaunchSection
 from harness.config.schema import Config
+from harness.config.transforms import TransformsSection
 from harness.distributed.monitor import LaunchedRun
 from harness.errors import ConfigError, LaunchError
 from harness.runs.files import is_url
@@ -89,9 +90,18 @@ def train_command(working: str = "") -> list[str]:
 
 def train_modules(config: Config) -> list[str]:
     """What every rank imports, apart from the user's own code."""
-    task = type(config.task).__module__
-    own_task = [task.replace(".config", ".task")] if task.startswith("harness.tasks.") else []
-    return ["harness.training.main", *own_task, "torch._dynamo"]  # the last by torch's optimizers
+    task, model = type(config.task).__module__, config.model.name
+    modules = ["harness.training.main", "harness.apex.amp", "harness.apex.optimizers", "harness.apex.parallel"]
+    modules += ["harness.apex.on_cpu.float16_kernels", "numpy.ma", "numpy.random"]
+    modules += [task.replace(".config", ".task")] if task.startswith("harness.tasks.") else []
+    if model in plugins.names("model"):
+        modules.append(f"harness.training.models.{model}")
+    lists = getattr(config.task, "transforms", None)
+    if (isinstance(lists, TransformsSection) and (lists.train or lists.eval)) or not (
+        model in plugins.names("model") or "." in model
+    ):
+        modules.append("harness.data.vision_whole")
+    return [*modules, *(["torch._dynamo"] if config.model.compile else [])]
 
 
 class Engine(Protocol):

@@ -213,12 +213,21 @@ class RunFolder:
     def add_start(self, start: dict[str, Any]) -> list[str]:
         """Add ``start`` (``harness.runs.provenance``) to ``provenance.json``; return warnings about what has changed
         since the last one."""
-        path, starts = self.path / layout.PROVENANCE, []
-        with contextlib.suppress(OSError, ValueError):  # a damaged file must not fail the start
-            content = read_json(path)
-            starts = [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
-        write_atomically(path, json.dumps([*starts, start], indent=1) + "\n")
+        starts = self._starts()
+        write_atomically(self.path / layout.PROVENANCE, json.dumps([*starts, start], indent=1) + "\n")
         return provenance.warnings(starts[-1], start) if starts else []
+
+    def add_to_start(self, section: str, facts: dict[str, Any]) -> None:
+        """Add what was found later to a section of the newest start in ``provenance.json``."""
+        if starts := self._starts():
+            starts[-1][section] = {**starts[-1].get(section, {}), **facts}
+            write_atomically(self.path / layout.PROVENANCE, json.dumps(starts, indent=1) + "\n")
+
+    def _starts(self) -> list[dict[str, Any]]:
+        with contextlib.suppress(OSError, ValueError):  # a damaged file must not fail the start
+            content = read_json(self.path / layout.PROVENANCE)
+            return [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
+        return []
 
     def learned(self, facts: dict[str, Any]) -> None:
         """``task.json``: what the task took from the training data, for predictions without them."""

@@ -69,9 +69,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
     # Only rank 0 logs it. Before the strategy and amp change the model.
-    arithmetic = (
-        flops.of_run(model, task, config.precision, runtime.device) if runtime.rank == 0 else flops.Arithmetic()
-    )
+    counting = flops.of_run(model, task, config.precision, runtime.device) if runtime.rank == 0 else flops.Arithmetic
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
     with runtime.together("moving the model to its device"):
         model = model.to(runtime.device)
@@ -127,7 +125,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         coverage=Coverage(len(task.train)),
         skipped_rows=Coverage(len(task.train)),
         started=time.perf_counter(),
-        arithmetic=arithmetic,
+        counting=counting,
         weights=given,
     )  # fmt: skip
     checkpointing.resume(run)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from harness.data.table import csv_reader, parquet_reader
+from harness.data.table import convert
 from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError, reason, remedy
 from harness.runs.files import is_url
@@ -143,7 +143,7 @@ def _read(source: str) -> Annotations:
     if found.is_remote:
         raise ConfigError("a URL", where=source, hint="copy the file here to look at it; the YAML may name the URL")
     path = Path(found.identity)
-    reader = parquet_reader if kind_of(path, source) == "parquet" else csv_reader
+    reader = convert.reader_of(kind_of(path, source))
     names = reader.read_header(path, source)
     columns: dict[str, list[str]] = {name: [] for name in names}
     count, more = 0, False
@@ -303,15 +303,14 @@ def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
 
 def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
     """((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
-    from torchvision.io import decode_image
-
     from harness.data.image_files import ImageFiles
+    from harness.data.vision import decode
 
     files, shapes = ImageFiles(root), []
     for path in paths[:: -(-len(paths) // _IMAGES)]:
         try:
             if files.is_below(root, path):
-                shapes.append(tuple(decode_image(files.read(path)).shape[-3:]))
+                shapes.append(tuple(decode(files.read(path)).shape[-3:]))
         except (OSError, RuntimeError, DataError):
             continue
     if not shapes:

@@ -8,17 +8,18 @@ not count, nor does it matter here that frozen layers need less.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config.schema import PrecisionSection
+from harness.data import compiler
 from harness.training import rng
 from harness.training.task import OpenedTask
 
@@ -55,9 +56,18 @@ class Arithmetic:
         return {"tflops": rate / 1e12, **({"mfu": rate / (self.peak * world_size)} if self.peak else {})}
 
 
-def of_run(model: nn.Module, task: OpenedTask, section: PrecisionSection, device: torch.device) -> Arithmetic:
-    flops, operations = count(model, task)
-    return Arithmetic(flops, peak(device, section), operations)
+Counting = Callable[[], Arithmetic]
+
+
+def of_run(model: nn.Module, task: OpenedTask, section: PrecisionSection, device: torch.device) -> Counting:
+    """A function that counts, once the first steps are done: it imports modules for longer than they take."""
+    counting = prepared(model, task)
+
+    def arithmetic() -> Arithmetic:
+        flops, operations = counting()
+        return Arithmetic(flops, peak(device, section), operations)
+
+    return arithmetic
 
 
 class _Operations(TorchDispatchMode):
@@ -70,6 +80,21 @@ class _Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def prepared(model: nn.Module, task: OpenedTask) -> Callable[[], tuple[int | None, int | None]]:
+    """``count`` of ``model`` as it is now, for later."""
+    tensors = [*model.parameters(), *model.buffers()]
+    states = rng.get_state(torch.device("cpu"))
+    try:
+        row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
+        inputs = torch.cat([row, row]).to("meta")  # two rows: batch norm refuses one
+        copied = deepcopy(model, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
+    except Exception:  # of the user's own model or task; training reports real faults
+        return lambda: (None, None)
+    finally:
+        rng.set_state(states, torch.device("cpu"))
+    return lambda: _count(copied, inputs)
+
+
 def count(model: nn.Module, task: OpenedTask) -> tuple[int | None, int | None]:
     """(FLOPs of a forward and backward pass for one row, operations of a forward pass), without computing it; None if
     there are none, or if the model cannot be traced.
@@ -77,15 +102,18 @@ def count(model: nn.Module, task: OpenedTask) -> tuple[int | None, int | None]:
     Runs a copy of the model on the meta device, which needs no memory and changes neither ``model``, with its Python
     attributes, nor a random stream.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    return prepared(model, task)()
+
+
+def _count(model: nn.Module, inputs: Tensor) -> tuple[int | None, int | None]:
+    from torch.utils import flop_counter  # late: it imports triton
+
     states = rng.get_state(torch.device("cpu"))
     try:
-        row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
-        inputs = torch.cat([row, row]).to("meta")  # two rows: batch norm refuses one
-        copied = deepcopy(model, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
-        with _Operations() as operations, FlopCounterMode(display=False) as counter, torch.no_grad():
-            copied(inputs)
-    except Exception:  # of the user's own model, or an operation without a meta kernel; training reports real faults
+        counter = flop_counter.FlopCounterMode(display=False)
+        with compiler.left_out(), _Operations() as operations, counter, torch.no_grad():
+            model(inputs)
+    except Exception:  # of the user's own model, or an operation without a meta kernel
         return None, None
     finally:
         rng.set_state(states, torch.device("cpu"))

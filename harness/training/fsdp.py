@@ -1,22 +1,25 @@
 """Fully sharded training with torch's FSDP2: sharding a model, and converting between shards and whole tensors.
 
 A sharded tensor is a ``DTensor``. All functions pass other values through unchanged, so callers need not check.
+torch's modules for sharding are imported where they are used: that takes half as long as the import of torch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.runs import sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MIN_BLOCK = 1 << 16  # parameters; a smaller block is not worth two collectives of its own per pass
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -77,6 +80,8 @@ def shard(
     All ranks get rank 0's weights and buffers. Call it before the optimizer is built, which then holds the shards.
     Collective; needs a process group.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     replicate(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parts = blocks(model, at_least)
@@ -103,20 +108,28 @@ def replicate(model: nn.Module) -> None:
 def compile_units(model: nn.Module) -> None:
     """Compile the forward pass of each unit of the sharded ``model`` that contains no other unit. The hooks that gather
     its weights stay outside."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         inside = list(module.modules())[1:]
         if isinstance(module, FSDPModule) and not any(isinstance(part, FSDPModule) for part in inside):
             module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
 
+def _is_sharded(value: Any) -> TypeGuard[DTensor]:
+    """True for a DTensor. There is none before their module is imported."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of ``tensor``, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """``tensor`` with the parts of all ranks. Collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def whole(tree: Any, keep: bool) -> Any:
@@ -124,7 +137,7 @@ def whole(tree: Any, keep: bool) -> Any:
 
     Gathers one tensor at a time, so ranks without ``keep`` never hold more than one. Collective if anything is sharded.
     """
-    if isinstance(tree, DTensor):
+    if _is_sharded(tree):
         full = tree.full_tensor()
         return full.cpu() if keep else None
     if isinstance(tree, dict):
@@ -139,7 +152,7 @@ def split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
-        if isinstance(value, DTensor):
+        if _is_sharded(value):
             found[path] = value
             return {sharded.MARK: path}
         if isinstance(value, dict):
@@ -165,28 +178,30 @@ def own_shards(model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequ
             like = params[int(index)]
         elif top == "ema" and (index := rest.split("/")[-1]).isdigit() and int(index) < len(average):
             like = average[int(index)]
-        return like.detach() if isinstance(like, DTensor) and like.shape == size else None
+        return like.detach() if _is_sharded(like) and like.shape == size else None
 
     return own
 
 
 def wrapped_like(tensor: Tensor, local_part: Tensor) -> Tensor:
     """``local_part``, on the CPU, as a sharded tensor like ``tensor``, if that is one."""
-    if not isinstance(tensor, DTensor):
+    if not _is_sharded(tensor):
         return local_part
     mesh = tensor.device_mesh
     if mesh.device_type != "cpu":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return DTensor.from_local(
+    return type(tensor).from_local(
         local_part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
 def part_like(like: Any, value: Any) -> Any:
     """This rank's shard of the whole tensor ``value`` if ``like`` is sharded, else ``value``. No communication."""
-    if isinstance(value, DTensor):
+    if _is_sharded(value):
         return value
-    if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
+    if _is_sharded(like) and isinstance(value, Tensor) and value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor
+
         here = value.to(like.device)
         # A copy, since a slice of a memory-mapped file would keep the file open.
         return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None).clone()

@@ -38,10 +38,12 @@ def main(
     environ: Mapping[str, str],
     local_rank: int | None,
     parent: int | None = None,
+    config: Config | None = None,
 ) -> int:
     """Train the experiment of ``path`` as the rank that ``environ`` describes; return the exit code.
 
     ``parent``: id of the process that started this one. If that is a launcher and ends, this rank ends, too.
+    ``config``: that of ``path`` and ``overrides``, if it was loaded before.
     """
     console.to_terminal(int(rank) if (rank := environ.get("RANK", "0")).isdigit() else 0)
     launch = Launch()  # until the environment is understood; an error in it may concern this rank alone
@@ -51,7 +53,7 @@ def main(
             console.to_terminal(launch.rank)
             with exits_without_launcher(launch, parent):
                 with telling_peers(launch):
-                    config = loader.load(path, overrides)
+                    config = config or loader.load(path, overrides)
                 determinism.require(config.train.deterministic)  # before CUDA starts
                 runtime = stack.enter_context(
                     open_runtime(

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.config import plugins
+from harness.data import vision
 from harness.distributed import machine
 from harness.errors import ConfigError, first_line, similar
 from harness.training import determinism
@@ -167,11 +168,10 @@ def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
         if not plugins.makes(make, nn.Module):
             raise plugins.wrong_kind(name, "torch.nn.Module", "model.name")
         return make, ""
-    from torchvision.models import get_model_builder, list_models
-
-    if name in list_models():
-        return get_model_builder(name), "torchvision"
-    error = plugins.unknown("model", name, [*plugins.names("model"), *list_models()], "model.name")
+    models = vision.module("torchvision.models")
+    if name in models.list_models():
+        return models.get_model_builder(name), "torchvision"
+    error = plugins.unknown("model", name, [*plugins.names("model"), *models.list_models()], "model.name")
     if "did you mean" not in error.hint:
         built_in = ", ".join(plugins.names("model"))
         error.hint = f"use one of {built_in}, a torchvision model such as resnet18, timm:NAME, or package.module.Class"

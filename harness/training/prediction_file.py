@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from harness.errors import DataError, HarnessError
 from harness.runs.files import replacing, temporary_for
@@ -61,6 +59,8 @@ class PredictionFile:
             pair for pair in zip(label.to_pylist(), prediction.to_pylist(), strict=True) if None not in pair
         )
         left = SAMPLE_ROWS - sum(map(len, self._wrong))
+        import pyarrow.compute as pc  # late: the start of every run imports this module
+
         places = np.flatnonzero(pc.fill_null(pc.not_equal(label, prediction), False).to_numpy())[:left]
         if len(places):
             self._wrong.append(table.take(places).append_column(ROW, pa.array(first + places)))
@@ -105,6 +105,8 @@ class PredictionFile:
         self._opened.callback(self._file.close)
         _lock(self._file)
         if self._path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
             self._parquet = pq.ParquetWriter(self._file, self._schema)
         else:
             self._file.write(_csv(first.slice(0, 0), header=True))

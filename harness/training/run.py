@@ -20,7 +20,7 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
-from harness.training.flops import Arithmetic
+from harness.training.flops import Arithmetic, Counting
 from harness.training.health import Health
 from harness.training.optim import Ema
 from harness.training.precision import Precision
@@ -59,7 +59,8 @@ class Run:
     saved_step: int = -1
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
-    arithmetic: Arithmetic = Arithmetic()  # known on rank 0, which logs it
+    counting: Counting | None = None  # counts the model's arithmetic, on rank 0, with the first log line
+    arithmetic: Arithmetic = Arithmetic()  # then known on rank 0, which logs it
     weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
 
     @property
@@ -104,9 +105,10 @@ class Run:
         """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
         Collective."""
         state, meter = self.state, self.meter
-        start, steps = time.perf_counter(), meter.steps
         self.collect_waits()
         meter.tick()
+        self._count_arithmetic()
+        start, steps = time.perf_counter(), meter.steps
         time_s = meter.time_s
         seen = meter.reduce(self.runtime)
         state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
@@ -129,6 +131,18 @@ class Run:
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
         meter.costs.add({"log": time.perf_counter() - start})
+
+    def _count_arithmetic(self) -> None:
+        """Count what the model computes, once. Takes longer than the first steps, and is not part of their time.
+        Collective."""
+        if self.counting is None:
+            return
+        with self.runtime.together("counting the operations of the model"):
+            if self.runtime.rank == 0:
+                self.arithmetic = self.counting()
+                self.folder.add_to_start("model", {"operations": self.arithmetic.operations})
+        self.counting = None
+        self.meter.restart_clock()
 
     def _group_rates(self) -> dict[str, float]:
         """The learning rates of the groups that have their own, numbered as in the log at the start."""

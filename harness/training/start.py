@@ -166,8 +166,6 @@ def announce(run: Run) -> None:
     size = build.sizes(config, run.train_data.num_rows, runtime.world_size)
     facts = build.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
     facts |= optim.described(run.optimizer, run.module)
-    if run.arithmetic.per_row is not None:
-        facts["model FLOPs"] = f"{run.arithmetic.per_row:.4g} per row, forward and backward"
     facts |= {"parallel": run.parallel.strategy, "launched by": runtime.launch.by, "run folder": run.folder.where}
     for name, value in facts.items():
         log.info("%14s: %s", name, value)
@@ -182,7 +180,6 @@ def announce(run: Run) -> None:
                 length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
                 start["length"] = {"step": run.state.step, **length}
             start["model"] = {
-                "operations": run.arithmetic.operations,
                 "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
             }
             if run.weights:
@@ -222,4 +219,6 @@ def finish(run: Run, done: bool) -> None:
             "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
             run.throughput(), state.rows, skipped, run.wall_s(),
         )  # fmt: skip
+    if run.arithmetic.per_row is not None:
+        log.info("model FLOPs: %.4g per row, forward and backward", run.arithmetic.per_row)
     log.info("run folder: %s", run.folder.where)

@@ -6,11 +6,15 @@ import argparse
 import gc
 import os
 import time
+from typing import TYPE_CHECKING
 
 from harness.config import arguments as shared
 from harness.distributed import signals
 from harness.errors import LaunchError
 from harness.runs.probe_plan import PROBE
+
+if TYPE_CHECKING:
+    from harness.config.schema import Config
 
 VERB = "train"
 KEEPS_RUNNING = True
@@ -29,20 +33,21 @@ def run(arguments: argparse.Namespace) -> int:
         return _run(arguments, parent, began)
 
 
-def _look(arguments: argparse.Namespace) -> None:
-    """Raise the HarnessErrors of the configuration and the data that are found without torch, whose import takes
-    seconds. Only without a launcher, since ranks tell one another about errors."""
+def _look(arguments: argparse.Namespace) -> Config | None:
+    """The configuration. Raises the HarnessErrors of it and of the data that are found without torch, whose import
+    takes seconds. None under a launcher, since ranks tell one another about errors."""
     from harness.config import loader
     from harness.distributed.launch_env import Launch, detect
 
     try:
         if detect(os.environ, arguments.local_rank) != Launch():
-            return
+            return None
     except LaunchError:  # main reports it
-        return
+        return None
     config = loader.load(arguments.config, arguments.overrides)
     for error in config.task.problems():
         raise error
+    return config
 
 
 def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
@@ -50,7 +55,7 @@ def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
     # of the import time, and later a quarter of a second each time in the middle of training.
     gc.disable()
     try:
-        _look(arguments)
+        config = _look(arguments)
         from harness.training import main
 
         gc.freeze()
@@ -60,4 +65,4 @@ def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
         from harness.training import probe
 
         probe.arm(plan, os.environ, arguments.local_rank, began)
-    return main.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent)
+    return main.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent, config)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config, ModelSection
+from harness.data import vision
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, did_you_mean, first_line, reason, similar
 from harness.runs import checkpoint, layout, reader
@@ -132,14 +133,13 @@ def _published(weights: str, model: str) -> WeightsFile:
     """Weights that the library of ``model`` publishes. Raises ConfigError."""
     if model.startswith(TIMM):
         return _of_timm(weights, model)
-    from torchvision.models import get_model_weights, list_models
-
-    if model not in list_models():
+    models = vision.module("torchvision.models")
+    if model not in models.list_models():
         raise ConfigError(
             f"model {model} has no published weights, and {weights} is not a file",
             where=_KEY, hint="give a file of weights, a run folder, or a URL",
         )  # fmt: skip
-    known = get_model_weights(model)
+    known = models.get_model_weights(model)
     name = "DEFAULT" if weights in PRETRAINED else weights
     if name not in known.__members__:
         near = similar(name, list(known.__members__))

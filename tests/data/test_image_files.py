@@ -16,7 +16,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
 from harness.data import tars, url_cache
@@ -37,7 +36,7 @@ def table(folder: Path, root: str, paths: list[str], on_bad_image="error", cache
     opened = open_table(source, text=("path",), label="label", cache_dir=folder / "cache")
     return ImageTable(
         table=opened, files=ImageFiles(root, folder / "cache", cache_gib), path_column="path",
-        labels=ClassLabels(opened, np.arange(3), 3), seed=0, mode=ImageReadMode.GRAY, for_training=v2.Identity(),
+        labels=ClassLabels(opened, np.arange(3), 3), seed=0, channels=1, for_training=v2.Identity(),
         for_evaluation=v2.Identity(), on_bad_image=on_bad_image,
     )  # fmt: skip
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
 from harness.data.batch import Batch
@@ -22,25 +21,25 @@ from harness.errors import ConfigError, DataError
 from tests.fixtures import write_rows
 
 Image = pytest.importorskip("PIL.Image")
-GRAY, RGB = ImageReadMode.GRAY, ImageReadMode.RGB
+GRAY, RGB = 1, 3
 PIXELS = np.add.outer(np.arange(16), np.arange(12)).astype(np.uint8) * 9  # (height, width)
 
 
-def table(folder: Path, mode=GRAY, on_bad_image="error", augment=None, name="train", seed=0) -> ImageTable:
+def table(folder: Path, channels=GRAY, on_bad_image="error", augment=None, name="train", seed=0) -> ImageTable:
     opened = open_table(folder / f"{name}.csv", text=("path",), label="label", cache_dir=folder / "cache")
     return ImageTable(
         table=opened, files=ImageFiles(str(folder)), path_column="path",
         labels=ClassLabels(opened, np.arange(len(opened.vocabulary)) * 10, 10 * len(opened.vocabulary)), seed=seed,
-        mode=mode,
+        channels=channels,
         for_training=augment or v2.Identity(), for_evaluation=v2.Identity(), on_bad_image=on_bad_image,
     )  # fmt: skip
 
 
-def single(folder: Path, name: str, content: bytes, mode) -> torch.Tensor:
+def single(folder: Path, name: str, content: bytes, channels) -> torch.Tensor:
     """The image of a table with one row."""
     (folder / name).write_bytes(content)
     (folder / "one.csv").write_text(f"path,label\n{name},0\n")
-    return table(folder, mode, name="one").batch(np.arange(1), None).inputs[0]
+    return table(folder, channels, name="one").batch(np.arange(1), None).inputs[0]
 
 
 def encoded(image, kind: str, **options) -> bytes:
@@ -68,9 +67,9 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore:Webp does not support grayscale")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mode", "channels"), [(GRAY, 1), (RGB, 3)])
-def test_formats_decode_to_the_requested_channels(tmp_path, kind, mode, channels):
-    image = single(tmp_path, "x.png", KINDS[kind], mode)  # the content decides, not the name
+@pytest.mark.parametrize("channels", [GRAY, RGB])
+def test_formats_decode_to_the_requested_channels(tmp_path, kind, channels):
+    image = single(tmp_path, "x.png", KINDS[kind], channels)  # the content decides, not the name
     assert image.dtype is torch.uint8
     assert image.shape == (channels, 16, 12)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import secrets
 import shlex
@@ -17,19 +18,20 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
-from harness.data.table import csv_lines, csv_reader, parquet_reader
+from harness.data.table import csv_lines
 from harness.data.table.cache import CacheEntry, read_json
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, download, failures, kind_of, locate, require_root
-from harness.data.table.writers import CodeWriter, NumberWriter, TextWriter, label_writer
 from harness.errors import DataError, similar
 from harness.runs.files import is_url, replacing, write_atomically
 
-LabelWriter = CodeWriter | NumberWriter
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from harness.data.table.writers import LabelWriter, TextWriter
+
 Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
 _POLL_S = 0.02
 _POLLS_PER_LOCK = 10  # looking for a file is cheap; trying the lock takes processor time from the converter
@@ -85,8 +87,10 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
     Raises DataError if the content is unusable, the file changes meanwhile, or the cache cannot be written; the entry
     then has no files.
     """
+    from harness.data.table.writers import TextWriter, label_writer  # late: a converted table needs neither
+
     kind = kind_of(path, source.name)
-    reader = parquet_reader if kind == "parquet" else csv_reader
+    reader = reader_of(kind)
     columns = require_header(path, source.name, needed_columns(text, label))
     with contextlib.ExitStack() as stack:
         stack.enter_context(entry.writing())
@@ -120,6 +124,11 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
         entry.publish(manifest | {"kind": kind, "source": source.identity, "version": source.version})
 
 
+def reader_of(kind: str) -> Any:
+    """The module that reads files of ``kind``, imported."""
+    return importlib.import_module(f"harness.data.table.{'parquet' if kind == 'parquet' else 'csv'}_reader")
+
+
 def needed_columns(text: Text, label: LabelColumns | None) -> dict[str, str]:
     """{column: the setting that names it, or ""}."""
     named = text if isinstance(text, Mapping) else dict.fromkeys(text, "")
@@ -140,9 +149,10 @@ def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -
 def require_header(path: Path, name: str, needed: Mapping[str, str]) -> list[str]:
     """The columns of the file ``path``. Raises DataError unless all of ``needed`` are among them and can be text."""
     kind = kind_of(path, name)
-    columns = (parquet_reader if kind == "parquet" else csv_reader).read_header(path, name)
+    reader = reader_of(kind)
+    columns: list[str] = reader.read_header(path, name)
     if kind == "parquet":
-        parquet_reader.require_text(path, name, needed)
+        reader.require_text(path, name, needed)
     require_columns(columns, needed, name)
     return columns
 

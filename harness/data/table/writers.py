@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -218,11 +217,16 @@ def _numbers(texts: pa.Array) -> np.ndarray:
     try:
         numbers: np.ndarray = texts.cast(pa.float64()).to_numpy(zero_copy_only=False)
     except pa.ArrowInvalid:
+        import pandas as pd  # late: it takes as long as all other imports of the conversion
+
         numbers = pd.to_numeric(texts.to_pandas(), errors="coerce").to_numpy(np.float64)
     return numbers
 
 
-def label_writer(label: LabelColumns, codes: Path, offsets: Path, where: str) -> CodeWriter | NumberWriter:
+LabelWriter = CodeWriter | NumberWriter
+
+
+def label_writer(label: LabelColumns, codes: Path, offsets: Path, where: str) -> LabelWriter:
     """The writer of labels of this kind."""
     if label.kind == "numbers":
         return NumberWriter(codes, label, where)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchvision.io import ImageReadMode
 
 from harness.data import transforms
 from harness.data.image_files import ImageFiles
@@ -69,7 +68,7 @@ def _images(
         path_column=task.path_column,
         labels=split.labels,
         seed=seed,
-        mode=ImageReadMode.RGB if task.color == "rgb" else ImageReadMode.GRAY,
+        channels=task.channels,
         for_training=lists[0],
         for_evaluation=lists[1],
         on_bad_image=task.on_bad_image,
