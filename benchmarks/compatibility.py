@@ -115,16 +115,25 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _counts(projects: Sequence[Run]) -> str:
-    trains = [run for run in projects if run.outcome == "trains"]
-    able = [run for run in trains if run.resumed != "cannot"]
-    rows = [["chosen", len(projects)], ["*trains*: " + OUTCOMES["trains"], len(trains)]]
-    rows += [["of these, the loss falls", sum(run.learns for run in trains)]]
-    rows += [["of these, the script can resume", len(able)]]
-    rows += [["of these, resumed from its own checkpoint", sum(run.resumed == "yes" for run in able)]]
-    for outcome in ("starts", "ours", "other", "not run"):
-        text = f"*{outcome}*" + (f": {OUTCOMES[outcome]}" if OUTCOMES[outcome] else "")
-        rows += [[text, sum(run.outcome == outcome for run in projects)]]
-    return table(["", "projects"], [[text, str(number)] for text, number in rows])
+    of = {outcome: [run for run in projects if run.outcome == outcome] for outcome in OUTCOMES}
+    text = {outcome: f"*{outcome}*" + (f": {meaning}" if meaning else "") for outcome, meaning in OUTCOMES.items()}
+    runnable = len(projects) - len(of["other"])
+    falls = [run for run in of["trains"] if run.learns]
+    able = [run for run in of["trains"] if run.resumed != "cannot"]
+    whole = [run for run in falls if run.resumed in ("yes", "cannot")]
+    rows = [("chosen", f"{len(projects)}"), (text["other"], f"{len(of['other'])}"), ("the rest", f"{runnable}")]
+    rows += [(f"of these, {text[outcome]}", f"{len(of[outcome])}") for outcome in OUTCOMES if outcome != "other"]
+    rows += [
+        ("of those that train, the loss falls", f"{len(falls)}"),
+        ("of those that train, the script can resume", f"{len(able)}"),
+        ("of these, resumed from its own checkpoint", f"{sum(run.resumed == 'yes' for run in able)}"),
+        ("**of the rest, train, with a falling loss, and resume if the script can**", _share(len(whole), runnable)),
+    ]
+    return table(["", "projects"], [list(row) for row in rows])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"**{part} of {whole}" + (f" ({100 * part / whole:.0f} %)**" if whole else "**")
 
 
 def _by_idiom(runs: Iterable[Run]) -> list[list[str]]:

@@ -133,18 +133,32 @@ def test_links_lead_somewhere():
 
 def test_compatibility_page_shows_the_record():
     assert compatibility.PAGE.read_text() == compatibility.page(compatibility.read()), "type: make compatibility"
+    share = re.search(r"resume if the script can\*\* \| \*\*(\d+ of \d+)", compatibility.PAGE.read_text())
+    assert share
+    assert f"{share[1]} train, with a falling loss" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_compatibility_counts_what_was_run():
     run = compatibility.Run("a/b", "0" * 40, "trains", "train.py", "2026-11-22", steps=2, first_loss=2.0, last_loss=1.0)
-    record = {**compatibility.read(), "projects": [run, replace(run, last_loss=3.0, resumed="yes")], "libraries": []}
-    page = compatibility.page(record)
+    projects = [
+        run,
+        replace(run, last_loss=3.0, resumed="yes"),
+        replace(run, resumed="cannot"),
+        replace(run, resumed="yes"),
+        replace(run, outcome="starts", note="stops"),
+        replace(run, outcome="other", note="stops"),
+    ]
+    page = compatibility.page({**compatibility.read(), "projects": projects, "libraries": []})
     for line in (
-        "chosen | 2",
-        "the loss falls | 1",
-        "the script can resume | 2",
-        "own checkpoint | 1",
-        "*not run* | 0",
+        "chosen | 6",
+        "nothing to do with Apex | 1",
+        "the rest | 5",
+        "is finite | 4",
+        "the time limit | 1",
+        "the loss falls | 3",
+        "the script can resume | 3",
+        "own checkpoint | 2",
+        "resume if the script can** | **2 of 5 (40 %)**",
     ):
         assert f"{line} |" in page
     with pytest.raises(ValueError, match=r"compatibility.json: record of a/b: no command, date, steps"):
