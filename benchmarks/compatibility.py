@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 
 OUTCOMES = {
     "trains": "takes at least two steps, and every loss that it prints is finite",
-    "starts": "gets past `amp.initialize`, but took no two steps within the time limit",
+    "starts": "gets past `amp.initialize`, but did not take two steps within the time limit",
     "ours": "stopped by `harness.apex`",
     "other": "stopped by something that has nothing to do with Apex",
     "not run": "",
@@ -101,7 +101,7 @@ def page(record: dict[str, Any]) -> str:
                 record["about projects"],
                 table(["project", "commit", "result", "steps", "loss", "resumed", "date"], [_row(r) for r in projects]),
                 "## Commands",
-                "Each follows `python -m harness.apex --device cpu`. Two ranks run under a launcher of torch.",
+                "Each command follows `python -m harness.apex --device cpu`. Two ranks use one of torch's launchers.",
                 table(
                     ["project or library", "command"],
                     [[r.name, f"`{r.command}`"] for r in (*libraries, *projects) if r.command],
