@@ -38,6 +38,26 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def goals(without: str) -> list[list[str]]:
+    """[page, what was measured, what was found, goal, reached] of each row with a goal in the tables of all results but
+    those of the page ``without``."""
+    found = []
+    for page in sorted(RESULTS.glob("*.md")):
+        header: list[str] = []
+        for line in page.read_text().splitlines():
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if not line.startswith("|"):
+                header = []
+            elif not header:
+                header = cells
+            elif page.stem != without and {"goal", "reached"} <= set(header):
+                row = dict(zip(header, cells, strict=False))
+                if row["goal"].strip("-"):
+                    value = row.get("ratio") or cells[1]
+                    found.append([f"[{page.stem}]({page.name})", cells[0], value, row["goal"], row["reached"]])
+    return found
+
+
 def write(name: str, title: str, text: str) -> None:
     """Write ``benchmarks/results/NAME.md`` and print it."""
     RESULTS.mkdir(exist_ok=True)

@@ -531,12 +531,14 @@ def main() -> None:
 def page(rows: Sequence[Sequence[str]], arguments: argparse.Namespace) -> str:
     from importlib.metadata import version
 
+    elsewhere = machine.table(["page", "measured", "found", "goal", "reached"], machine.goals(without="peers"))
     versions = ", ".join(f"{name} {version(name)}" for name in ("lightning", "accelerate"))
     return machine.table(HEADER, [list(row) for row in rows]) + (
         f"\n\n{versions}; Fabric is part of lightning. {arguments.rounds} alternating rounds, one thread per rank, "
         "batches of 64 images of 8x8 pixels in all, SGD with momentum and weight decay. The harness logs, counts and "
         "times; the others do only the step. Ratios are to the mean of the first contender of each case and of "
         f'"again", its code in a second process: how far these two differ is the noise. All start anew {STARTS} times.'
+        f"\n\n## Goals on other pages\n\n{elsewhere}"
     )
 
 
