@@ -34,6 +34,7 @@ check: $(VENV)/.dev  ## lint and types
 bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.ddp
 	$(BIN)/python -m benchmarks.explain
+	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
 	$(BIN)/python -m benchmarks.start
 

@@ -14,20 +14,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from harness.data import vision
+from harness.data import reduced_jpeg, vision
 from harness.data.batch import Batch, StageClock
 from harness.data.image_files import ImageFiles
 from harness.data.row_labels import RowLabels
-from harness.data.seeds import row_seed, seeded_torch
+from harness.data.seeds import EVALUATION_SEED, row_seed, seeded_torch
 from harness.data.table.source import require_root
 from harness.data.table.table import Table
+from harness.data.transforms import Pipeline
 from harness.errors import ConfigError, DataError, first_line, similar
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
@@ -41,6 +44,9 @@ MAX_NAMES = 10_000  # names of a folder compared with a missing one
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 
 
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass
 class ImageTable:
     """The images and labels of a table, as a dataset.
@@ -48,8 +54,10 @@ class ImageTable:
     for_training, for_evaluation: applied to each image, uint8 (channels, height, width) -> the same kind, or float32
     files: where the images are
     channels: vision.RGB or vision.GRAY, to which images are converted
+    reduced: decode JPEGs at a reduced size where the transforms scale them down; these are then Pipelines
     on_bad_image: "error", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
     is_new: True for rows to predict, which have not been trained on
+    channels_last: deliver batches in this memory format
     """
 
     table: Table
@@ -58,10 +66,12 @@ class ImageTable:
     labels: RowLabels
     seed: int
     channels: int
-    for_training: Callable[[torch.Tensor], torch.Tensor]
-    for_evaluation: Callable[[torch.Tensor], torch.Tensor]
+    for_training: Transform
+    for_evaluation: Transform
     on_bad_image: str = "error"
     is_new: bool = False
+    reduced: bool = False
+    channels_last: bool = False
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -79,7 +89,7 @@ class ImageTable:
         for row, path in zip(rows.tolist(), paths, strict=True):
             clock.start()
             try:
-                image = self._decoded(row, path, clock)
+                image, transform = self._loaded(row, path, epoch, clock)
             except _UNREADABLE as error:
                 if self.on_bad_image == "error":
                     found = self._unreadable(row, path, error)
@@ -88,9 +98,9 @@ class ImageTable:
                 bad.append(row)
                 if epoch is None:
                     continue
-                row, image = self._replacement(row)
+                row, image, transform = self._replacement(row, epoch)
             clock.start()
-            images.append(self._transformed(image, row, epoch))
+            images.append(transform(image))
             clock.end("transform")
             used.append(row)
         numbers = np.asarray(used, dtype=np.int64)
@@ -135,7 +145,7 @@ class ImageTable:
 
         def decode(row: int, path: str) -> torch.Tensor | Exception:
             try:
-                return self._decoded(row, path)
+                return self._decoded(self._content(row, path))
             except _UNREADABLE as error:
                 return error
 
@@ -160,35 +170,68 @@ class ImageTable:
         skipped = f"; {len(bad)} cannot be decoded and are skipped" if bad else ""
         return f"{sum(sizes.values()):,} of {len(self):,} images decoded ({found}{', ...' if of else ''}{of}){skipped}"
 
-    def _decoded(self, row: int, path: str, clock: StageClock | None = None) -> torch.Tensor:
-        """Decode ``path`` to uint8 (channels, height, width). Raises one of _UNREADABLE, or DataError if the archive or
-        the server of the file cannot be read."""
+    def _loaded(self, row: int, path: str, epoch: int | None, clock: StageClock) -> tuple[torch.Tensor, Transform]:
+        """The image, uint8 (channels, height, width), and what is left to do with it. Raises as ``_content``, and
+        RuntimeError for an image that cannot be decoded."""
+        content = self._content(row, path)
+        clock.end("read")
         try:
-            content = self.files.read(path)
+            if self.reduced and (found := self._reduced(content, row, epoch)):
+                return found
+            return self._decoded(content), partial(self._transformed, row=row, epoch=epoch)
+        finally:
+            clock.end("decode")
+
+    def _content(self, row: int, path: str) -> torch.Tensor:
+        """The bytes of ``path``. Raises one of _UNREADABLE, or DataError if the archive or the server of the file
+        cannot be read."""
+        try:
+            return self.files.read(path)
         except DataError as error:
             what = f"{error.where}: {error.message}" if error.where else error.message
             raise DataError(what, where=self.table.where(row), hint=error.hint) from None
-        if clock:
-            clock.end("read")
-        image = _converted(vision.decode(content, self.channels), self.channels)
-        if clock:
-            clock.end("decode")
-        return image
+
+    def _decoded(self, content: torch.Tensor) -> torch.Tensor:
+        return _converted(vision.decode(content, self.channels), self.channels)
+
+    def _reduced(self, content: torch.Tensor, row: int, epoch: int | None) -> tuple[torch.Tensor, Transform] | None:
+        """``_loaded`` of a JPEG whose first transform scales it down by 2 or more; None for other images."""
+        pipeline = self.for_evaluation if epoch is None else self.for_training
+        assert isinstance(pipeline, Pipeline)
+        file = reduced_jpeg.opened(content, pipeline.least) if pipeline.scales_first else None
+        if file is None:
+            return None
+        with self._seeded(row, epoch):
+            region = pipeline.region(file.height, file.width)
+            state = torch.get_rng_state()
+        if region.factor == 1:
+            return None
+        image = reduced_jpeg.decoded(file, region, self.channels)
+
+        def rest(image: torch.Tensor) -> torch.Tensor:
+            with seeded_torch(state):
+                return pipeline.after_region(image)
+
+        return None if image is None else (image, rest)
 
     def _transformed(self, image: torch.Tensor, row: int, epoch: int | None) -> torch.Tensor:
         if epoch is None:
             return self.for_evaluation(image)
-        with seeded_torch(row_seed(self.seed, epoch, row)):
+        with self._seeded(row, epoch):
             return self.for_training(image)
 
-    def _replacement(self, row: int) -> tuple[int, torch.Tensor]:
-        """The next readable row after ``row``, cyclically, and its image, so the batch keeps its size."""
+    def _seeded(self, row: int, epoch: int | None) -> AbstractContextManager[None]:
+        return seeded_torch(EVALUATION_SEED if epoch is None else row_seed(self.seed, epoch, row))
+
+    def _replacement(self, row: int, epoch: int | None) -> tuple[int, torch.Tensor, Transform]:
+        """The next readable row after ``row``, cyclically, and what ``_loaded`` returns for it, so the batch keeps its
+        size."""
         tried, why = min(NUM_TRIES, len(self) - 1), ""
         for candidate in range(row + 1, row + 1 + tried):
             number = candidate % len(self)
             path = self.table.strings(self.path_column, np.asarray([number]))[0]
             try:
-                return number, self._decoded(number, path)
+                return number, *self._loaded(number, path, epoch, StageClock())
             except FileNotFoundError:
                 why = self._other_root(path)
             except _UNREADABLE:
@@ -254,6 +297,8 @@ class ImageTable:
                 )
             if image.shape != shape:
                 raise self._differ(row, tuple(shape[1:]), tuple(image.shape[1:]))
+        if self.channels_last:
+            return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
         return torch.stack(images)
 
     def _differ(self, row: int, size: tuple[int, ...], other: tuple[int, ...]) -> DataError:

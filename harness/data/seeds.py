@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 INITIAL_WEIGHTS, TRAINING, AUGMENTATION, MIXING = range(4)  # purposes: each has streams of its own
+EVALUATION_SEED = 0  # random transforms in evaluation draw the same numbers for every image
 
 
 def derive(*key: int) -> int:
@@ -23,9 +24,12 @@ def row_seed(seed: int, epoch: int, row: int) -> int:
 
 
 @contextlib.contextmanager
-def seeded_torch(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator, which torchvision's transforms draw from, and restore its state on exit."""
+def seeded_torch(seed: int | torch.Tensor) -> Iterator[None]:
+    """Seed torch's CPU generator, which torchvision's transforms draw from, or give it a state that it had; restore its
+    own state on exit."""
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would seed the GPUs too, and their stream belongs to training.
-        torch.default_generator.manual_seed(seed)
+        if isinstance(seed, torch.Tensor):
+            torch.set_rng_state(seed)
+        else:  # torch.manual_seed would seed the GPUs too, and their stream belongs to training
+            torch.default_generator.manual_seed(seed)
         yield

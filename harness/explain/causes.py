@@ -64,7 +64,8 @@ CAUSES = (
     SlowCause(
         "decoding", 0.15, shares.data("decode"),
         lambda f: f"waits for data: decoding images is {changes.loading(f, 'decode')}",
-        lambda f: Change("Store the images smaller, at about twice the size that the model sees (task.root)"),
+        lambda f: Change("Store the images smaller, at about twice the size that the model sees (task.root)"
+                         + (", or set task.decode=reduced" if f.setting("task.decode") == "full" else "")),
     ),
     SlowCause(
         "augmentation", 0.15, shares.data("transform"),

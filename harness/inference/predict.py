@@ -36,6 +36,7 @@ from harness.errors import (
 from harness.runs import trained_run
 from harness.runs.files import output_error, require_output
 from harness.training import build, console, optim, precision, prediction_writer
+from harness.training.evaluate import laid_out
 from harness.training.exit_report import ExitReporter
 from harness.training.main import facts, fail_early
 from harness.training.prediction_writer import Predictor
@@ -145,7 +146,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
     with runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
-    loader = Loader(task.eval, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
+    rows = laid_out(task.eval, config)
+    loader = Loader(rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
     try:
         written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
     except OSError as error:

@@ -37,6 +37,7 @@ from harness.training import (
 )
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
+from harness.training.evaluate import laid_out
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
@@ -96,7 +97,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         fsdp.compile_units(model) if parallel.sharded else model.compile()
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
-    train_loader, eval_loader = Loader(task.train, *waits), Loader(task.eval, *waits)
+    train_loader, eval_loader = (Loader(laid_out(rows, config), *waits) for rows in (task.train, task.eval))
     run = Run(
         config=config,
         runtime=runtime,

@@ -412,7 +412,7 @@ KEYS = """
 name output seed task
 task.name task.train_csv task.eval_csv task.root task.path_column task.label_column task.image_size task.color task.mean
 task.std task.transforms task.transforms.train task.transforms.eval task.cache_gib
-task.on_bad_image task.metrics task.loss task.loss.name task.loss.label_smoothing task.loss.class_weights
+task.decode task.on_bad_image task.metrics task.loss task.loss.name task.loss.label_smoothing task.loss.class_weights
 task.loss.gamma task.loss.delta task.loss.args task.labels task.labels.kind task.labels.column task.labels.separator
 task.labels.empty
 data data.shard data.num_workers data.tail data.cache_dir

@@ -54,8 +54,9 @@ def test_commands_run_one_after_the_other(tmp_path, monkeypatch):
     assert [row["label"] for row in rows_of(tmp_path / "pets" / "train.csv")] == ["cat", "dog"]
 
 
-def test_configuration_is_valid(tmp_path):
-    (text,) = [text for kind, _, text in BLOCKS if kind == "config"]
-    path = tmp_path / "pets.yaml"
+@pytest.mark.parametrize("text", [text for kind, _, text in BLOCKS if kind == "config"])
+def test_configuration_is_valid(tmp_path, text):
+    path = tmp_path / "file.yaml"
     path.write_text(text + "batch: {global: 8}\n")
-    assert loader.load(str(path), []).task.root == yaml.safe_load(text)["task"]["root"]
+    task, given = loader.load(str(path), []).task, yaml.safe_load(text)["task"]
+    assert (task.root, task.decode) == (given["root"], given.get("decode", "full"))

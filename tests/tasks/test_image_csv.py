@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from torchvision.io import write_png
+from torchvision.io import decode_image, write_png
 
 from harness.config.schema import ModelSection
+from harness.data.loader import BatchRequest, Loader, TrainData
+from harness.data.seeds import seeded_torch
+from harness.data.shards import Segment
 from harness.errors import ConfigError, DataError
+from harness.training.evaluate import laid_out, prepare
 from harness.training.metrics import Sums
 from tests.fixtures import make_config, write_rows
+
+Image = pytest.importorskip("PIL.Image")
 
 
 def opened(folder, **options):
@@ -295,6 +303,163 @@ def test_former_augment_is_refused_with_its_equivalent(folder):
 def test_null_is_no_transforms(folder):
     for nothing in (None, {}, {"train": None, "eval": []}):
         assert make_config(folder, task={"transforms": nothing}) == make_config(folder)
+
+
+# The layout in memory
+
+
+def test_channels_last_from_the_loader_on(photos):
+    """The pixels do not depend on the layout, and floats are never copied for it."""
+    task = opened(photos, transforms=SCALING, color="rgb")
+    rows, formats, seen = np.arange(6), {}, []
+    for channels_last in (False, True):
+        config = make_config(photos, model={"channels_last": channels_last})
+        for epoch in (0, None):
+            loader = Loader(laid_out(task.train, config), 1, torch.device("cpu"))
+            (batch,) = loader.fetch([BatchRequest(rows, epoch)])
+            loader.close()
+            formats[channels_last] = (torch.contiguous_format, torch.channels_last)[channels_last]
+            assert batch.inputs.is_contiguous(memory_format=formats[channels_last])
+            assert torch.equal(batch.inputs, task.train.batch(rows, epoch).inputs)
+        spy = SimpleNamespace(prepare=lambda inputs: seen.append(inputs) or task.prepare(inputs))
+        prepared = prepare(SimpleNamespace(config=config, task=spy), task.train.batch(rows, 0).inputs)
+        assert prepared.is_contiguous(memory_format=formats[channels_last])
+        assert seen[-1].is_contiguous(memory_format=formats[channels_last])
+        assert torch.equal(prepared, task.prepare(task.train.batch(rows, 0).inputs))
+
+
+@pytest.mark.parametrize("after", [[], ["RandomHorizontalFlip", {"RandomErasing": {"p": 0.9}}], [{"ColorJitter": 0.4}]])
+def test_faster_crops_are_those_of_torchvision(photos, after):
+    """Also through a list whose later transforms compute something else from another layout."""
+    image = decode_image(str(photos / "1_plain.jpg"))
+    for entry in (24, {"size": [9, 300], "antialias": False}, {"size": 200, "interpolation": "bicubic"}):
+        lists = {"train": [{"RandomResizedCrop": entry}, *after], "eval": SCALING["eval"]}
+        pipeline = opened(photos, transforms=lists, color="rgb", image_size=[24, 24]).train.for_training
+        for seed in range(8):
+            with seeded_torch(seed):
+                expected = image
+                for step in pipeline.steps.values():
+                    expected = step(expected)
+            with seeded_torch(seed):
+                found = replace(pipeline, size=None)(image)
+            assert torch.equal(found, expected)
+
+
+# Reduced decoding
+
+SCALING = {"train": [{"RandomResizedCrop": 24}, "RandomHorizontalFlip"], "eval": [{"Resize": 32}, {"CenterCrop": 24}]}
+LISTS = {"lists": {"transforms": SCALING}, "image_size alone": {"image_size": [24, 24]}}
+ROTATED = Image.Exif()
+ROTATED[274] = 6  # which is not applied with either setting
+PHOTOS = {  # how each is saved, and whether it can be decoded at a reduced size
+    "plain.jpg": ("RGB", {}, True),
+    "progressive.jpg": ("RGB", {"progressive": True}, True),
+    "rotated.jpg": ("RGB", {"exif": ROTATED}, True),
+    "gray.jpg": ("L", {}, True),
+    "all_colors.jpg": ("RGB", {"subsampling": 0}, True),
+    "cmyk.jpg": ("CMYK", {}, False),
+    "plain.png": ("RGB", {}, False),
+}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A row for each of PHOTOS, then those of a third of their size. Each channel rises along another direction, by one
+    level per pixel in the smaller ones."""
+    folder = tmp_path_factory.mktemp("photos")
+    lines = ["path,label"]
+    for scale in (3, 1):
+        y, x = np.mgrid[: 160 * scale, : 203 * scale] / scale
+        image = Image.fromarray(np.stack([x + 20, y + 50, 240 - x], 2).round().astype(np.uint8))
+        for name, (mode, options, _) in PHOTOS.items():
+            image.convert(mode).save(folder / f"{scale}_{name}", quality=95, **options)
+            lines.append(f"{scale}_{name},{len(lines) % 3}")
+    for split in ("train", "eval"):
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def both(folder, rows, **options):
+    """The images of training in epochs 0 to 3 and of evaluation, decoded in full and reduced."""
+    for decode in ("full", "reduced"):
+        task = opened(folder, decode=decode, **options)
+        yield torch.cat([task.train.batch(rows, epoch).inputs for epoch in (0, 1, 2, 3, None)]).float()
+
+
+@pytest.mark.parametrize("color", ["rgb", "gray"])
+@pytest.mark.parametrize("lists", LISTS)
+def test_reduced_decoding_shows_the_same_part_of_the_image(photos, lists, color):
+    """A ramp that is averaged and then sampled is the same ramp. Both ways round to whole levels, and a pixel of the
+    result is about 1.5 to 9 levels from the next, so a part that is off by one pixel of it would differ by more."""
+    full, reduced = both(photos, np.arange(14), color=color, **LISTS[lists])
+    difference = (full - reduced).abs().mean((1, 2, 3)).view(5, 14)
+    assert difference.max() < 0.75
+    can = torch.tensor([can for _, _, can in PHOTOS.values()])
+    assert (difference[:, :7][:, ~can] == 0).all(), "decoded in full"
+    assert (difference[:, :7][:, can] > 0).any(0).all(), "decoded at a reduced size"
+
+
+def test_reduced_decoding_is_full_decoding_where_no_reduction_fits(photos):
+    full, reduced = both(
+        photos, np.arange(14), transforms={**SCALING, "train": [{"RandomResizedCrop": 300}]}, image_size=[9, 9]
+    )
+    changed = (full != reduced).flatten(1).any(1).view(5, 14)
+    assert not changed[:4].any(), "no crop of 480x609 pixels has 600x600"
+    assert changed[4].any()
+    for entry in (
+        {"Resize": {"size": 24, "antialias": False}},
+        {"RandomResizedCrop": {"size": 24, "interpolation": "nearest"}},
+    ):
+        full, reduced = both(photos, np.arange(3), transforms={**SCALING, "train": [entry]}, image_size=[24, 24])
+        assert torch.equal(full[:12], reduced[:12])
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (3, 1)])
+def test_reduced_decoding_depends_on_seed_epoch_and_row_only(photos, world, workers):
+    """Also not on what is left of an epoch after a resume, nor on the image that a row replaces."""
+    images = opened(photos, decode="reduced", transforms=SCALING, on_bad_image="skip").train
+    whole = images.batch(np.arange(14), 5).inputs
+    seen = []
+    for rank in range(world):
+        loader = Loader(images, workers, torch.device("cpu"))
+        groups = TrainData(loader, "global", rank, world, 3, 1, seed=1).groups(5, [Segment(world, 3, 1)])
+        for batch in (micro.batch for group in groups for micro in group if micro.num_rows):
+            assert torch.equal(batch.inputs, whole[batch.rows])
+            seen += batch.rows.tolist()
+        loader.close()
+    assert len(set(seen)) == 14 - 3 * world
+    content = (photos / "3_plain.jpg").read_bytes()
+    try:
+        (photos / "3_plain.jpg").write_bytes(content[: len(content) // 2])
+        batch = images.batch(np.arange(2), 5)
+        assert (batch.rows.tolist(), batch.bad) == ([1, 1], [0])
+        assert torch.equal(batch.inputs, whole[[1, 1]])
+        images.on_bad_image = "error"
+        with pytest.raises(DataError, match=r"train.csv:2: image cannot be decoded: .*/3_plain.jpg: "):
+            images.batch(np.arange(2), 5)
+    finally:
+        (photos / "3_plain.jpg").write_bytes(content)
+
+
+def test_reduced_decoding_needs_a_list_that_scales_first(photos):
+    for transforms in (
+        {},
+        {"train": ["RandomHorizontalFlip", {"RandomResizedCrop": 24}], "eval": [{"CenterCrop": 24}]},
+    ):
+        with pytest.raises(ConfigError, match="task.decode: no image can be decoded at a reduced size") as caught:
+            opened(photos, decode="reduced", transforms=transforms)
+        assert "RandomResizedCrop or Resize" in caught.value.hint
+    task = opened(photos, decode="reduced", transforms=SCALING, color="rgb")
+    assert "1/8" in task.signature["preprocessing"]["decode"]
+    assert "decode" not in opened(photos, transforms=SCALING, color="rgb").signature["preprocessing"]
+    with pytest.raises(ConfigError, match="task.decode"):
+        opened(photos, decode="half")
+    with pytest.raises(
+        ConfigError, match="task.transforms.train.0: RandomResizedCrop cannot process an image of 480x609"
+    ):
+        opened(
+            photos, decode="reduced", transforms={"train": [{"RandomResizedCrop": {"size": 24, "scale": ["a", "b"]}}]}
+        ).train.batch(np.arange(1), 0)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ class Task(TableTask):
     """
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
     """One value per channel that pixels are then divided by; null: 0.5."""
+    decode: Literal["full", "reduced"] = "full"
+    """reduced: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the first transform scales it down by at least as
+    much, which is several times faster for large photos. Pixels differ slightly from those of full.
+    """
     on_bad_image: Literal["error", "skip"] = "error"
     """A missing or corrupt image ends the run (error), or is counted and replaced by the next readable row (skip)."""
 

@@ -34,7 +34,7 @@ _DECODING_S = 5.0  # for as many others as this allows
 
 def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises HarnessError."""
-    lists = transforms.build(task.transforms, task.image_size, task.channels)  # before tables are converted
+    lists = _pipelines(task)  # before tables are converted
     opened = labelled_tables.open_tables(task, cache_dir)
     train, eval_ = (_images(task, split, lists, seed, cache_dir) for split in (opened.train, opened.eval))
     return ImageCsv(task, train, eval_, opened.objective)
@@ -42,10 +42,23 @@ def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
 
 def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
-    lists = transforms.build(task.transforms, task.image_size, task.channels)
+    lists = _pipelines(task)
     split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
     images = replace(_images(task, split, lists, 0, cache_dir), is_new=True)
     return ImageCsv(task, images, images, objective, _learned_size(learned))
+
+
+def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:
+    """The transforms for training and evaluation. Raises ConfigError."""
+    lists = transforms.build(task.transforms, task.image_size, task.channels)
+    if task.decode == "reduced" and not any(pipeline.scales_first for pipeline in lists):
+        raise ConfigError(
+            "no image can be decoded at a reduced size, because neither list of transforms starts by scaling it",
+            where="task.decode",
+            hint="start them with RandomResizedCrop or Resize, or have none and set task.image_size; "
+            "or set task.decode=full",
+        )
+    return lists
 
 
 def _learned_size(facts: dict[str, Any]) -> tuple[int, ...]:
@@ -72,6 +85,7 @@ def _images(
         for_training=lists[0],
         for_evaluation=lists[1],
         on_bad_image=task.on_bad_image,
+        reduced=task.decode == "reduced",
     )
 
 
@@ -210,6 +224,8 @@ class ImageCsv(Supervised):
         facts = transforms.described(options.transforms, self._first[1], mean, std)
         if options.image_size:
             facts["resize"] = "the largest centred part with the aspect ratio of size, bilinear with antialiasing"
+        if options.decode == "reduced":
+            facts["decode"] = "JPEGs at 1/2, 1/4 or 1/8 of their size if the first change scales them down by as much"
         return {"color": options.color, **facts}
 
 
