@@ -169,9 +169,25 @@ def timed(step: Callable[[Tensor, Tensor], None], batches: Batches) -> Steps:
 # The training loop
 
 
+class Transformer(nn.Module):
+    """Three layers over the 16 patches of an image of 8x8 pixels; (batch, 1, 8, 8) -> (batch, num_classes)."""
+
+    def __init__(self, num_classes: int, in_channels: int = 1) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(in_channels, 64, 2, stride=2)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+        return logits
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """``network``: mlp or cnn. ``bf16``: mixed precision. ``fused``: the optimizer's fused implementation, by hand."""
+    """``network``: mlp, cnn or transformer. ``bf16``: mixed precision. ``fused``: the optimizer's fused implementation,
+    by hand."""
 
     network: str
     bf16: bool = False
@@ -182,7 +198,9 @@ class Recipe:
         from harness.training.models import mlp, small_cnn
 
         torch.manual_seed(0)
-        model = mlp.Model(10, 1) if self.network == "mlp" else small_cnn.Model(10, batch_norm=True)
+        model: nn.Module = mlp.Model(10, 1)
+        if self.network != "mlp":
+            model = small_cnn.Model(10, batch_norm=True) if self.network == "cnn" else Transformer(10)
         model(torch.zeros(2, 1, 8, 8))  # for the sizes of lazy layers
         return model
 
@@ -338,11 +356,12 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
     data = Path(tempfile.gettempdir()) / "apex-harness-digits"
     digits.write(data)
     optimizer = [f"optimizer.{key}={value}" for key, value in RATES.items()]
-    args = "model.args=null" if recipe.network == "mlp" else "model.args={batch_norm: true}"
+    name = {"cnn": "small_cnn", "transformer": "benchmarks.peers.Transformer"}.get(recipe.network, recipe.network)
+    args = "model.args={batch_norm: true}" if recipe.network == "cnn" else "model.args=null"
     config = loader.load(
         "configs/digits.yaml",
         [f"output={folder}", f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv", f"task.root={data}",
-         f"model.name={'mlp' if recipe.network == 'mlp' else 'small_cnn'}", args, "optimizer.name=sgd", *optimizer,
+         f"model.name={name}", args, "optimizer.name=sgd", *optimizer,
          f"precision.opt_level={'O4' if recipe.bf16 else 'O0'}", "schedule.warmup_epochs=0", "train.epochs=100000",
          "train.log_every=50", "checkpoint.every_steps=null", "data.num_workers=0", "batch.global=64",
          f"model.compile={str(recipe.compiled).lower()}", *overrides],
@@ -395,7 +414,7 @@ def loops() -> Iterator[Case]:
     two = {"torch DDP by hand": partial(by_hand, recipe), "harness": partial(harness, recipe),
            "harness, overlapped": partial(harness, recipe, "parallel.delay_allreduce=false")}  # fmt: skip
     yield Case("cnn, float32, two ranks", two, {"harness": at_most(1.01, "harness")}, 20, world=2)
-    for network in ("mlp", "cnn"):
+    for network in ("mlp", "cnn", "transformer"):
         recipe = Recipe(network, compiled=True)
         two = {"by hand": partial(by_hand, recipe), "harness": partial(harness, recipe)}
         yield Case(f"{network}, float32, compiled", two, {"harness": at_most(1.0, "harness")}, 50)

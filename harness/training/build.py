@@ -94,7 +94,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         ema = optim.Ema(trained, list(chosen.master_params(optimizer)), config.train.ema_decay)
     if config.model.compile:
         # After amp, whose casts are to be compiled too. Keeps parameters and their names.
-        fsdp.compile_units(model) if parallel.sharded else model.compile()
+        fsdp.compile_units(model) if parallel.sharded else strategy.compile_whole(model)
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
     train_loader, eval_loader = (Loader(laid_out(rows, config), *waits) for rows in (task.train, task.eval))
