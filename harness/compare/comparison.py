@@ -85,7 +85,7 @@ def _require_one_recipe(path: Path, runs: list[Record]) -> None:
             raise ConfigError(
                 f"{first.path.name} and {run.path.name} differ in more than their seed: {', '.join(keys[:5])}{more}",
                 where=str(path),
-                hint="give two runs of it, or a folder whose runs differ only in seed",
+                hint="give two of its runs, or a folder whose runs differ only in seed",
             )
         if seed(run) in seen:
             raise ConfigError(

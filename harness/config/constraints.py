@@ -182,7 +182,7 @@ def _precision(config: Config) -> Iterator[Conflict]:
     if precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
             ("precision.backend", "parallel.strategy", "parallel.sync_batchnorm", "optimizer.larc"),
-            "fsdp, sync_batchnorm and larc need harness.apex; NVIDIA's Apex does not support shards and uneven batches",
+            "fsdp, sync_batchnorm and larc need harness.apex; NVIDIA's Apex does not support shards or uneven batches",
             "use precision.backend=harness (or auto, which selects it here)",
         )
 
@@ -205,8 +205,8 @@ def _parallel(config: Config) -> Iterator[Conflict]:
     if types and strategy != "fsdp":
         yield Conflict(
             (f"parallel.{types[0]}", "parallel.strategy"),
-            f"{types[0]} is the type of what fsdp sends between ranks, but the strategy is {strategy}",
-            "remove it, or use parallel.strategy=fsdp; precision.opt_level decides about types elsewhere",
+            f"{types[0]} is the dtype that fsdp sends between ranks, but the strategy is {strategy}",
+            "remove it, or use parallel.strategy=fsdp; otherwise precision.opt_level sets the dtypes",
         )
     if strategy == "dp" and config.parallel.sync_batchnorm:
         yield Conflict(
@@ -234,7 +234,7 @@ def _fsdp(config: Config) -> Iterator[Conflict]:
     if config.model.compile and config.parallel.param_dtype != "float32":
         yield Conflict(
             ("parallel.param_dtype", "model.compile"),
-            "with bfloat16 weights, batch norms are gathered by themselves, which a compiled module must not contain",
+            "with bfloat16 weights, batch norms are gathered separately, which is impossible inside a compiled module",
             "use model.compile=false, or parallel.param_dtype=float32",
         )
     if precision.opt_level == "O1" and config.parallel.param_dtype == "bfloat16":

@@ -159,7 +159,7 @@ class LaunchSection(Section):
     join_s: Seconds = 600.0
     """For torchrun: seconds to wait for the other machines, at the start and after one was lost."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
-    """For torchrun: number of this machine, from 0; null: assigned on arrival."""
+    """For torchrun: number of this machine, from 0; null: in the order of the machines' addresses."""
     grace_s: Seconds = 60.0
     """Seconds that ranks may take to write a checkpoint when they are asked to stop."""
     python: str | None = None

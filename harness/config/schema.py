@@ -71,7 +71,7 @@ class ModelSection(Section):
     torchvision or timm publish for this model; null: random ones.
     """
     strict: bool = True
-    """true: the weights must be those of the model, no more and no less; false: what is missing starts random."""
+    """true: the weights must match the model exactly; false: missing weights are initialized at random."""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
     """Patterns such as "layer1.*" for the names of parameters that are not trained. Batch norms below them still adapt
     their statistics.
@@ -122,7 +122,7 @@ class LarcSection(Section):
 
 
 class GroupSection(Section):
-    """Parameters that are trained with other values."""
+    """Parameters with their own learning rate or weight decay."""
 
     match: str
     """A pattern such as "layer1.*" for the names of the parameters; `1d`: all with one dimension, which are biases and
@@ -148,7 +148,7 @@ class OptimizerSection(Section):
     args: Arguments = {}
     """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
     groups: tuple[GroupSection, ...] = Field(default=(), strict=False)
-    """Parameters with another learning rate or weight decay; the first group that matches a parameter gets it."""
+    """Parameters with a different learning rate or weight decay; the first group that matches a parameter gets it."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None
@@ -242,13 +242,13 @@ class TrainSection(Section):
     """
     deterministic: bool | Literal["warn"] = True
     """Use only deterministic algorithms, which bitwise resume on a GPU needs. true: refuse operations that have none on
-    CUDA; warn: only warn of them, in logs/rank-N.log; false: use the fastest algorithms.
+    CUDA; warn: only warn about them, in logs/rank-N.log; false: use the fastest algorithms.
     """
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
     mixup: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of MixUp, such as 0.2: mixes the images of a batch in pairs; 0: off. With cutmix, each step draws one of
-    the two. The loss is that of both labels, in the same shares.
+    the two. The loss is the sum over both labels, weighted by the same shares.
     """
     cutmix: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of CutMix, such as 1.0: pastes a part of one image of a batch into another; 0: off."""
@@ -272,8 +272,8 @@ class CheckpointSection(Section):
     ranks.
     """
     async_save: bool = False
-    """Copy the state to memory and go on training while it is written. At most one checkpoint is on its way; a failed
-    write fails the run.
+    """Copy the state to memory and continue training while it is written. Only one checkpoint is written at a time; a
+    failed write fails the run.
     """
     keep: Positive = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""

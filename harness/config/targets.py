@@ -108,7 +108,7 @@ class LossSection(Section):
     gamma: Annotated[float, Field(ge=0)] | None = None
     """For focal: how much less easy rows count; null: 2."""
     delta: Annotated[float, Field(gt=0)] | None = None
-    """For huber: errors above count linearly, in standard deviations of the column; null: 1."""
+    """For huber: errors above this value, in standard deviations of the column, count linearly; null: 1."""
     args: Arguments = {}
     """Keyword arguments of a loss of your own."""
 
@@ -190,7 +190,7 @@ class TableTask(LabelledTask):
             return raw
         if raw["label_smoothing"]:
             value = raw["label_smoothing"]
-            raise ValueError(f"label_smoothing was moved; instead of it write loss: {{label_smoothing: {value}}}")
+            raise ValueError(f"label_smoothing has moved; write loss: {{label_smoothing: {value}}} instead")
         return {key: value for key, value in raw.items() if key != "label_smoothing"}
 
     @property

@@ -37,7 +37,7 @@ Steps = Annotated[tuple[Step, ...], BeforeValidator(lambda value: () if value is
 
 
 class TransformsSection(Section):
-    """Changes of each image. An entry is a class of torchvision.transforms.v2, alone or with its arguments, such as
+    """Transforms of each image. An entry is a class of torchvision.transforms.v2, alone or with its arguments, such as
     RandomErasing: {p: 0.1}, or CenterCrop: 224 for the first argument; or package.module.Class of your own.
     """
 

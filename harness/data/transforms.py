@@ -216,7 +216,7 @@ def require_match(train: Tensor, evaluated: Tensor, section: TransformsSection) 
     if train.shape != evaluated.shape and not section.eval:
         sizes = ["x".join(map(str, image.shape[-2:])) for image in (train, evaluated)]
         raise ConfigError(
-            f"training images are {sizes[0]}, but evaluation images {sizes[1]} (height x width)",
+            f"training images are {sizes[0]}, but evaluation images are {sizes[1]} (height x width)",
             where="task.transforms.eval",
             hint="set task.image_size=[height,width], or this list, such as [{Resize: 256}, {CenterCrop: 224}]",
         )

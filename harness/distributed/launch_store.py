@@ -125,7 +125,7 @@ def _require_name(launch: Launch, patience: Patience) -> None:
         socket.getaddrinfo(launch.master_addr, launch.master_port)
     except (OSError, UnicodeError) as error:
         raise LaunchError(
-            f"rank 0 cannot find MASTER_ADDR={launch.master_addr}, its own address for the other ranks: "
+            f"rank 0 cannot resolve MASTER_ADDR={launch.master_addr}, where the other ranks reach it: "
             f"{getattr(error, 'strerror', None) or first_line(error)}",
             hint="set MASTER_ADDR to the name or address of the machine of rank 0",
         ) from None

@@ -91,7 +91,7 @@ CAUSES = (
     ),
     SlowCause(
         "tiny batches", 0.4, shares.host("batch"),
-        lambda f: f"starts {f.operations} operations per pass over only {f.rows_per_pass:.0f} rows, so the host limits",
+        lambda f: f"starts {f.operations} operations per pass of {f.rows_per_pass:.0f} rows, so the host limits it",
         changes.batch_change,
     ),
     SlowCause(

@@ -8,7 +8,7 @@ import json
 from harness.errors import EXIT_DONE
 
 VERB = "explain"
-HELP = "say why a run is slow, and which setting to change"
+HELP = "find out why a run is slow, and which setting to change"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.errors import EXIT_DONE, ConfigError, HarnessError, reason, remedy
 
 VERB = "port"
-HELP = "report what has changed for a script written for Apex, and write a patch to torch or to harness.apex"
+HELP = "report what to change in a script written for Apex, and write a patch that ports it to torch or harness.apex"
 EXIT_BY_HAND = 1
 
 

@@ -49,7 +49,9 @@ def _fetch(store: UrlStore, folder: Path, newest: str) -> None:
     files = store.files()  # after ``newest`` was read: the checkpoint that it names is complete
     if layout.CONFIG not in files:
         raise ConfigError(
-            "this is not a run: it has no config.yaml", where=store.where, hint="give one such as s3://BUCKET/runs/NAME"
+            "this is not a run: it has no config.yaml",
+            where=store.where,
+            hint="give a run, such as s3://BUCKET/runs/NAME",
         )
     chosen = {
         name: mark for name, mark in files.items()

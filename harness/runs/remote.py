@@ -348,7 +348,7 @@ def borrow(config: Config) -> Path:
         path = Path(wanted)
         if not path.is_dir():
             hint = did_you_mean(path, os.path.isdir) or (
-                "give one such as runs/digits/checkpoints/step-100, or use auto or never"
+                "give a checkpoint folder, such as runs/digits/checkpoints/step-100, or use auto or never"
             )
             raise ConfigError(f"there is no checkpoint folder {wanted}", where="checkpoint.resume", hint=hint)
         problem = damage(path)
@@ -364,7 +364,7 @@ def _borrow(store: UrlStore, target: Path) -> str:
         if not manifest:
             raise ConfigError(
                 "there is no checkpoint there", where=store.where,
-                hint="give one such as s3://BUCKET/runs/NAME/checkpoints/step-100",
+                hint="give a checkpoint, such as s3://BUCKET/runs/NAME/checkpoints/step-100",
             )  # fmt: skip
         if LocalStore(target).read(layout.MANIFEST) == manifest and not damage(target):
             return ""

@@ -44,7 +44,7 @@ def own_checkpoint(resume: str) -> ConfigError:
     return ConfigError(
         f"{resume} is a checkpoint of this run itself",
         where="checkpoint.resume",
-        hint="auto resumes from the newest one; to go back to an earlier one, give the new run a name=NAME",
+        hint="auto resumes from the newest one; to go back to an earlier one, start a new run with name=NAME",
     )
 
 

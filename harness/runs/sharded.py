@@ -76,7 +76,7 @@ def filled(folder: Path, content: Any, own: Own) -> Any:
             if value.keys() == {MARK}:
                 key, found = value[MARK], stored[value[MARK]]
                 if not isinstance(found, TensorStorageMetadata):
-                    raise ValueError(f"{key} is no tensor")
+                    raise ValueError(f"{key} is not a tensor")
                 mine = own(key, found.size)
                 dtype = found.properties.dtype
                 tensors[key] = (
@@ -106,7 +106,7 @@ def _metadata(folder: Path) -> Any:
     with open(folder / ".metadata", "rb") as file:
         found = _Unpickler(file).load()
     if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(".metadata is not of torch.distributed.checkpoint")
+        raise pickle.UnpicklingError(".metadata was not written by torch.distributed.checkpoint")
     return found
 
 

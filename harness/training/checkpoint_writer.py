@@ -103,7 +103,7 @@ class CheckpointWriter:
                 every = {name: facts for of_rank in of_ranks for name, facts in of_rank.items()}
                 if missing := [name for name in every if not (folder / name).exists()]:
                     raise CheckpointError(
-                        f"rank 0 does not find {missing[0]}, which another rank has written", where=str(folder),
+                        f"rank 0 cannot find {missing[0]}, which another rank has written", where=str(folder),
                         hint="a sharded checkpoint needs a folder that all machines share: set output to one, or use "
                         "checkpoint.format=whole",
                     )  # fmt: skip

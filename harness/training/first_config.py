@@ -69,7 +69,7 @@ def write(sources: Sequence[str], out: Path | None) -> str:
             stream.write(text)
     except FileExistsError:
         hint = f"remove it, or write another file: --out {shlex.quote(str(out.with_stem(out.stem + '-new')))}"
-        raise ConfigError("this file exists, and is never overwritten", where=str(out), hint=hint) from None
+        raise ConfigError("this file exists and is never overwritten", where=str(out), hint=hint) from None
     except OSError as error:
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
     wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line]
@@ -107,7 +107,7 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
     locate(given[0])  # raises DataError if there is none
     file = shlex.quote(given[0])
     raise ConfigError(
-        "there are no validation rows beside it",
+        "no file with validation rows is next to it",
         where=given[0],
         hint=f"set some apart: harness data split {file} --eval 0.1; or harness init {file} EVAL.csv",
     )

@@ -147,7 +147,7 @@ class Health:
             layer = f"first non-finite layer: {bad[0]} ({len(bad)} of {len(peaks)} tensors)"
         else:
             name = max(peaks, key=lambda key: peaks[key], default="none")
-            layer = f"all weights are finite, the largest is in {name} ({peaks.get(name, 0.0):.3g})"
+            layer = f"all weights are finite; the largest is in {name} ({peaks.get(name, 0.0):.3g})"
         epoch = state.epoch + state.in_epoch  # counted from 1, as in the log
         place = f"step {state.step}, epoch {epoch}, loss scale {self.precision.loss_scale():g}"
         raise TrainingError(

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "csv",
         nargs="*",
         metavar="CSV",
-        help="the training rows, and the validation rows (default: train.csv and eval.csv of the working folder)",
+        help="the training rows, and the validation rows (default: train.csv and eval.csv in the working folder)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: the name of the data)")
 

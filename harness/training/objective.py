@@ -58,7 +58,7 @@ class Labels:
         numbers = [len(names or []) * (kind == "regression")] * 2 == [len(mean), len(std)]
         if not (isinstance(names, list) and names and all(isinstance(name, str | int) for name in names) and numbers):
             raise ConfigError(
-                "the run's task.json does not hold what its labels were in training",
+                "the run's task.json does not hold the facts about the labels of the training data",
                 hint="start the run again to write the file: harness train -c RUN/config.yaml",
             )
         return cls(kind, tuple(names), separator, tuple(mean), tuple(std))

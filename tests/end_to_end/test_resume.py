@@ -186,7 +186,7 @@ def test_resume_from_an_earlier_checkpoint_of_the_same_run_needs_a_new_name(tmp_
     config = tmp_path / "run" / "config.yaml"
     earlier = f"checkpoint.resume={folder}/checkpoints/step-10"
     assert run(config, 1, earlier) == [2]
-    assert "give the new run a name" in (config.parent / "terminal-0.txt").read_text()
+    assert "start a new run with name=NAME" in (config.parent / "terminal-0.txt").read_text()
     assert run(config, 1, earlier, "name=other", "optimizer.lr=0.01") == [0]
     assert of_split(folder.parent / "other", "train")[0]["step"] == 12
     assert record(folder)[-1]["step"] == 24

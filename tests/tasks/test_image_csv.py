@@ -166,7 +166,7 @@ def test_report_has_every_metric(folder):
         ({"image_size": [8]}, "task.image_size"),
         ({"image_size": [0, 8]}, "task.image_size.0"),
         ({"loss": {"label_smoothing": 1.0}}, "task.loss.label_smoothing"),
-        ({"label_smoothing": 0.1}, "label_smoothing was moved; instead of it write loss: {label_smoothing: 0.1}"),
+        ({"label_smoothing": 0.1}, "label_smoothing has moved; write loss: {label_smoothing: 0.1} instead"),
         (
             {"transforms": {"training": []}},
             "task.transforms.training: unknown key; did you mean task.transforms.train?",
@@ -264,7 +264,7 @@ def test_training_and_evaluation_may_differ_in_size(folder):
     ("options", "message", "hint"),
     [
         ({"transforms": {"train": [{"RandomResizedCrop": 6}]}},
-         "task.transforms.eval: training images are 6x6, but evaluation images 8x8 (height x width)", "image_size"),
+         "task.transforms.eval: training images are 6x6, but evaluation images are 8x8 (height x width)", "image_size"),
         ({"transforms": {"train": [{"ToDtype": {"dtype": "float32", "scale": True}}]}},
          "task.transforms: the transforms return float32 in training but uint8 in evaluation", "or neither"),
         ({"transforms": {key: [{"ToDtype": {"dtype": "float32", "scale": True}}] for key in ("train", "eval")},
@@ -286,7 +286,7 @@ AUGMENT = {"crop_padding": 2, "rotation": 10.0, "horizontal_flip": 0.5, "random_
 def test_former_augment_is_refused_with_its_equivalent(folder):
     with pytest.raises(ConfigError) as caught:
         make_config(folder, task={"augment": AUGMENT, "image_size": [10, 6]})
-    text = str(caught.value).partition("augment was replaced by transforms; instead of it write\n")[2]
+    text = str(caught.value).partition("augment was replaced by transforms; instead, write\n")[2]
     lists = yaml.safe_load(text)["transforms"]
     assert lists["eval"] == [{"Resize": {"size": [10, 6]}}]
     assert [next(iter(step)) for step in lists["train"]] == [

@@ -156,7 +156,7 @@ def _one_has_another_folder(folder):
 
 def test_machines_without_a_shared_folder(tmp_path):
     for message in run_ranks(2, _one_has_another_folder, str(tmp_path)):
-        assert "rank 0 does not find __1_0.distcp, which another rank has written" in message
+        assert "rank 0 cannot find __1_0.distcp, which another rank has written" in message
         assert "checkpoint.format=whole" in message
 
 

@@ -101,7 +101,7 @@ def test_nan_loss_stops_at_the_next_log_line_or_is_skipped(start, level):
     settings = [f"precision.opt_level={level}", "optimizer.momentum=0.9"]
     text = failure(start("nan loss once", 4, *settings))  # in the second epoch
     assert "the loss became nan in the last step (step 4, epoch 2, loss scale " in text
-    layer = "first non-finite layer: layer.weight" if level == "O0" else "all weights are finite, the largest is in "
+    layer = "first non-finite layer: layer.weight" if level == "O0" else "all weights are finite; the largest is in "
     assert layer in text
     assert ("train.on_nan=skip" in text) == (level != "O0")
     assert "lower optimizer.lr (now 0.01), or set train.clip_norm=1" in text

@@ -137,7 +137,7 @@ def _warning_without_set_epoch(original: Any, used: Callable[[], None]) -> Any:
             while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "harness.")):
                 level, frame = level + 1, frame.f_back
             warnings.warn(
-                "a DistributedSampler gives the same order as in the epoch before. For training, call "
+                "a DistributedSampler gives the same order as in the previous epoch. For training, call "
                 "sampler.set_epoch(epoch) at the start of each epoch; for validation, this is harmless.",
                 stacklevel=level,
             )

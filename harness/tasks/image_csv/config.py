@@ -33,11 +33,11 @@ class Task(TableTask):
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
     image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
-    """[height, width] of the images that the model gets. An image that has another size, also after `transforms`, is
-    cut at the centre to this aspect ratio and scaled; null: all images have the same size already.
+    """[height, width] of the images that the model gets. An image of a different size, also after `transforms`, is
+    center-cropped to this aspect ratio and scaled; null: all images have the same size already.
     """
     transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()
-    """Changes of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md)."""
+    """Transforms of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md)."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels that images are converted to: three (rgb) or one (gray)."""
     mean: tuple[float, ...] | None = Field(default=None, strict=False)
@@ -72,7 +72,7 @@ class Task(TableTask):
         if not any(lists.values()):
             return {key: value for key, value in raw.items() if key != "augment"}
         text = yaml.safe_dump(lists, default_flow_style=True, sort_keys=False, width=1000).strip()
-        raise ValueError(f"augment was replaced by transforms; instead of it write\n     transforms: {text}")
+        raise ValueError(f"augment was replaced by transforms; instead, write\n     transforms: {text}")
 
     @property
     def input_columns(self) -> dict[str, str]:

@@ -25,8 +25,8 @@ class Task(LabelledTask):
     eval_rows: Positive | None = None
     """Evaluate on the first N images only; null: all."""
     transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()
-    """Changes of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md). Images of another
-    size than 28x28 are then cut at the centre and scaled to it.
+    """Transforms of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md). Images that are
+    not 28x28 afterwards are center-cropped and scaled to this size.
     """
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "MNIST"
     """torchvision's name for the data set and its folder."""
