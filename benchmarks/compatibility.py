@@ -63,9 +63,10 @@ class Run:
 
     @property
     def learns(self) -> bool:
-        """True if it trains and the last loss is below the first."""
-        losses = self.first_loss is not None and self.last_loss is not None
-        return self.outcome == "trains" and losses and self.last_loss < self.first_loss  # type: ignore[operator]
+        """True if it trains and the last loss is below the first by more than 1 %."""
+        if self.outcome != "trains" or self.first_loss is None or self.last_loss is None:
+            return False
+        return self.first_loss - self.last_loss > 0.01 * abs(self.first_loss)
 
 
 def read(records: Path = RECORDS) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _counts(projects: Sequence[Run]) -> str:
     rows = [("chosen", f"{len(projects)}"), (text["other"], f"{len(of['other'])}"), ("the rest", f"{runnable}")]
     rows += [(f"of these, {text[outcome]}", f"{len(of[outcome])}") for outcome in OUTCOMES if outcome != "other"]
     rows += [
-        ("of those that train, the loss falls", f"{len(falls)}"),
+        ("of those that train, the loss falls by more than 1 %", f"{len(falls)}"),
         ("of those that train, the script can resume", f"{len(able)}"),
         ("of these, resumed from its own checkpoint", f"{sum(run.resumed == 'yes' for run in able)}"),
         ("**of the rest, train, with a falling loss, and resume if the script can**", _share(len(whole), runnable)),

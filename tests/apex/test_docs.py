@@ -133,9 +133,11 @@ def test_links_lead_somewhere():
 
 def test_compatibility_page_shows_the_record():
     assert compatibility.PAGE.read_text() == compatibility.page(compatibility.read()), "type: make compatibility"
-    share = re.search(r"resume if the script can\*\* \| \*\*(\d+ of \d+)", compatibility.PAGE.read_text())
+    share = re.search(r"resume if the script can\*\* \| \*\*(\d+) of (\d+)", compatibility.PAGE.read_text())
     assert share
-    assert f"{share[1]} train, with a falling loss" in " ".join((ROOT / "README.md").read_text().split())
+    assert f"of the other {share[2]}, {share[1]} train with a falling loss, and resume if the script can" in " ".join(
+        (ROOT / "README.md").read_text().split()
+    )
 
 
 def test_compatibility_counts_what_was_run():
@@ -145,20 +147,21 @@ def test_compatibility_counts_what_was_run():
         replace(run, last_loss=3.0, resumed="yes"),
         replace(run, resumed="cannot"),
         replace(run, resumed="yes"),
+        replace(run, last_loss=1.99, resumed="yes"),
         replace(run, outcome="starts", note="stops"),
         replace(run, outcome="other", note="stops"),
     ]
     page = compatibility.page({**compatibility.read(), "projects": projects, "libraries": []})
     for line in (
-        "chosen | 6",
+        "chosen | 7",
         "nothing to do with Apex | 1",
-        "the rest | 5",
-        "is finite | 4",
+        "the rest | 6",
+        "is finite | 5",
         "the time limit | 1",
-        "the loss falls | 3",
-        "the script can resume | 3",
-        "own checkpoint | 2",
-        "resume if the script can** | **2 of 5 (40 %)**",
+        "falls by more than 1 % | 3",
+        "the script can resume | 4",
+        "own checkpoint | 3",
+        "resume if the script can** | **2 of 6 (33 %)**",
     ):
         assert f"{line} |" in page
     with pytest.raises(ValueError, match=r"compatibility.json: record of a/b: no command, date, steps"):
