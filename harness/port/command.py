@@ -1,4 +1,4 @@
-"""``harness port``: what has changed for a script of the Apex era, and a patch for it."""
+"""``harness port``: what to change in a script of the Apex era, and a patch that does it."""
 
 from __future__ import annotations
 
