@@ -13,6 +13,7 @@ import functools
 import importlib
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ GOAL, GOAL_CHECK_S = 1.3, 0.5
 LIMIT_S = 120.0  # of any command
 REFERENCE = "import torch"
 OPEN = "opening the data"
-TORCH = "import torch, time; print(time.monotonic())"
+TORCH = "import os, torch, time; print(time.monotonic(), flush=True); os._exit(0)"
 OPENED = """
 import sys, time
 from pathlib import Path
@@ -52,6 +53,7 @@ PHASES = [
     ("harness.training.loop", "step", "before", "first batch"),
     ("harness.training.loop", "step", "after", "first step"),
 ]
+HEADER = ["command", "seconds", "quartiles", "ratio", "quartiles", "ratio of processor time", "goal", "reached"]
 IMPORTS = ["Python", "imports", "start of a rank", *(phase for *_, phase in PHASES)]
 
 
@@ -116,6 +118,12 @@ def first_step(words: list[str], folder: Path, num_ranks: int) -> dict[str, floa
     return spent
 
 
+def processor_s() -> float:
+    """Seconds on a core of all commands that have ended, which another load of the machine does not change."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def until_printed(code: str, *words: str) -> float:
     command = [sys.executable, "-c", code, *words]
     return float(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=LIMIT_S).stdout)
@@ -147,8 +155,9 @@ def main() -> None:
 
 def measure(
     folder: Path, config: str, rounds: int
-) -> tuple[dict[str, list[dict[str, float]]], dict[str, list[float]], list[float]]:
-    """({run: the phases of each round}, {command without torch: seconds}, seconds of the reference)."""
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, list[float]], list[float], list[dict[str, float]]]:
+    """({run: the phases of each round}, {command without torch: seconds}, seconds of the reference, {run: ratio of
+    processor time to that of the reference} of each round)."""
     subprocess.run([sys.executable, "-m", "harness", "data", "digits", str(folder / "data")], check=True)
     given = [f"task.train_csv={folder}/data/train.csv", f"task.eval_csv={folder}/data/eval.csv"]
     given += [f"task.root={folder}/data", f"data.cache_dir={folder}/cache"]
@@ -160,45 +169,56 @@ def measure(
     light |= {"launch --help": ["launch", "--help"], "launch --dry-run": ["launch", *words, "--dry-run"]}
     phases: dict[str, list[dict[str, float]]] = {run: [] for run in runs}
     seconds: dict[str, list[float]] = {command: [] for command in light}
-    reference = []
+    reference, busy = [], []
     for index in range(rounds + 1):  # the first fills the caches
-        start = time.monotonic()
+        start, before = time.monotonic(), processor_s()
         torch_s = until_printed(TORCH) - start
+        used_s = processor_s() - before
         opening_s = until_printed(OPENED, config, *given)
         order = list(runs)
-        found = {run: first_step(runs[run][0], folder, runs[run][1]) for run in order[index % 4 :] + order[: index % 4]}
+        found, used = {}, {}
+        for run in order[index % 4 :] + order[: index % 4]:
+            before = processor_s()
+            found[run] = first_step(runs[run][0], folder, runs[run][1])
+            used[run] = (processor_s() - before) / (used_s + opening_s)
         if index:
             reference.append(torch_s + opening_s)
+            busy.append(used)
             for run in runs:
                 phases[run].append(found[run])
             for command in light:
                 seconds[command].append(whole(light[command]))
-    return phases, seconds, reference
+    return phases, seconds, reference, busy
 
 
 def write(
-    phases: dict[str, list[dict[str, float]]], seconds: dict[str, list[float]], reference: list[float], arguments: Any
+    phases: dict[str, list[dict[str, float]]],
+    seconds: dict[str, list[float]],
+    reference: list[float],
+    busy: list[dict[str, float]],
+    arguments: Any,
 ) -> None:
     from benchmarks import machine
 
-    rows = [["import torch, and opening the data", *shown(reference), "1", "", "", ""]]
+    rows = [["import torch, and opening the data", *shown(reference), "1", "", "1", "", ""]]
     for run, rounds in phases.items():
         totals = [sum(each.values()) for each in rounds]
         ratios = [total / other for total, other in zip(totals, reference, strict=True)]
         reached = "yes" if statistics.median(ratios) <= GOAL else "no"
-        rows.append([run, *shown(totals), *shown(ratios), f"{GOAL}", reached])
+        processor = f"{statistics.median(used[run] for used in busy):.2f}"
+        rows.append([run, *shown(totals), *shown(ratios), processor, f"{GOAL}", reached])
     for command, values in seconds.items():
         reached = "yes" if statistics.median(values) <= GOAL_CHECK_S else "no"
-        rows.append([command, *shown(values), "", "", f"{GOAL_CHECK_S} s", reached])
+        rows.append([command, *shown(values), "", "", "", f"{GOAL_CHECK_S} s", reached])
     parts = []
     for phase in IMPORTS:
         medians = [statistics.median(each.get(phase, 0.0) for each in rounds) for rounds in phases.values()]
         parts.append([phase, *(f"{1000 * seconds:.0f}" for seconds in medians)])
     text = f"""From the command to the end of the first step of `{arguments.config}`, of the slowest rank, and commands
 that end before torch is needed. {arguments.rounds} rounds, each command a new process, one thread per rank; medians and
-quartiles.
+quartiles. The load average was {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: under load, compare processor times.
 
-{machine.table(["command", "seconds", "quartiles", "ratio", "quartiles", "goal", "reached"], rows)}
+{machine.table(HEADER, rows)}
 
 Milliseconds by phase, medians. A launch imports once and forks its ranks; they share {os.cpu_count()} cores.
 
