@@ -85,18 +85,18 @@ class Result:
             ]  # fmt: skip
 
 
-def measure(case: Case, rounds: int) -> Result:
+def measure(case: Case, rounds: int, starts: int = STARTS) -> Result:
     """Let the contenders of ``case`` take turns, in another order each round. Nothing is left running."""
     first = next(iter(case.contenders))
     makers = {first: case.contenders[first], AGAIN: case.contenders[first], **case.contenders}
     times: dict[str, list[float]] = {name: [] for name in makers}
-    for _ in range(STARTS):
+    for _ in range(starts):
         teams = {name: Team(make, case.world) for name, make in makers.items()}
         try:
             for team in teams.values():
                 team.steps(case.num_steps)  # a warm-up
             order = list(teams)
-            for index in range(-(-rounds // STARTS)):
+            for index in range(-(-rounds // starts)):
                 start = index % len(order)
                 for name in order[start:] + order[:start]:
                     times[name].append(teams[name].steps(case.num_steps) / case.num_steps * 1e6)
