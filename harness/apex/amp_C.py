@@ -143,7 +143,8 @@ def update_scale_hysteresis(
     before = current_scale.clone()
     torch._amp_update_scale_(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
     current_scale.copy_(torch.where(tolerated, before, current_scale))
-    return current_scale
+    normal = current_scale >= torch.finfo(current_scale.dtype).smallest_normal
+    return current_scale.mul_(normal)  # Apex's kernel is compiled to flush subnormal numbers to zero
 
 
 def _scaled(tensors: list[Tensor], scale: float, noop_flag: Tensor | None) -> list[Tensor]:

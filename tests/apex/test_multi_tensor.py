@@ -329,6 +329,8 @@ def test_further_norms_and_the_scale_with_hysteresis():
         amp_C.update_scale_hysteresis(scale, growth, left, torch.tensor([overflow]), 2.0, 0.5, 2, 2)
         seen.append((scale.item(), growth.item(), left.item()))
     assert seen == [(8, 0, 1), (8, 1, 2), (8, 0, 1), (4, 0, 0), (2, 0, -1), (2, 1, 2), (4, 0, 2)]
+    scale, left = torch.tensor([torch.finfo(torch.float32).smallest_normal]), torch.ones(1, dtype=torch.int32)
+    assert not amp_C.update_scale_hysteresis(scale, growth, left, torch.ones(1), 2.0, 0.5, 2, 2)  # it is subnormal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
