@@ -161,7 +161,7 @@ def test_unreadable_file(tmp_path):
         "/dev/zero": "it is a device or a socket, not a regular file",
         ".": "it is a folder, not a regular file",
         "x" * 300: "File name too long",
-        "a\0b": "embedded null byte",
+        "a\0b": "(stat: )?embedded null",  # the words of Python 3.13, and of those before
     }.items():
         with pytest.raises(ConfigError, match=f"cannot read the configuration: {reason}") as caught:
             loader.load(tmp_path / name)

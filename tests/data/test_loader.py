@@ -240,7 +240,7 @@ class Odd(CountingTable):
         ("other_arguments", RuntimeError, "TwoArguments: x.png: odd"),
         ("other_arguments_of_an_own_error", DataError, "odd.csv: x.png is odd\n  -> turn it"),
         ("local_class", RuntimeError, "Local: odd"),
-        ("not_picklable", RuntimeError, "a batch of the dataset cannot be sent to the rank: Can't pickle"),
+        ("not_picklable", RuntimeError, "a batch of the dataset cannot be sent to the rank: Can't "),
         ("killed", TrainingError, "was killed by SIGKILL: out of memory, a user or a scheduler"),
         ("exits_quietly", TrainingError, "exited with exit code 0: the dataset, or a library that it uses, ended the"),
         ("sys_exits", TrainingError, "the dataset raised SystemExit (enough) in a loader worker"),
