@@ -391,6 +391,7 @@ def test_every_name_of_the_table_means_something(undone, monkeypatch):
     for row in NAMES:
         module, _, of_class = row.owner.partition(":")
         if importlib.util.find_spec(module.partition(".")[0]) is None:
+            assert module.partition(".")[0] not in sys.modules
             continue  # see the next test
         owner = importlib.import_module(module)
         owner = getattr(owner, of_class) if of_class else owner
@@ -430,6 +431,10 @@ def test_libraries_imported_later(tmp_path, monkeypatch, undone):
         sys.modules[__name__] = lazy
         """,
     )
+    modernize()
+    if importlib.util.find_spec("librosa") is None:
+        with pytest.raises(ModuleNotFoundError):  # by which scripts do without a library
+            importlib.import_module("librosa")
     monkeypatch.syspath_prepend(str(tmp_path))
 
     class Other(importlib.abc.MetaPathFinder):
