@@ -3,9 +3,10 @@
     make bench-peers      or      python -m benchmarks.peers [--rounds 40] [--only TEXT ...]
 
 Each contender trains in processes of its own, one thread per rank, on batches in memory. They take turns in short
-rounds of equal length, so that a busy machine slows all of them alike, and start anew STARTS times, because the speed
-of a process also depends on where its memory lies. The reference runs twice: a ratio is the median over the rounds of a
-contender's time to the mean of the two in the same round, with the quartiles. How far the two differ is the noise.
+rounds of equal length, so that a busy machine slows all of them alike. They are restarted STARTS times, because the
+speed of a process also depends on where its memory lies. The reference runs twice: a ratio is the median over the
+rounds of a contender's time to the mean of the two in the same round, with the quartiles. How far the two differ is the
+noise.
 """
 
 from __future__ import annotations
@@ -556,7 +557,7 @@ def page(rows: Sequence[Sequence[str]], arguments: argparse.Namespace) -> str:
         f"\n\n{versions}; Fabric is part of lightning. {arguments.rounds} alternating rounds, one thread per rank, "
         "batches of 64 images of 8x8 pixels in all, SGD with momentum and weight decay. The harness logs, counts and "
         "times; the others do only the step. Ratios are to the mean of the first contender of each case and of "
-        f'"again", its code in a second process: how far these two differ is the noise. All start anew {STARTS} times.'
+        f'"again", its code in a second process: how far these two differ is the noise. All are started {STARTS} times.'
         f"\n\n## Goals on other pages\n\n{elsewhere}"
     )
 

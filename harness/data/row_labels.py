@@ -151,7 +151,7 @@ def _unknown(table: Table, train: str, unknown: list[Any], classes: Sequence[Any
     near = difflib.get_close_matches(str(unknown[0]), [str(label) for label in classes], n=1)
     hint = f"did you mean {near[0]!r}?" if near else "evaluate only labels that occur in training, or correct the CSV"
     if len(unknown) > max(3, len(table) // 2):
-        hint = "nearly every row has a label of its own: check which column has the labels"
+        hint = "nearly every row has a label of its own: set task.label_column, or task.labels.column, to another"
     code = table.vocabulary.index(unknown[0])
     found = (_first_with(table, rows, code) for rows in _chunks(0, len(table)))
     row = next(row for row in found if row is not None)

@@ -105,6 +105,11 @@ def test_broken_image_is_reported_with_line_and_file(tmp_path, kind):
     assert caught.value.exit_code == 65
 
 
+def test_row_is_named_with_its_path(tmp_path):
+    (tmp_path / "train.csv").write_text("path,label\na.png,0\nb.png,1\n")
+    assert table(tmp_path).row_name(1) == "1 (b.png)"
+
+
 def test_missing_image_suggests_a_similar_name(tmp_path):
     csv = write_rows(tmp_path, "train", 12)
     (tmp_path / "train_images" / "11.png").rename(tmp_path / "train_images" / "11.PNG")

@@ -56,7 +56,7 @@ def test_a_planted_cause_is_found(tmp_path, data, capsys, plants, expected, text
     folder = str(tmp_path / "runs" / "run")
     assert main(["explain", "--json", folder]) == 0
     answer = json.loads(capsys.readouterr().out)
-    found = next(each for each in (answer, *answer["then"]) if each["cause"] != "other load")  # of the tests beside it
+    found = next(each for each in (answer, *answer["then"]) if each["cause"] != "other load")  # from other tests
     assert found["cause"] == expected, answer
     assert text in found["text"]
     assert main(["explain", folder]) == 0

@@ -71,7 +71,7 @@ def test_unknown_evaluation_label_is_named(folder):
         f"{folder}/eval.csv:3: 1 label(s) that {folder}/train.csv does not have: 'cta'\n  -> did you mean 'cat'?"
     )
     (folder / "eval.csv").write_text("path,label\n" + "".join(f"eval_images/{i}.png,photo{i}\n" for i in range(5)))
-    with pytest.raises(DataError, match="nearly every row has a label of its own: check which column has the labels"):
+    with pytest.raises(DataError, match="nearly every row has a label of its own: set task.label_column"):
         opened(folder)
 
 
