@@ -128,7 +128,7 @@ def _counts(projects: Sequence[Run]) -> str:
         ("of those that train, the loss falls by more than 1 %", f"{len(falls)}"),
         ("of those that train, the script can resume", f"{len(able)}"),
         ("of these, resumed from its own checkpoint", f"{sum(run.resumed == 'yes' for run in able)}"),
-        ("**of the rest, train, with a falling loss, and resume if the script can**", _share(len(whole), runnable)),
+        ("**of the rest, train with a falling loss, and resume if the script can**", _share(len(whole), runnable)),
     ]
     return table(["", "projects"], [list(row) for row in rows])
 

@@ -92,10 +92,9 @@ def main() -> None:
     text += (
         f"\n\nTwo gloo ranks, one thread each, SGD; {arguments.rounds} alternating rounds of {arguments.steps} steps. "
     )
-    text += (
-        "Goal: not slower. Delayed reduction cannot overlap with the backward pass, which costs time for large ones."
-    )
-    machine.write("ddp", "DistributedDataParallel against torch's", text)
+    text += "Goal: not slower. Delayed reduction cannot overlap with the backward pass. "
+    text += "This costs time if gradients are large."
+    machine.write("ddp", "DistributedDataParallel compared with torch's", text)
 
 
 if __name__ == "__main__":

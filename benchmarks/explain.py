@@ -1,4 +1,4 @@
-"""Scores ``harness explain``: slow runs with a planted cause, and sound ones, each trained for a few seconds.
+"""Scores ``harness explain``: slow runs with a planted cause, and healthy ones, each trained for a few seconds.
 
     python -m benchmarks.explain [--only CASE ...] [--out FOLDER]
 
@@ -41,8 +41,8 @@ _HEAVY = [{"RandAugment": {"num_ops": 8, "magnitude": 9}}, {"GaussianBlur": {"ke
 
 @dataclass(frozen=True)
 class Case:
-    """``expected``: the cause; None for a sound run. ``text``: a pattern of the answer, exact to a log line. ``sets``:
-    the key that it must change. ``changes`` to BASE; ``burners``: programs that keep a core busy meanwhile."""
+    """``expected``: the cause; None for a healthy run. ``text``: a pattern of the answer, exact to a log line.
+    ``sets``: the key that it must change. ``changes`` to BASE; ``burners``: programs that each keep a core busy."""
 
     name: str
     expected: str | None
@@ -111,14 +111,14 @@ CASES = (
          sets="train.log_every"),
     Case("a tracker that draws", "trackers", sets="trackers",
          changes={"trackers": [f"{_PLANTS}.PictureTracker"], "train.max_steps": 60}),
-    Case("sound: CNN", None),
-    Case("sound: CNN without loader processes", None, changes={"data.num_workers": 0, "model.args": {"width": 48},
+    Case("healthy: CNN", None),
+    Case("healthy: CNN without loader processes", None, changes={"data.num_workers": 0, "model.args": {"width": 48},
                                                                "train.max_steps": 40, "train.log_every": 2}),
-    Case("sound: CNN on 2 ranks", None, ranks=2,
+    Case("healthy: CNN on 2 ranks", None, ranks=2,
          changes={"data.num_workers": 0, "model.args": {"width": 48}, "train.max_steps": 40, "train.log_every": 2}),
-    Case("sound: with validation, checkpoints and logs", None,
+    Case("healthy: with validation, checkpoints and logs", None,
          changes={"train.evaluate_every": 2, "checkpoint.every_steps": 50, "train.max_steps": 192}),
-    Case("sound: ResNet-18", None,
+    Case("healthy: ResNet-18", None,
          changes={"model.name": "resnet18", "model.args": None, "train.max_steps": 30, "train.log_every": 2}),
 )  # fmt: skip
 
@@ -285,17 +285,17 @@ def main(words: Sequence[str] | None = None) -> None:
 def write(rows: list[list[str]], right: Mapping[bool, int]) -> None:
     planted = sum(case.expected is not None for case in CASES)
     after = [row[1] for row in rows if row[2].startswith("other load, then") and row[3] == "right"]
-    sound = after.count("not slow")
+    healthy = after.count("not slow")
     text = f"""{time.strftime("%Y-%m-%d")}: right in **{right[False]} of {planted}** planted causes and
-**{right[True]} of {len(CASES) - planted}** sound runs. In {len(after) - sound} of the former and {sound} of the latter,
-the first answer was "other load", which was the truth, and the answer after it was judged (see below).
+**{right[True]} of {len(CASES) - planted}** healthy runs. In {len(after) - healthy} of the former and {healthy} of the
+latter, the first answer was "other load", which was true, so the second answer was judged (see below).
 
 {machine.table(["planted", "expected", "named", "", "other programs", "answer"], rows)}
 
 Each is a training run of a few seconds, with the cause planted by `benchmarks/explain_plants.py` or by a setting.
 "Other programs" is the share of the cores that programs outside this benchmark used, from /proc/stat. Above 10 %,
-"other load" is a second, real cause: it may be named first, and the answer after it is judged. A sound run is then
-right if no other cause is named."""
+"other load" is a second, real cause: if it is named first, the second answer is judged. A healthy run is then right if
+no other cause is named."""
     machine.write("explain", "Causes found by harness explain", text)
 
 

@@ -236,17 +236,17 @@ def main() -> None:
                 print(table[-len(result.times) :], flush=True)
                 of_training |= {kind: result} if recipe == "train" else {}
     text = f"{'; '.join(sizes)}. {options.rounds} rounds; ratio: speed relative to PIL's in the same round, median and "
-    text += f"quartiles. Seconds on a core are counted. Load average at the start: {load:.1f}."
+    text += f"quartiles. Times are processor times. Load average at the start: {load:.1f}."
     text += "" if find_spec("timm") else " timm was not installed."
     text += "" if torch.cuda.is_available() else " Without a GPU, nvJPEG was not measured."
     header = ["images", "images/s/core", "ratio", "quartiles", "goal", "reached"]
     parts = [text, machine.table(header, table)]
     if of_training:
-        parts += [f"## Cores that feed one GPU\n\n1,200 and 2,470 images/s are those of {SOURCE}; the others are "
-                  "assumptions. Training recipe; the cores must be as fast as those of this machine.",
+        parts += [f"## Cores that feed one GPU\n\n1,200 and 2,470 images/s are the speeds of {SOURCE}; the others are "
+                  "assumptions. Images are read as in training, by cores as fast as those of this machine.",
                   cores(of_training)]  # fmt: skip
     if options.only == [""]:
-        machine.write("images", "Images per second and core", "\n\n".join(parts))
+        machine.write("images", "Images per second per core", "\n\n".join(parts))
     else:
         print("\n\n".join(parts))
 

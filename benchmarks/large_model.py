@@ -120,7 +120,7 @@ def checkpoint_stall(num_saves: int) -> str:
     sync, behind_row = rows
     usual = [statistics.median(row[1][1:]) for row in rows]
     table = machine.table(
-        ["checkpoint", "first save, s", "later saves, s", "a step, s", "a step during the write, s"],
+        ["checkpoint", "first save, s", "later saves, s", "step, s", "step during the write, s"],
         [[("async_save" if row[0] else "synchronous"), f"{row[1][0]:.2f}", f"{later:.2f}", f"{row[2]:.2f}",
           f"{statistics.median(row[3]):.2f}" if row[3] else "-"] for row, later in zip(rows, usual, strict=True)],
     )  # fmt: skip
@@ -131,10 +131,12 @@ def checkpoint_stall(num_saves: int) -> str:
     )
     return (
         f"## The stall of a checkpoint\n\n{count / 1e6:.0f} million parameters with AdamW, a checkpoint of "
-        f"{sync[4] / 2**30:.2f} GiB. The time of a save is how long the training loop waits; the median of "
-        f"{num_saves - 1} saves after the first, which allocates the memory of the copy.\n\n{table}\n\n{goal}\n\n"
-        f"With `checkpoint.async_save`, the loop waits {share:.1%} of a synchronous save (the "
-        f"first time {behind_row[1][0] / usual[0]:.0%}). That is the copy, and the check that all weights are finite."
+        f"{sync[4] / 2**30:.2f} GiB. The time of a save is how long the training loop waits. "
+        f"Later saves: the median of {num_saves - 1}; the first save also allocates memory for the copy.\n\n"
+        f"{table}\n\n{goal}\n\n"
+        f"With `checkpoint.async_save`, the loop waits for {share:.1%} of the time of a synchronous save "
+        f"({behind_row[1][0] / usual[0]:.0%} the first time), for the copy and for the check that all weights are "
+        "finite."
     )
 
 
@@ -165,7 +167,7 @@ def activations() -> str:
     assert torch.equal(*losses)
     header = ["model.activation_checkpointing", "kept for the backward pass, MiB", "forward and backward, s"]
     return (
-        "## Activation checkpointing\n\n8 layers of width 128, 16 images of 64 patches, one thread, the fastest of 5 "
+        "## Activation checkpointing\n\n8 layers of width 128, 16 images of 64 patches, one thread; the fastest of 5 "
         f"steps. The losses are equal bit for bit.\n\n{machine.table(header, rows)}"
     )
 

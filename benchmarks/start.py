@@ -163,7 +163,7 @@ def measure(
     given += [f"task.root={folder}/data", f"data.cache_dir={folder}/cache"]
     words = ["-c", config, *given, f"output={folder}/runs", "checkpoint.resume=never"]
     runs = {"train": (["train", *words], 1)}
-    runs |= {f"launch, {n} ranks": (["launch", "--nproc", str(n), *words], n) for n in (1, 2, 8)}
+    runs |= {f"launch, {n} rank{'s' * (n > 1)}": (["launch", "--nproc", str(n), *words], n) for n in (1, 2, 8)}
     light = {"check, with a typo": ["check", *words, "trian.epochs=1"]}
     light |= {"launch, with a typo": ["launch", *words, "trian.epochs=1"]}
     light |= {"launch --help": ["launch", "--help"], "launch --dry-run": ["launch", *words, "--dry-run"]}
@@ -214,9 +214,10 @@ def write(
     for phase in IMPORTS:
         medians = [statistics.median(each.get(phase, 0.0) for each in rounds) for rounds in phases.values()]
         parts.append([phase, *(f"{1000 * seconds:.0f}" for seconds in medians)])
-    text = f"""From the command to the end of the first step of `{arguments.config}`, of the slowest rank, and commands
-that end before torch is needed. {arguments.rounds} rounds, each command a new process, one thread per rank; medians and
-quartiles. The load average was {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: under load, compare processor times.
+    text = f"""Time from the command to the end of the slowest rank's first step, for `{arguments.config}`, and time of
+commands that end before torch is needed. {arguments.rounds} rounds, a new process per command, one thread per rank;
+medians and quartiles. The load average was {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: under load, compare
+processor times.
 
 {machine.table(HEADER, rows)}
 

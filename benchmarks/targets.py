@@ -61,10 +61,10 @@ def main() -> None:
             numbers = [f"{value:.4f}" for value in (statistics.mean(values), min(values), max(values))]
             rows.append([f"`configs/{config}.yaml`", metric, *numbers, constant.get(metric, "")])
     header = ["configuration", "metric", "mean", "lowest", "highest", "a constant prediction"]
-    text = f"""The three configurations of [targets.md](../../docs/targets.md) as they are, {len(SEEDS)} seeds each,
-on one process: which digits are on a canvas (3,000 canvases to train on, 600 for validation), the angle of a rotated
-digit in degrees (3,000 and 600), and the category of a character by its name (11,110 and 1,661). The numbers are those
-of the last epoch.
+    text = f"""Each of the three configurations of [targets.md](../../docs/targets.md) was trained unchanged on one
+process with {len(SEEDS)} seeds. They predict which digits are on a canvas (3,000 canvases for training, 600 for
+validation), the angle of a rotated digit in degrees (3,000 and 600), and the category of a character from its name
+(11,110 and 1,661). The numbers are from the last epoch.
 
 {machine.table(header, rows)}"""
     machine.write("targets", "Labels, numbers and texts", text)

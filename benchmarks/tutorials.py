@@ -40,8 +40,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 def resumed(runs: dict[str, dict[str, Any]]) -> str:
     """A sentence about runs that were resumed."""
-    several = [f"`{name}` in {len(run['starts'])} starts" for name, run in runs.items() if len(run["starts"]) > 1]
-    return f"Trained without interruption, except {', '.join(several)}." if several else "None was interrupted."
+    several = [f"`{name}` ({len(run['starts'])} starts)" for name, run in runs.items() if len(run["starts"]) > 1]
+    return f"None was interrupted, except {', '.join(several)}." if several else "None was interrupted."
 
 
 def duration(run: dict[str, Any]) -> str:
@@ -170,8 +170,8 @@ Accuracies and losses count each validation row once.
 The data are 13,992 different names. One in ten is used for validation, split by name, so that no name is in both parts.
 Nats per character, the deciding metric, counts each character of a validation name and its end once. Nats per window
 position follows the tutorial and averages over all eight positions of each window, blanks included. Whole names have no
-blanks to predict, so that column only compares models of windows. All numbers are of the best epoch, whose weights are
-kept.
+blanks to predict, so that column only compares models of windows. All numbers are from the best epoch, whose weights
+are kept.
 
 {names_table(runs)}
 

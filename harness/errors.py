@@ -48,6 +48,11 @@ def first_line(error: BaseException, otherwise: str | None = None) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__ if otherwise is None else otherwise)
 
 
+def plural(amount: int, noun: str) -> str:
+    """ "1 rank", "2 ranks", "2 processes"."""
+    return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 _REMEDIES = {
     errno.ENOSPC: "free some space there (df -h shows the disk, df -i the number of files)",
     errno.EDQUOT: "your disk quota is used up (quota -s shows it): remove some of your files there, or ask for more",

@@ -17,9 +17,9 @@ A chain is one configuration that is killed up to six times and then finished. I
 run, bit for bit, by `harness.compare.exactness` and by digests that share no code with it: weights, optimizer, loss
 scale, moving average, random streams, position, log, summary, predictions. A stray file is any file that the
 uninterrupted run does not leave. An end is the time from the signal until the last process has exited, including loader
-workers; 30 s are allowed.
-Operations are counted in the rank that is hit; a write that is hit is torn. Ranks of the engine `bare` are forked from
-a process that has imported torch, and find their place in the environment (RANK, WORLD_SIZE)."""
+workers; 30 s are allowed. The operation is the one that the kill interrupts; an interrupted write stays incomplete.
+Ranks of the engine `bare` are forked from a process that has imported torch, and read RANK and WORLD_SIZE from the
+environment."""
 
 
 def text(results: Sequence[dict[str, Any]], seed: int, commit: str, date: str, wall_s: float) -> str:

@@ -107,7 +107,7 @@ def chain(seed: int, number: int) -> Chain:
     traits = {
         "level": level, "strategy": kind, "ranks": str(world_size), "engine": engine, "shard rule": shard,
         "task": name, "run folder": "URL" if at_url else "local",
-        "checkpoint every": f"{every} steps" if every else "epoch",
+        "checkpoint interval": f"{every} step{'s' * (every > 1)}" if every else "epoch",
         "schedule": schedule["name"],
         "option": ",".join(option for option, on in options.items() if on) or "none",
     }  # fmt: skip

@@ -84,11 +84,11 @@ def page(rows: Sequence[Row], commit: str) -> str:
         [
             f"**{equal} of {len(rows)} cells are bitwise equal**; {len(rows) - equal - len(wrong)} differ on purpose. "
             f"NVIDIA/apex at {commit}, {datetime.date.today()}, `make oracle APEX_CHECKOUT=DIR`.",
-            "Each cell is a small script, run twice on the CPU with the same kernels of torch: once with the original "
-            "`apex`, for which CPU tensors pass for CUDA tensors, and once with `harness.apex`. Compared are losses, "
-            "weights, saved weights, masters, gradients, optimizer state and amp state. The original runs as after "
-            "`pip install` without its extensions, and its cast cache is adapted to torch 1.10 and later; in the cells "
-            "of fused optimizers and unscaling kernels, `harness.apex.amp_C` stands in for its CUDA kernels.",
+            "Each cell is a small script, run twice on the CPU with the same torch kernels: once with the original "
+            "`apex`, to which CPU tensors look like CUDA tensors, and once with `harness.apex`. The comparison "
+            "covers losses, weights, saved weights, masters, gradients, optimizer state and amp state. The original "
+            "runs without its compiled extensions, and its cast cache is adapted to torch 1.10 and later. In the "
+            "cells of fused optimizers and unscaling kernels, `harness.apex.amp_C` replaces its CUDA kernels.",
             machine.table(["cells", "bitwise equal", "of"], families),
             "## Deliberate differences",
             "[docs/apex.md](../../docs/apex.md#compared-with-nvidias-apex) explains the reasons.",

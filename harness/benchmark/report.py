@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from harness.errors import plural
 from harness.runs.files import write_atomically
 
 Figures = dict[str, Any]  # of one case in one round, see harness.benchmark.case.measure
@@ -113,9 +114,9 @@ def page(bench: Bench) -> str:
     lines = [
         f"# Strategies: {bench.config} ({bench.model}, {bench.level})",
         "",
-        f"Machine: {machine()}. {bench.threads} thread(s) per process. Each case ran in fresh processes, in {rounds} "
-        f"round(s) over all cases. Times are of the fastest tenth of {bench.steps} steps, on the slowest rank, in the "
-        "best round. Reading data is not measured.",
+        f"Machine: {machine()}. {plural(bench.threads, 'thread')} per process. Each case ran in fresh processes, in "
+        f"{plural(rounds, 'round')} over all cases. Times are of the fastest tenth of {bench.steps} steps, on the "
+        "slowest rank, in the best round. Reading data is not measured.",
         *_warning(bench),
         "",
         "## Training",
@@ -147,7 +148,7 @@ def _warning(bench: Bench) -> Iterator[str]:
     if share > 0.1:
         yield ""
         yield (
-            f"**The machine was busy**: the median round of {worst['name']} on {worst['processes']} process(es) "
+            f"**The machine was busy**: the median round of {worst['name']} on {plural(worst['processes'], 'process')} "
             f"was {share:.0%} slower than its best. Smaller differences are not meaningful."
         )
 
@@ -210,9 +211,10 @@ def diagnosis(bench: Bench) -> list[str]:
             found.append(f"{text} No part of the difference exceeds the noise between rounds.")
             continue
         shares = "; ".join(f"{took * 1e3:.1f} ms: {_CAUSES[name]}" for took, name in above[:2])
+        parts_are = "parts of the difference are" if len(above) > 1 else "part of the difference is"
         unknown = step - ideal - sum(took for took, _ in above[:2])
         rest = "; the rest is within the noise between rounds" if unknown > (step - ideal) / 4 else ""
-        found.append(f"{text} The largest parts of the difference are {shares}{rest}.")
+        found.append(f"{text} The largest {parts_are} {shares}{rest}.")
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.errors import plural
 from harness.report import formatting
 from harness.report.curves import CurveLine
 from harness.report.history import PHASES
@@ -118,9 +119,7 @@ def confusion(found: Confusion, label: str) -> Chart | None:
         "xaxis": {"title": {"text": "prediction"}, "type": "category", "showgrid": False, "side": "top"},
         "yaxis": {"title": {"text": "label"}, "type": "category", "autorange": "reversed", "showgrid": False},
     }
-    summary = (
-        f"Confusion matrix of {label}: {len(names)} classes, {formatting.plural(sum(map(sum, found.counts)), 'row')}."
-    )
+    summary = f"Confusion matrix of {label}: {len(names)} classes, {plural(sum(map(sum, found.counts)), 'row')}."
     if found.pairs:
         true, predicted, count = found.pairs[0]
         summary += f" The most frequent error: {true} predicted as {predicted} ({count} times)."

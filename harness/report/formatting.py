@@ -63,10 +63,6 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def plural(amount: int, noun: str) -> str:
-    return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
-
-
 def ranks(numbers: str) -> str:
     """ "1 rank", "1, then 2 ranks"."""
     return f"{numbers} rank{'' if numbers == '1' else 's'}"

@@ -18,7 +18,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, plural
 from harness.report import charts, curves, formatting, reproduce, scaling, sections, tables
 from harness.report.charts import Chart
 from harness.report.curves import CurveLine
@@ -86,12 +86,12 @@ def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries])
         "table": tables.all_runs(runs, target),
         "made": time.strftime("%Y-%m-%d"),
         "version": __version__,
-        "source": formatting.plural(len(runs.runs), "run folder"),
+        "source": plural(len(runs.runs), "run folder"),
     }  # fmt: skip
 
 
 def _headline(runs: RunSet) -> str:
-    text = f"{formatting.plural(len(runs.runs), 'run')}: {tables.states(runs.runs)}."
+    text = f"{plural(len(runs.runs), 'run')}: {tables.states(runs.runs)}."
     if runs.best is None:
         return text + " None of them has an evaluation yet."
     better = "higher" if runs.direction == "max" else "lower"
@@ -122,7 +122,7 @@ def _cards(
         spread = f"from {formatting.times(min(tops))} to {formatting.times(max(tops))}"
         several = f"median of {len(tops)} recipes, {spread}"
         cards.append(
-            {"title": f"speed-up on {formatting.plural(most, 'rank')}",
+            {"title": f"speed-up on {plural(most, 'rank')}",
              "figure": formatting.times(statistics.median(tops)),
              "note": several if len(tops) > 1 else "in rows per second, relative to the smallest number of ranks"}
         )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.schedule import SPAN_THE_RUN
+from harness.errors import plural
 from harness.report import formatting
 from harness.report.run_set import ReportedRun, devices
 from harness.runs import layout
@@ -62,7 +63,7 @@ def caveats(run: ReportedRun) -> list[str]:
     elif git.get("changed"):
         found.append("The code had uncommitted changes, so the commit may give different numbers.")
     if len(run.record.provenance) > 1:
-        text = f"The run was resumed from a checkpoint ({formatting.plural(len(run.record.provenance), 'start')})"
+        text = f"The run was resumed from a checkpoint ({plural(len(run.record.provenance), 'start')})"
         changed = len(run.record.world_sizes) > 1
         found.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
     if (schedule := run.settings.get("schedule.name")) in SPAN_THE_RUN:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from harness.config.schema import NOT_THE_RECIPE, flatten
+from harness.errors import plural
 from harness.report import formatting, history
 from harness.report.history import Direction, History
 from harness.runs.reader import Record
@@ -96,9 +97,9 @@ class SeedGroup:
         """ "3 seeds", "2 repeats" of one seed, "2 seeds, 3 runs"."""
         seeds = len({str(run.seed) for run in self.runs})
         if seeds == len(self.runs):
-            return formatting.plural(seeds, "seed")
+            return plural(seeds, "seed")
         runs = len(self.runs)
-        return f"{seeds} seeds, {runs} runs" if seeds > 1 else formatting.plural(runs, "repeat")
+        return f"{seeds} seeds, {runs} runs" if seeds > 1 else plural(runs, "repeat")
 
     @property
     def mean(self) -> float | None:
@@ -177,7 +178,7 @@ def _title(records: Sequence[Record]) -> str:
     names = [record.sweep.name if record.sweep else record.name for record in records]
     shown = list(dict.fromkeys(names))[:3]
     if others := sum(name not in shown for name in names):
-        return f"{', '.join(shown)} and {formatting.plural(others, 'more run')}"
+        return f"{', '.join(shown)} and {plural(others, 'more run')}"
     swept = all(record.sweep for record in records)
     return ", ".join(shown) + (f" ({len(names)} runs)" if len(shown) < len(names) and not swept else "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from harness.errors import plural
 from harness.report import formatting
 from harness.report.charts import MAX_BARS, Chart, Trace, plain, wrapped
 from harness.report.curves import NUM_COLORS, SYMBOLS
@@ -34,7 +35,7 @@ def _time_by_world(title: str, scaling: Sequence[ScalingSeries]) -> Chart:
         ideals = [base.seconds * base.world / point.world if base and base.seconds else None for point in each.points]
         for point, ideal in zip(each.points, ideals, strict=True):
             groups.append(wrapped(each.label))
-            ranks.append(formatting.plural(point.world, "rank"))
+            ranks.append(plural(point.world, "rank"))
             seconds.append(point.seconds)
             rows.append(
                 [each.label, str(point.world), formatting.duration(point.seconds) if point.seconds else "not reached",
@@ -57,7 +58,7 @@ def _time_by_world(title: str, scaling: Sequence[ScalingSeries]) -> Chart:
         "bargap": 0.25,
         "showlegend": True,
     }
-    recipes = formatting.plural(len(scaling), "recipe")
+    recipes = plural(len(scaling), "recipe")
     summary = f"{title}: seconds by number of ranks for {recipes}, with the ideal."
     header = ["recipe", "ranks", "seconds to target", "ideal", "times sooner"]
     narrow, wide = 88 * len(seconds), 170 * len(seconds) + 120
@@ -87,7 +88,7 @@ def _time_by_run(title: str, runs: RunSet, target: Target) -> Chart | None:
         "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
         "yaxis": {"type": "category"},
     }
-    summary = f"{title}: {formatting.plural(len(found), 'run')} reached it, the fastest in {rows[0][1]}."
+    summary = f"{title}: {plural(len(found), 'run')} reached it, the fastest in {rows[0][1]}."
     header = ["run", "seconds", "epoch", "samples"]
     return Chart("time-to-target", title, summary, [bars], layout, header, rows, height=90 + 40 * len(shown))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from harness.errors import plural
 from harness.report import charts, formatting, mistakes, scaling_charts, settings_charts, tables
 from harness.report.charts import Chart
 from harness.report.curves import CurveLine
@@ -54,7 +55,7 @@ def choose(
 def _curves(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list[str]]:
     left_out: list[str] = []
     curves = []
-    amount = formatting.plural(len(lines), "line")
+    amount = plural(len(lines), "line")
     if any(len(line.first.history.validation) for line in lines):
         header, rows = _numbers(lines, "validation", {name: name for name in metrics(runs, lines)})
         summary = f"Validation metrics during training, {amount}; the table below has the numbers."
@@ -112,7 +113,7 @@ def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
     hidden = len(runs.runs) - sum(len(line.group.runs) for line in lines)
     if not hidden or not lines:
         return ""
-    others = f"{formatting.plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
+    others = f"{plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
     return f"Only the best {len(lines)} lines are drawn; {others} in the table of all runs."
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.errors import plural
 from harness.report import formatting
 from harness.report.charts import MAX_BARS, Chart, Trace, plain
 from harness.report.run_set import ReportedRun, RunSet, describe
@@ -46,7 +47,7 @@ def heat_maps(runs: RunSet) -> list[Chart]:
     maps: dict[tuple[str, ...], _Map] = {}
     for run in sorted(runs.runs, key=lambda run: run.world or 0):
         if run.world and run.best is not None and run.batch and run.lr:
-            parts = [describe(run.settings, others)] + ([formatting.plural(run.world, "rank")] if several else [])
+            parts = [describe(run.settings, others)] + ([plural(run.world, "rank")] if several else [])
             key = (str(run.world), *(str(run.settings.get(other)) for other in others))
             found = maps.setdefault(key, _Map(" · ".join(filter(None, parts)), {}))
             found.cells.setdefault((run.batch, run.lr), []).append(run.best)
@@ -126,6 +127,6 @@ def _slice(runs: RunSet, key: str, known: Sequence[ReportedRun]) -> Chart:
     }
     title = f"{formatting.metric(runs.metric)} by {formatting.key(key)}"
     rows = [[run.label, formatting.setting(run.settings[key]), formatting.number(run.best)] for run in known[:MAX_BARS]]
-    summary = f"{title}: one point for each of {formatting.plural(len(known), 'run')}; the best is at {rows[0][1]}."
+    summary = f"{title}: one point for each of {plural(len(known), 'run')}; the best is at {rows[0][1]}."
     header = ["run", formatting.key(key), formatting.metric(runs.metric)]
     return Chart(f"slice-{key}", title, summary, data, layout, header, rows)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.errors import plural
 from harness.report import formatting, reproduce
 from harness.report.run_set import ReportedRun, RunSet
 from harness.report.scaling import ScalingSeries, Target, reached
@@ -149,7 +150,7 @@ def has_problem(run: ReportedRun) -> bool:
 
 def markdown(runs: RunSet, target: Target | None, scaling: Sequence[ScalingSeries]) -> str:
     """The best run, the commands that reproduce it, and the tables."""
-    lines = [f"## {_cell(runs.title)}", "", f"{formatting.plural(len(runs.runs), 'run')}: {states(runs.runs)}."]
+    lines = [f"## {_cell(runs.title)}", "", f"{plural(len(runs.runs), 'run')}: {states(runs.runs)}."]
     if best := runs.best:
         metric = formatting.metric(runs.metric)
         figure = formatting.number(best.best, formatting.BEST_DIGITS)

@@ -49,7 +49,7 @@ class Arithmetic:
     operations: int | None = None  # of torch in a forward pass, each of which the host starts
 
     def rates(self, rows_per_s: float, world_size: int) -> dict[str, float]:
-        """``tflops``: 10^12 FLOP/s over all ranks; ``mfu``: the share of the devices' peak, model FLOPs utilisation."""
+        """``tflops``: 10^12 FLOP/s over all ranks; ``mfu``: the share of the devices' peak, model FLOPs utilization."""
         if self.per_row is None:
             return {}
         rate = self.per_row * rows_per_s
