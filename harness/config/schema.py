@@ -54,8 +54,8 @@ class DataSection(Section):
     or drop them.
     """
     cache_dir: LocalPlace | None = None
-    """Folder for converted annotation tables and copies of images behind URLs, ideally on a local disk of the node;
-    null: the user's cache folder.
+    """Folder for converted annotation tables and copies of images behind URLs, on a local disk of the node or shared
+    between nodes; null: the user's cache folder.
     """
 
 

@@ -20,9 +20,10 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def temporary_for(path: Path) -> Path:
-    """The name under which ``path`` is written until it is complete. Readers of a folder skip ``*.tmp``."""
-    return path.with_name(path.name + ".tmp")
+def temporary_for(path: Path, mark: str = "") -> Path:
+    """The name under which ``path`` is written until it is complete. Readers of a folder skip ``*.tmp``. A ``mark``
+    tells apart writers of the same file that no lock excludes."""
+    return path.with_name(f"{path.name}{mark and '.'}{mark}.tmp")
 
 
 def commit(temporary: Path, path: Path) -> None:
@@ -37,12 +38,12 @@ def commit(temporary: Path, path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mark: str = "") -> Iterator[Path]:
     """Yield a temporary path to write to; at the end of the block it replaces ``path``. An error removes it.
 
     The new file has the permissions that the umask gives, even if the writer is a library that creates private files.
     """
-    temporary = temporary_for(path)
+    temporary = temporary_for(path, mark)
     try:
         temporary.unlink(missing_ok=True)  # in the folder of someone else, it may be a link to a file of this user
         with open(temporary, "xb"):
@@ -57,9 +58,9 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, mark: str = "") -> None:
     """Replace ``path`` by a file with ``content`` (text as UTF-8)."""
-    with replacing(path) as temporary:
+    with replacing(path, mark) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from harness.runs.storage import Progress, no_progress
 # Protocols with real folders, which must be created, and where a file is visible before it is complete. Object stores
 # have neither, and some take "make this folder" for "make this bucket".
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "dbfs"}
+_SETTLED_S = 1.0  # after which a file that another process began to write at the same time is there, too
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
@@ -67,6 +69,13 @@ class UrlStore:
 
     def write(self, name: str, text: str) -> None:
         self._place(name, lambda path: self._fs.pipe_file(path, text.encode()))
+
+    def create(self, name: str, text: str) -> bool:
+        if self.read(name):
+            return False
+        self.write(name, text)
+        time.sleep(_SETTLED_S)  # stores have no exclusive writes: the last of several writers wins
+        return self.read(name) == text
 
     def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

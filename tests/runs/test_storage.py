@@ -11,6 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.errors import ConfigError
+from harness.runs import url_store
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore
 
@@ -26,7 +27,8 @@ def store(request, tmp_path):
         memory.rm("/bucket", recursive=True)
 
 
-def test_files_of_a_store(store, tmp_path):
+def test_files_of_a_store(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(url_store, "_SETTLED_S", 0.01)
     assert store.files() == {}
     assert store.read("a/b") == ""
     store.write("a/b", "text")
@@ -49,6 +51,8 @@ def test_files_of_a_store(store, tmp_path):
         with pytest.raises(FileNotFoundError):
             missing()
     assert not (tmp_path / "x").exists()
+    assert [store.create("d/e", "mine"), store.create("d/e", "yours")] == [True, False]
+    assert store.read("d/e") == "mine"
     assert not list(tmp_path.rglob("*.tmp"))
 
 

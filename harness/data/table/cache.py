@@ -1,6 +1,7 @@
 """The cache of converted tables: one folder per source, with a lock and a manifest per complete conversion.
 
-    CACHE/tables/NAME-HASH/lock           held by the process that converts
+    CACHE/tables/NAME-HASH/lock           locked by the process that converts, as far as the file system allows
+    CACHE/tables/NAME-HASH/converting     the lease of that process, for machines that do not see the lock
     CACHE/tables/NAME-HASH/KEY.arrow      text columns, Arrow IPC in record batches of equal length
     CACHE/tables/NAME-HASH/KEY.codes      labels in row order: codes as little-endian int32, or numbers as float64
     CACHE/tables/NAME-HASH/KEY.offsets    if rows have several labels: the first code of each row, and the end, as int64
@@ -9,6 +10,9 @@
 
 The cache may be deleted at any time: open tables stay open, anything else is converted again. Converting a new version
 of a source deletes the old ones. The last version of a source that is never opened again stays.
+
+Machines may share the cache. Temporary names differ, so that two processes that convert at the same time, because one
+took the lease of the other, do no harm: both write the same.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import hashlib
 import json
 import os
 import re
+import socket
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,9 +36,12 @@ from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source
 from harness.errors import DataError, reason, remedy
 from harness.runs.files import default_cache_dir, parse_json, write_atomically
+from harness.runs.lease import Lease
+from harness.runs.storage import LocalStore
 
 FORMAT = 3  # increase it when the layout or the meaning of anything in the cache changes
-LOCK_NAME = "lock"
+LOCK_NAME, LEASE_NAME = "lock", "converting"
+_UNUSED_S = 86400.0  # after which a version that another machine converted is deleted, if another one has replaced it
 try:
     import fcntl
 except ImportError:  # Windows, where a mapped file cannot be deleted anyway
@@ -98,21 +107,25 @@ class CacheEntry:
         except OSError:
             return None
 
-    def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, which makes the entry complete."""
-        write_atomically(self.manifest, json.dumps(manifest | {"format": FORMAT}, ensure_ascii=False))
+    def publish(self, manifest: dict[str, Any], mark: str) -> None:
+        """Write the manifest, which makes the entry complete. ``mark``: of the temporary names of this conversion."""
+        content = manifest | {"format": FORMAT, "host": socket.gethostname()}
+        write_atomically(self.manifest, json.dumps(content, ensure_ascii=False), mark)
 
     def sweep(self, source: Source) -> None:
         """Delete the files of crashed conversions and of older versions of the source. The caller holds the lock.
 
-        An older version that a process of this node has open stays, because its loader workers may still map it.
+        An older version that a process has open stays, because its loader workers may still map it. So does a recent
+        one of another machine, where locks may not show that, and whose own copy of the source it may be.
         """
-        keep = {LOCK_NAME, self.download(source).name}
+        keep = {LOCK_NAME, LEASE_NAME, self.download(source).name}
         for path in self.folder.glob("*.json"):
             other = CacheEntry(self.folder, path.name.split(".")[0])
             if path != other.manifest or other.key == self.key:
                 continue
-            if (read_json(path) or {}).get("version") == list(source.version) or _is_held(other.arrow):
+            facts = read_json(path) or {}
+            is_current = facts.get("version") == list(source.version) or _is_of_other(facts, path)
+            if is_current or _is_held(other.arrow):
                 keep |= {p.name for p in (other.manifest, other.arrow, other.codes, other.offsets)}
         for path in self.folder.iterdir():
             if path.name not in keep:
@@ -144,16 +157,22 @@ class CacheEntry:
                 hint=remedy(error, f"or {_HINT}"),
             ) from error
 
-    def try_lock(self) -> filelock.BaseFileLock | None:
-        """Lock this source; None if another process holds the lock. The system frees it when its holder dies."""
-        with self.writing():
+    def lease(self) -> Lease:
+        """The right to convert this source, for ``try_lock``."""
+        return Lease(LocalStore(self.folder), LEASE_NAME)
+
+    def try_lock(self, lease: Lease) -> contextlib.ExitStack | None:
+        """Let this process alone convert this source until the result is closed; None if another one converts."""
+        with self.writing(), contextlib.ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(self.folder / LOCK_NAME)
-            try:
+            with contextlib.suppress(filelock.Timeout):
                 lock.acquire(timeout=0)
-            except filelock.Timeout:
+                stack.callback(lock.release)
+            if not lease.acquire(alone=lock.is_locked):
                 return None
-            return lock
+            stack.callback(lease.release)
+            return stack.pop_all()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -163,6 +182,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _is_of_other(facts: dict[str, Any], manifest: Path) -> bool:
+    """True for a version that another machine converted a short time ago."""
+    with contextlib.suppress(OSError):
+        age_s = time.time() - manifest.stat().st_mtime
+        return facts.get("host") != socket.gethostname() and age_s < _UNUSED_S
+    return False
 
 
 def _is_held(path: Path) -> bool:

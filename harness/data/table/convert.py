@@ -1,7 +1,7 @@
 """Convert a CSV or Parquet file into the files that table.py maps, as a stream with constant memory.
 
-One process per node converts, guarded by a file lock; the others wait. They get its table or its DataError. If it dies,
-the system frees the lock and another process converts.
+Of all processes that share a cache folder, also on several machines, one converts (``CacheEntry.try_lock``); the others
+wait. They get its table or its DataError. If it dies, another process converts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import os
 import secrets
 import shlex
 import time
@@ -26,6 +27,7 @@ from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, download, failures, kind_of, locate, require_root
 from harness.errors import DataError, similar
 from harness.runs.files import is_url, replacing, write_atomically
+from harness.runs.lease import Lease
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,21 +42,21 @@ _READ_AHEAD = 4  # batches
 
 def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first if necessary. Raises DataError."""
-    earlier_failure = read_json(entry.failure)
+    earlier_failure, lease = read_json(entry.failure), entry.lease()
     while (manifest := entry.load()) is None:
-        lock = entry.try_lock()
-        if lock is None:
+        turn = entry.try_lock(lease)
+        if turn is None:
             for _ in range(_POLLS_PER_LOCK):
                 time.sleep(_POLL_S)
-                if entry.manifest.exists():
-                    break
+                with contextlib.suppress(OSError):
+                    # Network file systems cache that a file does not exist; they look again when a folder is listed.
+                    if entry.manifest.name in os.listdir(entry.folder):
+                        break
             continue
-        try:
+        with turn:
             if entry.load() is None:
                 _raise_failure_since(earlier_failure, entry, text)
-                _convert_or_record(source, entry, text, label)
-        finally:
-            lock.release()
+                _convert_or_record(source, entry, text, label, lease)
     return manifest
 
 
@@ -65,7 +67,7 @@ def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text
         raise DataError(failure["message"], where=failure["where"], hint=failure["hint"])
 
 
-def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> None:
+def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None, lease: Lease) -> None:
     entry.sweep(source)
     try:
         path = Path(source.identity)
@@ -75,9 +77,12 @@ def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: Lab
                 download(source, path)
         convert(source, path, entry, text, label)
     except DataError as error:
+        if not lease.is_held():
+            return  # this process was stopped for so long that another one converts, and deleted its files
         failure = {"message": error.message, "where": error.where, "hint": error.hint, "text": list(text)}
         with contextlib.suppress(OSError):  # the disk may be full
-            write_atomically(entry.failure, json.dumps(failure | {"attempt": secrets.token_hex(8)}))
+            attempt = secrets.token_hex(8)
+            write_atomically(entry.failure, json.dumps(failure | {"attempt": attempt}), attempt)
         raise
 
 
@@ -90,19 +95,19 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
     from harness.data.table.writers import TextWriter, label_writer  # late: a converted table needs neither
 
     kind = kind_of(path, source.name)
-    reader = reader_of(kind)
+    reader, mark = reader_of(kind), secrets.token_hex(8)
     columns = require_header(path, source.name, needed_columns(text, label))
     with contextlib.ExitStack() as stack:
         stack.enter_context(entry.writing())
-        arrow = stack.enter_context(replacing(entry.arrow))
+        arrow = stack.enter_context(replacing(entry.arrow, mark))
         # A single label is text already, in the vocabulary. Other labels are kept as they are written, too.
         left_out = label.columns if label and label.kind == "class" else ()
         texts = TextWriter(arrow, [column for column in columns if column not in left_out], source.name)
         stack.enter_context(contextlib.closing(texts))
         labels = None
         if label is not None:
-            codes = stack.enter_context(replacing(entry.codes))
-            offsets = stack.enter_context(replacing(entry.offsets)) if label.kind == "tags" else entry.offsets
+            codes = stack.enter_context(replacing(entry.codes, mark))
+            offsets = stack.enter_context(replacing(entry.offsets, mark)) if label.kind == "tags" else entry.offsets
             labels = label_writer(label, codes, offsets, source.name)
             stack.enter_context(contextlib.closing(labels))
         num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns))
@@ -121,7 +126,7 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
             )
     with entry.writing():
         manifest["bytes"] = entry.sizes()
-        entry.publish(manifest | {"kind": kind, "source": source.identity, "version": source.version})
+        entry.publish(manifest | {"kind": kind, "source": source.identity, "version": source.version}, mark)
 
 
 def reader_of(kind: str) -> Any:

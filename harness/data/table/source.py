@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import secrets
 import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -169,7 +170,7 @@ def download(source: Source, target: Path) -> None:
     import fsspec
 
     url, expected = source.identity, source.version
-    with _asking(url), replacing(target) as temporary:
+    with _asking(url), replacing(target, secrets.token_hex(8)) as temporary:
         filesystem, path = fsspec.core.url_to_fs(url)
         filesystem.get_file(path, str(temporary))
         size = temporary.stat().st_size

@@ -1,4 +1,4 @@
-"""An annotation table: a CSV or Parquet file, converted once per node and then memory-mapped by every process.
+"""An annotation table: a CSV or Parquet file, converted once per cache folder and then memory-mapped by every process.
 
     table = open_table("train.csv", text=["path"], label="label")
     table.strings("path", rows), table.labels(rows), table.vocabulary

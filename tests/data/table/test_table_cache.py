@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,10 +21,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.data.table import convert, csv_reader
+from harness.data.table import cache, convert, csv_reader
 from harness.data.table.cache import CacheEntry
 from harness.data.table.table import open_table
+from harness.distributed.processes import Identity
 from harness.errors import DataError
+from harness.runs import lease
 from harness.runs.files import default_cache_dir
 
 FORK = multiprocessing.get_context("fork")  # children inherit what monkeypatch changed
@@ -34,8 +39,9 @@ def make(path: Path, rows: int = 500) -> Path:
 
 
 def files(folder: Path) -> list[str]:
-    """Suffixes of all files in the cache except the lock."""
-    return sorted(p.name.split(".", 1)[1] for p in folder.rglob("*") if p.is_file() and p.name != "lock")
+    """Suffixes of all files in the cache except locks."""
+    found = [p.name.split(".", 1)[1] for p in folder.rglob("*.*") if p.is_file()]
+    return sorted(re.sub(r"\w{16}\.tmp", "tmp", suffix) for suffix in found)
 
 
 @pytest.fixture
@@ -129,7 +135,7 @@ def test_second_open_converts_nothing(csv, folder, conversions, monkeypatch):
     (csv.parent / "link.csv").symlink_to(csv)
     monkeypatch.chdir(csv.parent)
     digest = open_table(csv, label="label", cache_dir=folder).digest
-    monkeypatch.setattr(CacheEntry, "try_lock", lambda self: pytest.fail("locked"))
+    monkeypatch.setattr(CacheEntry, "try_lock", lambda *arguments: pytest.fail("locked"))
     for name in (csv, str(csv), "a.csv", csv.parent / "link.csv", f"file://{csv}"):
         assert open_table(name, label="label", cache_dir=folder).digest == digest
     assert conversions() == 1
@@ -138,10 +144,10 @@ def test_second_open_converts_nothing(csv, folder, conversions, monkeypatch):
 def test_conversion_between_the_check_and_the_lock(csv, folder, conversions, monkeypatch):
     real = CacheEntry.try_lock
 
-    def late(entry):
+    def late(*arguments):
         monkeypatch.setattr(CacheEntry, "try_lock", real)
         open_table(csv, label="label", cache_dir=folder)
-        return real(entry)
+        return real(*arguments)
 
     monkeypatch.setattr(CacheEntry, "try_lock", late)
     open_table(csv, label="label", cache_dir=folder)
@@ -266,6 +272,101 @@ def test_killed_converter_is_replaced_and_its_files_are_deleted(csv, folder):
     assert rows == 500
     assert files(folder) == COMPLETE
     victim.join(10), heir.join(10)
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """A function that makes a process one of another machine, which sees the same files but no locks of this one.
+
+    A lease that is not renewed for a second counts as one of a dead process.
+    """
+    monkeypatch.setattr(lease, "SILENT_S", 1.0)
+    monkeypatch.setattr(lease, "RENEWED_S", 0.1)
+
+    def move_to(name: str) -> None:
+        monkeypatch.setattr(cache, "LOCK_NAME", f"lock-{name}")
+        monkeypatch.setattr(socket, "gethostname", lambda: name)
+        here = dataclasses.replace(Identity.of_this_process(), place=name)
+        monkeypatch.setattr(Identity, "of_this_process", classmethod(lambda cls: here))
+
+    return move_to
+
+
+def test_machines_that_share_a_cache_convert_once(csv, folder, conversions, machines):
+    started = FORK.Value("i")
+
+    def opened():
+        with started.get_lock():
+            started.value += 1
+            machines(f"node-{started.value % 3}")  # two processes each
+        return open_and_report(csv, folder)
+
+    found = in_processes(6, opened)
+    assert conversions() == 1
+    assert set(found) == {(500, found[0][1])}
+    assert files(folder) == COMPLETE
+    assert not list(folder.rglob("converting"))
+
+
+def test_killed_converter_of_another_machine_is_replaced(csv, folder, machines):
+    def elsewhere():
+        machines("node-1")
+        _convert_forever(csv, folder)
+
+    victim, waiting = FORK.Process(target=elsewhere), FORK.Queue()
+    victim.start()
+    _until(lambda: files(folder) == ["arrow.tmp", "codes.tmp"])
+    heirs = [
+        FORK.Process(target=_child, args=(waiting, FORK.Barrier(1), open_and_report, (csv, folder))) for _ in range(2)
+    ]
+    for heir in heirs:
+        heir.start()
+    time.sleep(2.0)  # longer than a dead process is waited for
+    assert waiting.empty()
+    os.kill(victim.pid, signal.SIGKILL)
+    assert [waiting.get(timeout=20)[0] for _ in heirs] == [500, 500]
+    assert files(folder) == COMPLETE
+    for process in (victim, *heirs):
+        process.join(10)
+
+
+def test_stopped_converter_is_replaced_and_gets_the_table_of_the_other(csv, folder, machines, monkeypatch):
+    """As a frozen container, or a machine whose network hangs. The lock of the same machine stays locked meanwhile."""
+    stopped, real = FORK.Event(), convert.convert
+
+    def stops(*arguments):
+        monkeypatch.setattr(convert, "_write_rows", lambda *rows: (stopped.set(), time.sleep(1.0), written(*rows))[-1])
+        return real(*arguments)
+
+    written, results = convert._write_rows, FORK.Queue()
+    monkeypatch.setattr(convert, "convert", stops)
+    victim = FORK.Process(target=_child, args=(results, FORK.Barrier(1), open_and_report, (csv, folder)))
+    victim.start()
+    monkeypatch.setattr(convert, "convert", real)
+    assert stopped.wait(20)
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        digest = open_table(csv, label="label", cache_dir=folder).digest
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)
+    assert results.get(timeout=20) == (500, digest)
+    victim.join(10)
+    assert files(folder) == COMPLETE
+
+
+def test_versions_of_other_machines_are_kept(csv, folder, conversions, machines):
+    """Each machine may have its own copy of a file under the same path: they must not delete each other's tables."""
+    open_table(csv, label="label", cache_dir=folder)
+    machines("node-1")
+    make(csv, 600)
+    open_table(csv, label="label", cache_dir=folder)
+    assert files(folder) == sorted(COMPLETE * 2)
+    for path in folder.rglob("*.json"):
+        os.utime(path, (1, 1))
+    make(csv, 700)
+    gc.collect()
+    open_table(csv, label="label", cache_dir=folder)
+    assert files(folder) == COMPLETE
 
 
 def _until(condition) -> None:
