@@ -17,7 +17,7 @@ from harness.compare.kill_plan import Progress
 from harness.compare.starts import Starts
 from harness.config import loader
 from harness.config.schema import Config
-from harness.errors import ConfigError
+from harness.errors import ConfigError, plural
 from harness.runs import layout
 from harness.runs.files import is_url
 from harness.runs.probe_plan import Kill, ProbePlan
@@ -67,7 +67,7 @@ def _folder(wanted: Path | None) -> Path:
 
 
 def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Path) -> bool:
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    ranks = f"{plural(world_size, 'rank')}"
     _print(f"{request.path} on {ranks}, engine {config.launch.engine}: one uninterrupted run, then the same run killed "
          f"{request.kills} times (seed {request.seed})")  # fmt: skip
     length = starts.examine(request.path, request.overrides, world_size)
@@ -83,7 +83,7 @@ def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Pat
     runs.limit(first.wall_s)
     _print(f"uninterrupted: {done}, in {first.wall_s:.1f} s")
     startup_s = max(0.0, first.wall_s - done.wall_s)  # including the exit
-    _print(f"about {_minutes((request.kills + 1) * startup_s + 1.5 * done.wall_s)} more")
+    _print(f"about {_minutes((request.kills + 1) * startup_s + 1.5 * done.wall_s)} remaining")
     chance = random.Random(request.seed)
     kills = kill_plan.choose(done, request.kills, world_size, startup_s, is_url(config.output), chance)
     num_kills = _killed(runs, kills, world_size)
@@ -94,7 +94,7 @@ def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Pat
             return False
         compared = f"{len(done.checkpoints)} checkpoints, {done.lines} log lines, summary, best weights"
         compared += ", predictions" if done.predicts else ""
-        times = f"{num_kills} time{'s' if num_kills > 1 else ''}"
+        times = f"{plural(num_kills, 'time')}"
         _print(f"exact: killed {times}, the run equals the uninterrupted one bit for bit ({compared})")
         return True
     _report(runs, found, done)

@@ -81,7 +81,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     if (schedule.name == "step") != bool(schedule.milestones):
         yield Conflict(
             ("schedule.name", "schedule.milestones"),
-            f"schedule {schedule.name} with milestones {list(schedule.milestones)}",
+            f"schedule {schedule.name} cannot have milestones {list(schedule.milestones)}",
             "use both or neither: schedule.name=step with milestones, such as schedule.milestones=[30,60]",
         )
     if list(schedule.milestones) != sorted(set(schedule.milestones)):
@@ -90,18 +90,18 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     if (schedule.name == "cosine_restarts") != (schedule.cycle_epochs is not None):
         yield Conflict(
             ("schedule.name", "schedule.cycle_epochs"),
-            f"schedule {schedule.name} with cycle_epochs {schedule.cycle_epochs}",
-            "use both or neither: schedule.name=cosine_restarts with the epochs of a period, such as "
+            f"schedule {schedule.name} cannot have cycle_epochs {schedule.cycle_epochs}",
+            "use both or neither: schedule.name=cosine_restarts with the length of a period, such as "
             "schedule.cycle_epochs=10",
         )
     warmups = [f"schedule.{key}" for key in ("warmup_epochs", "warmup_steps") if getattr(schedule, key)]
     if len(warmups) == 2:
-        yield Conflict(tuple(warmups), "both are set, but there is one warm-up", "set one of them to 0")
+        yield Conflict(tuple(warmups), "both are set, but there is only one warm-up", "set one of them to 0")
     elif warmups and schedule.name == "one_cycle":
         yield Conflict(
             (warmups[0], "schedule.name"),
             "one_cycle has a warm-up of its own",
-            "set this one to 0, and use schedule.pct_start, its share of all updates",
+            "set this one to 0, and use schedule.pct_start, the share of all updates that it takes",
         )
     if schedule.name == "one_cycle" and schedule.cycle_momentum:
         yield from _cycled_momentum(config)

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field
 from harness.config.base import Arguments, LocalPlace, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.launch import LaunchSection
 from harness.config.schedule import ScheduleSection
+from harness.errors import plural
 
 if TYPE_CHECKING:
     from harness.errors import HarnessError
@@ -105,7 +106,7 @@ class BatchSection(Section):
         down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
         split = f" with {self.accumulate} micro-batches each" if self.accumulate > 1 else ""
         return (
-            f"{self.global_} rows cannot be divided among {world_size} ranks{split}",
+            f"{self.global_} rows cannot be divided among {plural(world_size, 'rank')}{split}",
             f"use {f'batch.global={down} or ' if down else ''}batch.global={up}",
         )
 

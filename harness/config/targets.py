@@ -227,7 +227,7 @@ def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
     """(key, contradiction, what to type instead) of settings that do not fit the kind of the labels."""
     kind, loss = task.label_kind, task.loss_name
     if isinstance(task, TableTask) and task.labels.column is not None and task.label_column != "label":
-        yield "task.label_column", "label_column and labels.column both name the column", "remove task.label_column"
+        yield "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"
     suitable = {name: options for name, (kinds, options) in LOSSES.items() if kind in kinds}
     own = "or package.module.Class of your own"
     if "." in loss:
@@ -254,7 +254,7 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
         if "." in each.name:
             if each.better is None:
                 hint = f"write {{name: {each.name}, better: max}} (or min)"
-                yield "task.metrics", f"whether a higher {each.shown} is better is not known", hint
+                yield "task.metrics", f"it is not known whether a higher {each.shown} is better", hint
             if each.shown in METRICS:
                 yield (
                     "task.metrics",
@@ -269,7 +269,11 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
         elif each.args or each.key or each.better not in (None, metric(each.name)[1]):
             yield "task.metrics", f"{each.name} is built in and takes no settings", f"write its name: {each.name}"
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        yield "task.metrics", f"{twice[0]} is there twice", "remove one, or give it another key: {name: ..., key: NAME}"
+        yield (
+            "task.metrics",
+            f"{twice[0]} is listed twice",
+            "remove one, or give it another key: {name: ..., key: NAME}",
+        )
 
 
 def _near(name: str, suitable: Sequence[str] | Mapping[str, Any]) -> str:

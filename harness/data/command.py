@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.errors import EXIT_DONE, ConfigError
 
 VERB = "data"
-HELP = "make an annotation table from a folder, tars or Hugging Face, split one, or download a data set"
+HELP = "make an annotation table (from a folder, tars or Hugging Face), split one, or download a data set"
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
 _DERIVED = ("digit_canvases", "rotated_digits", "character_names")
 
@@ -17,13 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="dataset", required=True, metavar="WHAT")
     folder = verbs.add_parser("folder", help="write a table of the images in a folder per class, or of new images")
     folder.add_argument(
-        "folder", type=Path, help="folder with a folder of images per class, or with images (--no-labels)"
+        "folder", type=Path, help="folder with one folder of images per class, or with images (--no-labels)"
     )
     folder.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
     folder.add_argument(
         "--no-labels", action="store_true", help="write only the paths of all images in it, for harness predict"
     )
-    tar = verbs.add_parser("tar", help="a table of the images in tar archives (WebDataset's layout), and their index")
+    tar = verbs.add_parser(
+        "tar", help="write a table of the images in tar archives (WebDataset's layout), and their index"
+    )
     tar.add_argument("folder", type=Path, metavar="tars", help="an archive, or a folder of archives")
     tar.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
     tar.add_argument("--image", metavar="ENDING", help="ending of the image, if samples have several")
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--label", metavar="NAME", help="ending of the member with the label, or a key of KEY.json (default: cls)"
     )
     tar.add_argument("--cache-dir", type=Path, metavar="DIR", help="data.cache_dir of the run, if it is set")
-    hub = verbs.add_parser("huggingface", help="tables and image files of a Hugging Face data set")
+    hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face data set")
     hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")
     hub.add_argument("folder", type=Path, help="folder to write SPLIT.csv and images to")
     hub.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split (may be repeated)")
@@ -41,9 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     split.add_argument(
         "--eval", type=_share, required=True, metavar="SHARE", help="share of evaluation rows, such as 0.1"
     )
-    split.add_argument("--by", metavar="COLUMN", help="column, such as patient, whose equal values stay together")
     split.add_argument(
-        "--stratify", metavar="COLUMN", help="column, such as label, whose values are spread evenly over both"
+        "--by", metavar="COLUMN", help="keep rows with equal values of this column, such as patient, in the same file"
+    )
+    split.add_argument(
+        "--stratify", metavar="COLUMN", help="spread the values of this column, such as label, evenly over both files"
     )
     split.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the split (default: 0)")
     split.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the table)")

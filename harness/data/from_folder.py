@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.data.table_file import write_rows
-from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
+from harness.errors import ConfigError, DataError, did_you_mean, plural, reason, remedy
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # that torchvision decodes
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
@@ -52,12 +52,12 @@ def write(folder: Path, out: Path, labels: bool = True) -> str:
     root = shlex.quote(f"task.root={folder}")
     if not labels:
         command = f"harness predict RUN --csv {shlex.quote(str(out))} {root}"
-        return f"wrote {count} rows to {out}{skips(skipped)}\nnext: {command}"
-    lines = [f"wrote {count} rows of {len(found)} class{'es' if len(found) > 1 else ''} to {out}{skips(skipped)}"]
+        return f"wrote {plural(count, 'row')} to {out}{skips(skipped)}\nnext: {command}"
+    lines = [f"wrote {plural(count, 'row')} of {plural(len(found), 'class')} to {out}{skips(skipped)}"]
     if empty := sorted(classes - set(found)):
-        lines.append(f"note: no images in {len(empty)} folder(s), which are no classes: {', '.join(empty[:_NAMED])}")
+        lines.append(f"note: {plural(len(empty), 'folder')} without images left out: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
-        lines.append("note: there is one class, so there is nothing to learn")
+        lines.append("note: there is only one class, so there is nothing to learn")
     return "\n".join([*lines, f"set {root}"])
 
 
@@ -96,7 +96,7 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
         elif entry.is_dir():
             yield from _images_of(Path(entry.path), root, skipped, (*above, here))
         elif not entry.name.lower().endswith(IMAGES):
-            skipped["files that are no images"] += 1
+            skipped["files that are not images"] += 1
         elif not entry.is_file():
             skipped["broken links and special files"] += 1
         else:
@@ -108,4 +108,4 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
 
 
 def skips(skipped: Counter[str]) -> str:
-    return f"; skipped: {', '.join(f'{count} {what}' for what, count in sorted(skipped.items()))}" if skipped else ""
+    return f"; skipped: {', '.join(f'{what} ({count})' for what, count in sorted(skipped.items()))}" if skipped else ""

@@ -13,7 +13,7 @@ from typing import Any
 from harness.data import tars
 from harness.data.from_folder import IMAGES, skips
 from harness.data.table_file import write_rows
-from harness.errors import DataError, did_you_mean, reason, remedy
+from harness.errors import DataError, did_you_mean, plural, reason, remedy
 from harness.runs.files import default_cache_dir
 
 _Parts = dict[str, tuple[str, int, int]]  # {ending: (name, offset, size)}
@@ -47,10 +47,12 @@ def write(place: Path, out: Path, image: str | None, label: str | None, cache_di
 
     count = write_rows(out, ("path", "label") if labeled else ("path",), rows())
     if not count:
-        raise DataError(f"no images in {len(files)} archive(s){skips(skipped)}", where=str(place))
+        raise DataError(f"no images in {plural(len(files), 'archive')}{skips(skipped)}", where=str(place))
     note = "" if labeled else "\nnote: the samples have no labels (KEY.cls, or a key of KEY.json with --label)"
     root = shlex.quote(f"task.root={folder}")
-    return f"wrote {count} rows from {len(files)} archive(s) to {out}{skips(skipped)}{note}\nset {root}"
+    return (
+        f"wrote {plural(count, 'row')} from {plural(len(files), 'archive')} to {out}{skips(skipped)}{note}\nset {root}"
+    )
 
 
 def _samples(file: Path) -> Iterator[tuple[str, _Parts]]:

@@ -235,9 +235,9 @@ class ImageTable:
             except FileNotFoundError:
                 why = self._other_root(path)
             except _UNREADABLE:
-                why = f"replace {self.files.place(path)} and the others: they are not images, or damaged"
+                why = f"replace {self.files.place(path)} and the others, which are damaged or not images"
         raise DataError(
-            f"neither the image of this row nor those of the {tried} other rows tried can be read",
+            f"the image of this row cannot be read, and neither can those of {tried} other rows",
             where=self.table.where(row),
             hint=why or "add readable images to the table",
         )

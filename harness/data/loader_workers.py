@@ -35,7 +35,7 @@ MIB = 2**20
 _POLL_S = 0.5  # between two calls of ``while_waiting``
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEATHS = {
-    signal.SIGKILL: ("out of memory, a user or a scheduler", "see dmesg; lower data.num_workers or the batch"),
+    signal.SIGKILL: ("out of memory, a user or a scheduler", "see dmesg; lower data.num_workers or the batch size"),
     signal.SIGBUS: (f"usually because {SHARED_MEMORY} is full", MORE_SHARED_MEMORY),
 }
 _CRASH = ("a crash in a library that the dataset uses", "set data.num_workers=0 to see where it happens")

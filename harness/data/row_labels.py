@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.data.table.table import Table
-from harness.errors import DataError
+from harness.errors import DataError, plural
 
 _CHUNK_ROWS = 1 << 20  # labels in memory at once
 
@@ -151,12 +151,14 @@ def _unknown(table: Table, train: str, unknown: list[Any], classes: Sequence[Any
     near = difflib.get_close_matches(str(unknown[0]), [str(label) for label in classes], n=1)
     hint = f"did you mean {near[0]!r}?" if near else "evaluate only labels that occur in training, or correct the CSV"
     if len(unknown) > max(3, len(table) // 2):
-        hint = "nearly every row has a label of its own: set task.label_column, or task.labels.column, to another"
+        hint = "nearly every row has its own label: set task.label_column, or task.labels.column, to another column"
     code = table.vocabulary.index(unknown[0])
     found = (_first_with(table, rows, code) for rows in _chunks(0, len(table)))
     row = next(row for row in found if row is not None)
     labels = ", ".join(repr(label) for label in unknown[:5])
-    return DataError(f"{len(unknown)} label(s) that {train} does not have: {labels}", where=table.where(row), hint=hint)
+    return DataError(
+        f"{plural(len(unknown), 'label')} that {train} does not have: {labels}", where=table.where(row), hint=hint
+    )
 
 
 def _first_with(table: Table, rows: np.ndarray, code: int) -> int | None:

@@ -15,7 +15,7 @@ from harness.data import table_file
 from harness.data.table import convert
 from harness.data.table.convert import require_columns
 from harness.data.table.source import kind_of, locate
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, plural
 
 _NAMED = 5  # labels in a message
 
@@ -48,7 +48,9 @@ def split(
     strata = codes[-1] if stratify else np.zeros(rows, np.int32)
     chosen = _of_groups(codes[0], strata, wanted, generator) if by else _of_rows(strata, wanted, generator)
     if not chosen.any() or chosen.all():
-        what = f"column {by!r} has {len(values[0])} value(s), so one part would be empty" if by else "too few rows"
+        what = (
+            f"column {by!r} has {plural(len(values[0]), 'value')}, so one part would be empty" if by else "too few rows"
+        )
         raise ConfigError(what, where="--by" if by else "--stratify", hint="choose another column or another --eval")
     _write(source, kind, outs, chosen)
     lines = [f"wrote {rows - chosen.sum()} rows to {outs[0]} and {chosen.sum()} to {outs[1]}"]
@@ -57,7 +59,7 @@ def split(
     if stratify and len(lacking := np.setdiff1d(strata, strata[chosen])):
         named = ", ".join(values[-1][code] for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
-        lines.append(f"note: {len(lacking)} value(s) of {stratify} are only in {outs[0].name}: {named}{more}")
+        lines.append(f"note: only {outs[0].name} has {plural(len(lacking), 'value')} of {stratify}: {named}{more}")
     return "\n".join([*lines, f"next: harness init {shlex.join(map(str, outs))}"])
 
 

@@ -121,7 +121,7 @@ def _write_index(file: str, path: Path, name: str) -> None:
     entries.sort(order="hash")
     if (twice := np.flatnonzero(np.diff(entries["hash"].view(np.int64)) == 0)).size:
         named = _named(file, name, int(entries["hash"][twice[0]]))
-        hint = "pack each sample under a name of its own"
+        hint = "give each sample a unique name"
         raise DataError(f"the archive has two members {named}", where=name, hint=hint)
     for old in path.parent.glob("*.npy"):
         old.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from harness.config.transforms import TransformsSection, name_and_arguments
 from harness.data import vision
 from harness.data.reduced_jpeg import FILTERS, Region
 from harness.data.seeds import EVALUATION_SEED, seeded_torch
-from harness.errors import ConfigError, first_line, similar
+from harness.errors import ConfigError, first_line, plural, similar
 
 Transform = Callable[[Any], Any]
 _NOT_FOR_LISTS = {
@@ -163,7 +163,7 @@ class Pipeline:
             found = f"a tensor {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
             hint = "return uint8 or float32 (channels, height, width)"
         elif len(image) != self.channels:
-            found = f"an image with {len(image)} channel(s) instead of {self.channels}"
+            found = f"an image with {plural(len(image), 'channel')} instead of {self.channels}"
             hint = "leave out the transform that changes it; for image_csv, task.color chooses rgb or gray"
         else:
             plain = image.as_subclass(Tensor)

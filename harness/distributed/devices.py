@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.errors import LaunchError
+from harness.errors import LaunchError, plural
 
 ALL_ALIKE = "run nvidia-smi and harness doctor where there is no CUDA device, or set runtime.device=cpu for all ranks"
 
@@ -28,8 +28,9 @@ def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated:
         return torch.device("cuda", 0)
     if local_world_size > count or local_rank >= count:
         raise LaunchError(
-            f"{local_world_size} process(es) on this node need one CUDA device each, but {count} are visible",
-            hint=f"start at most {count} processes on this node"
+            f"this node has {plural(count, 'visible CUDA device')} for {plural(local_world_size, 'process')}; "
+            "each process needs its own",
+            hint=f"start at most {plural(count, 'process')} on this node"
             if count
             else "use runtime.device=cpu, or install a CUDA build of torch and a driver",
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from harness.distributed.machine import cpu_quota, memory_of, usable_cores
 from harness.doctor.findings import Finding, System
+from harness.errors import plural
 
 MIB, GIB = 2**20, 2**30
 
@@ -22,7 +23,7 @@ def cpu(system: System) -> Iterator[Finding]:
     threads = torch.get_num_threads()
     text = f"{usable} of {present} cores are usable"
     text += f" (the cgroup allows the time of {quota:g} cores)" if quota and quota < present else ""
-    text += f"; torch uses {threads} thread{'s' if threads > 1 else ''}"
+    text += f"; torch uses {plural(threads, 'thread')}"
     if threads > usable:
         yield Finding("cpu", "note", f"{text}, which will compete for them", (f"export OMP_NUM_THREADS={usable}",))
     else:

@@ -58,7 +58,7 @@ def _variable(
 ) -> Finding:
     if chosen:
         return Finding("network", "ok", f"{variable}={value} selects {', '.join(chosen)}")
-    text = f"{variable}={value} matches no interface of {', '.join(present)}"
+    text = f"{variable}={value} matches none of the interfaces {', '.join(present)}"
     remedies = [f"unset {variable}"]
     if better:
         remedies.append(f"export {variable}={better}")

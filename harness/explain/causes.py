@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from harness.errors import plural
 from harness.explain import changes, shares
 from harness.explain.changes import Change
 from harness.explain.facts import RunFacts, checkpoint_bytes
@@ -53,29 +54,29 @@ CAUSES = (
     ),
     SlowCause(
         "too few workers", 0.15, lambda f: shares.waiting(f) if shares.needed_workers(f) else 0.0,
-        lambda f: f"waits for data: {f.workers or 'no'} loader process{'' if f.workers == 1 else 'es'} per rank",
+        lambda f: f"waits for data: {plural(f.workers, 'loader process')} per rank",
         changes.workers_change,
     ),
     SlowCause(
         "reading", 0.15, shares.data("read"),
-        lambda f: f"waits for data: reading files is {changes.loading(f, 'read')}",
+        lambda f: f"waits for data: reading files {changes.loading(f, 'read')}",
         lambda f: Change("Copy the files to a local disk (task.root), or pack them with harness data tar"),
     ),
     SlowCause(
         "decoding", 0.15, shares.data("decode"),
-        lambda f: f"waits for data: decoding images is {changes.loading(f, 'decode')}",
+        lambda f: f"waits for data: decoding images {changes.loading(f, 'decode')}",
         lambda f: Change("Store the images smaller, at about twice the size that the model sees (task.root)"
                          + (", or set task.decode=reduced" if f.setting("task.decode") == "full" else "")),
     ),
     SlowCause(
         "augmentation", 0.15, shares.data("transform"),
-        lambda f: f"waits for data: transforming images is {changes.loading(f, 'transform')}",
-        lambda f: Change("Remove the most expensive of task.transforms.train, or crop before it"),
+        lambda f: f"waits for data: transforming images {changes.loading(f, 'transform')}",
+        lambda f: Change("Remove the most expensive transform of task.transforms.train, or crop before it"),
     ),
     SlowCause(
         "dataset code", 0.15, shares.data("collate"),
-        lambda f: f"waits for data: the dataset's batch(), apart from images, is {changes.loading(f, 'collate')}",
-        lambda f: Change(f"Profile batch() of the task's dataset ({f.setting('task.name')}): it is the limit"),
+        lambda f: f"waits for data: the dataset's batch(), apart from images, {changes.loading(f, 'collate')}",
+        lambda f: Change(f"Profile batch() of the task's dataset ({f.setting('task.name')})"),
     ),
     SlowCause("slow rank", 0.15, shares.slow_rank, changes.slow_rank_text, changes.slow_rank_change),
     SlowCause(
@@ -86,22 +87,22 @@ CAUSES = (
     ),
     SlowCause(
         "gradient volume", 0.25, shares.exchanging(slow=False),
-        lambda f: f"exchanges {f.gradient_bytes / MIB:.1f} MiB of gradients in each step ({changes.bandwidths(f)})",
+        lambda f: f"exchanges {f.gradient_bytes / MIB:.1f} MiB of gradients in each step: {changes.bandwidths(f)}",
         changes.volume_change,
     ),
     SlowCause(
         "tiny batches", 0.4, shares.host("batch"),
-        lambda f: f"starts {f.operations} operations per pass of {f.rows_per_pass:.0f} rows, so the host limits it",
+        lambda f: f"starts {f.operations} operations per pass of {changes.rows(f)}, so the host is the bottleneck",
         changes.batch_change,
     ),
     SlowCause(
         "micro-batches", 0.4, shares.host("micro-batches"),
-        lambda f: f"splits its steps into micro-batches of {f.rows_per_pass:.0f} rows, so the host limits it",
+        lambda f: f"splits its steps into micro-batches of {changes.rows(f)}, so the host is the bottleneck",
         changes.accumulate_change,
     ),
     SlowCause(
         "small operations", 0.4, shares.host("model"),
-        lambda f: f"runs {f.operations} operations per pass that are too small for the device, so the host limits it",
+        lambda f: f"runs {f.operations} small operations per pass, so the host is the bottleneck",
         lambda f: Change("Set model.compile=true, which joins operations", {"model.compile": True}, 0.5),
     ),
     SlowCause(
@@ -110,7 +111,8 @@ CAUSES = (
     ),
     SlowCause(
         "slow evaluation", 0.25, shares.evaluation(True),
-        lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, {1e3 * f.train_s / f.rows:.1f} in training",
+        lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but {1e3 * f.train_s / f.rows:.1f} ms per "
+        "training row",
         changes.slow_evaluation_change,
     ),
     SlowCause(
@@ -124,7 +126,7 @@ CAUSES = (
     ),
     SlowCause(
         "log lines", 0.15, lambda f: f.share("log"),
-        lambda f: f"writes a log line every {f.setting('train.log_every', 10)} steps", changes.log_change,
+        changes.log_text, changes.log_change,
     ),
     SlowCause(
         "optimizer", 0.4, lambda f: f.share("optimizer"),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.errors import plural
 from harness.explain import shares
 from harness.explain.facts import RunFacts
 
@@ -25,7 +26,11 @@ class Change:
 def loading(facts: RunFacts, stage: str) -> str:
     part = shares.stages(facts)[stage] / (facts.load["load"] or math.inf)
     per_row = 1e3 * shares.stages(facts)[stage] * facts.world / facts.rows
-    return f"{part:.0%} of the loading, {per_row:.1f} ms per row"
+    return f"takes {part:.0%} of the loading time, {per_row:.1f} ms per row"
+
+
+def rows(facts: RunFacts) -> str:
+    return plural(round(facts.rows_per_pass), "row")
 
 
 def workers_change(facts: RunFacts) -> Change:
@@ -52,14 +57,14 @@ def slow_rank_change(facts: RunFacts) -> Change:
     slow = facts.slow_rank
     assert slow is not None
     if slow.by_data > 0.5:
-        return Change(f"Look at the disk of rank {slow.rank}, or set data.shard=global if its rows are larger",
+        return Change(f"Check the disk of rank {slow.rank}, or set data.shard=global if its rows are larger",
                       {"data.shard": "global"})  # fmt: skip
-    return Change(f"Look at what else runs on the machine of rank {slow.rank} (harness doctor there), or replace it")
+    return Change(f"Check what else runs on the machine of rank {slow.rank} (harness doctor there), or replace it")
 
 
 def bandwidths(facts: RunFacts) -> str:
     found = facts.exchanged_bytes / (facts.exchange_s or math.inf)
-    return f"{found / 1e6:.0f} MB/s, where {shares.expected_bandwidth(facts) / 1e6:.0f} can be expected"
+    return f"{found / 1e6:.0f} MB/s, expected {shares.expected_bandwidth(facts) / 1e6:.0f} MB/s"
 
 
 def larger_batch(facts: RunFacts, factor: int) -> tuple[str, Any]:
@@ -96,10 +101,10 @@ def evaluate_change(facts: RunFacts) -> Change:
 def slow_evaluation_change(facts: RunFacts) -> Change:
     if facts.eval_data_s > 0.5 * facts.spent["evaluation"]:
         more = min(shares.MAX_WORKERS, max(4, 2 * facts.workers))
-        return Change(f"It waits for its data: set data.num_workers={more} (now {facts.workers}), or make the files of "
-                      "the validation rows smaller", {"data.num_workers": more}, facts.workers / more)  # fmt: skip
-    rows = int(facts.setting("batch.eval_per_rank", round(facts.rows_per_pass)))
-    return Change(f"Set batch.eval_per_rank={4 * rows} (now {rows})", {"batch.eval_per_rank": 4 * rows}, 0.25)
+        return Change(f"It waits for its data: set data.num_workers={more} (now {facts.workers}), or make the "
+                      "validation files smaller", {"data.num_workers": more}, facts.workers / more)  # fmt: skip
+    now = int(facts.setting("batch.eval_per_rank", round(facts.rows_per_pass)))
+    return Change(f"Set batch.eval_per_rank={4 * now} (now {now})", {"batch.eval_per_rank": 4 * now}, 0.25)
 
 
 def saving_change(facts: RunFacts) -> Change:
@@ -111,8 +116,13 @@ def saving_change(facts: RunFacts) -> Change:
 
 
 def async_change(facts: RunFacts) -> Change:
-    return Change("Set checkpoint.async_save=true, which writes behind the training",
+    return Change("Set checkpoint.async_save=true, which writes while training continues",
                   {"checkpoint.async_save": True}, 0.1)  # fmt: skip
+
+
+def log_text(facts: RunFacts) -> str:
+    every = int(facts.setting("train.log_every", 10))
+    return "writes a log line every " + ("step" if every == 1 else f"{every} steps")
 
 
 def log_change(facts: RunFacts) -> Change:

@@ -46,11 +46,11 @@ def _explained(cause: SlowCause, share: float, facts: RunFacts) -> Explanation:
     change = cause.change(facts)
     gain = 1 / max(1 - share * (1 - change.left), 0.01)
     faster = f"about {gain:.1f} times as fast" if gain < 10 else "more than 10 times as fast"
-    text = f"{facts.path} {cause.what(facts)} ({share:.0%} of its time). {change.advice}: {faster}."
+    text = f"{facts.path} {cause.what(facts)} ({share:.0%} of the run's time). {change.advice}. Expected: {faster}."
     return Explanation(cause.name, share, gain, text, change.settings, facts)
 
 
 def _not_slow(facts: RunFacts) -> str:
     shares = {name: facts.share(name) for name in ("forward", "backward", "optimizer")}
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return f"{facts.path} is not slow: {sum(shares.values()):.0%} of its time is the model's ({parts})."
+    return f"{facts.path} is not slow: the model takes {sum(shares.values()):.0%} of its time ({parts})."

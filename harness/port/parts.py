@@ -41,7 +41,7 @@ ADVICE = {
     "apex.optimizers.FusedMixedPrecisionLamb": _NO_LAMB.format("FusedMixedPrecisionLamb"),
     "apex.optimizers.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss, autocast casts",
     "apex.fp16_utils.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss, autocast casts",
-    "apex.amp.initialize": "its arguments cannot be told: make a torch.amp.GradScaler here",
+    "apex.amp.initialize": "its arguments are unknown: create a torch.amp.GradScaler here",
     "apex.amp.scale_loss": f"{_ELSEWHERE}; scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
     "apex.amp.master_params": f"{_ELSEWHERE}; call scaler.unscale_(optimizer) and use the optimizer's parameters",
     "apex.amp.state_dict": f"{_ELSEWHERE}, and write scaler.state_dict()",

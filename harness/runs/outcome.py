@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from harness.distributed.agreement import named
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.signals import ended_by
@@ -154,9 +155,13 @@ def _failure_text(failure: Mapping[str, Any], folder: str, is_shown: bool) -> st
     host = f" on {failure['host']}" if failure["host"] else ""
     message = next(iter(str(failure["message"]).strip().splitlines()), "")
     what = f"{failure['error']}, printed above" if is_shown else f"{failure['error']}: {message}"
+    others: dict[str, list[int]] = {}
+    for rank, text in failure["ranks"].items():
+        if int(rank) != failure["rank"]:
+            others.setdefault(text, []).append(int(rank))
     lines = [
         f"failed: rank {failure['rank']}{host} at step {failure['step']}: {what}",
-        *(f"  rank {rank}: {text}" for rank, text in failure["ranks"].items() if int(rank) != failure["rank"]),
+        *(f"  {named(ranks)}: {text}" for text, ranks in others.items()),
         f"logs: {folder}/{layout.LOGS}; report: {folder}/{layout.FAILURE}",
     ]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from harness.distributed import processes
 from harness.distributed.agreement import Facts
 from harness.distributed.machine import usable_cores
 from harness.distributed.runtime import Runtime
+from harness.errors import plural
 from harness.version import __version__
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
@@ -195,8 +196,8 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = []
     if now["cuda"] is None and then not in (None, threads):
         found.append(
-            f"the last start had {then} CPU thread(s) per rank, this one has {threads}: sums are rounded differently, "
-            f"so the run continues, but not bit for bit; set OMP_NUM_THREADS={then} to resume exactly"
+            f"the last start had {plural(then, 'CPU thread')} per rank, this one has {threads}: sums are rounded "
+            f"differently, so the run continues, but not bit for bit; set OMP_NUM_THREADS={then} to resume exactly"
         )
     old, new = _identity(before), _identity(now)
     changed = [

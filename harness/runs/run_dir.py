@@ -18,7 +18,7 @@ import yaml
 
 from harness.config import loader, merge
 from harness.config.schema import Config, recipe_difference
-from harness.errors import ConfigError, first_line, reason, remedy, require_regular_file
+from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
 from harness.runs.files import finite, make_folder, read_json, read_text, write_atomically
@@ -263,7 +263,7 @@ def _new_length(saved: dict[str, Any], config: Config) -> str:
     pairs = {key: (saved[key], getattr(now, key)) for key in ("epochs", "max_steps") if key in saved}
     changes = [f"train.{key} {was or 'null'} -> {new or 'null'}" for key, (was, new) in pairs.items() if was != new]
     limit = f", at most {now.max_steps} steps" if now.max_steps else ""
-    spans = f"the schedule now spans {now.epochs} epoch{'s' if now.epochs > 1 else ''}{limit}"
+    spans = f"the schedule now spans {plural(now.epochs, 'epoch')}{limit}"
     return f"{', '.join(changes)} since the last start; {spans}" if changes else ""
 
 

@@ -189,7 +189,7 @@ class Runner:
             self._message(trial, f"{why}; it will be restarted")
         else:
             self._given_up[number] = why
-            self._message(trial, f"{why}, {_STARTS} times: not restarted")
+            self._message(trial, f"{why} {_STARTS} times, so it is not restarted")
 
     # The sweep as a whole
 

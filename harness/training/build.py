@@ -19,7 +19,7 @@ from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
 from harness.data.shards import bounds, num_steps
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, plural
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import (
@@ -157,8 +157,10 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     per_rank = batch.per_rank if batch.global_ is None else batch.global_ // world_size
     assert per_rank is not None  # harness.config.constraints requires one of the two
     if num_rows < world_size:
-        hint = f"start at most {num_rows} processes"
-        raise DataError(f"{num_rows} training rows for {world_size} ranks", where="task", hint=hint)
+        hint = f"start at most {plural(num_rows, 'process')}"
+        raise DataError(
+            f"only {plural(num_rows, 'training row')} for {plural(world_size, 'rank')}", where="task", hint=hint
+        )
     steps = num_steps(num_rows, world_size, per_rank, config.data.tail)
     if steps == 0:
         raise DataError(

@@ -165,7 +165,7 @@ def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, count
     else:
         weights = [float(weight) for weight in given]
     if len(weights) != len(labels):
-        hint = "give one for each, in their order, or {label: weight}"
+        hint = "give one weight per label, in the same order, or {label: weight}"
         raise ConfigError(f"{len(weights)} weights for {len(labels)} labels", where=where, hint=hint)
     if min(weights) < 0 or not any(weights):
         raise ConfigError("weights must be positive or zero, and not all zero", where=where)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.config.schema import Config
 from harness.distributed import stack
-from harness.errors import TrainingError
+from harness.errors import TrainingError, plural
 from harness.training import recompute
 from harness.training.fsdp import local
 from harness.training.run import Run
@@ -71,7 +71,7 @@ def _largest(run: Run, when: str) -> Iterator[str]:
     """What the memory holds, the largest part first."""
     parts = held(run)
     device, rows = run.runtime.device, _rows(run.config, run.runtime.world_size, when)
-    activations = f"activations and temporary tensors, for {rows} rows at a time"
+    activations = f"activations and temporary tensors, for {plural(rows, 'row')} at a time"
     if device.type == "cuda":
         parts[f"{activations},"] = max(0, torch.cuda.max_memory_allocated(device) - sum(parts.values()))
     else:
@@ -100,7 +100,7 @@ def settings(config: Config, world_size: int, when: str, has_blocks: bool) -> It
         yield f"batch.eval_per_rank={rows // 2} (the same metrics)"
     elif rows > 1:
         count = next(n for n in range(batch.accumulate + 1, per_rank + 1) if per_rank % n == 0)
-        yield f"batch.accumulate={count} ({per_rank // count} rows at a time; the same batch size)"
+        yield f"batch.accumulate={count} ({plural(per_rank // count, 'row')} at a time; the same batch size)"
     if when == "training" and not config.model.activation_checkpointing and has_blocks:
         yield "model.activation_checkpointing=true (blocks run again in the backward pass; the same results)"
     if config.precision.opt_level == "O0":

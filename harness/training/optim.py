@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from harness.config import plugins
 from harness.config.schema import OptimizerSection
 from harness.data import compiler
-from harness.errors import ConfigError, similar
+from harness.errors import ConfigError, plural, similar
 from harness.training.fsdp import local, part_like
 
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels take all dtypes, on CPU and CUDA
@@ -41,7 +41,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
         for name in _matching(pattern, named, "model.freeze"):
             named[name].requires_grad_(False)
     if named and not any(param.requires_grad for param in named.values()):
-        hint = "leave out a pattern: the last layer is usually trained"
+        hint = "remove a pattern: the last layer is usually trained"
         raise ConfigError("every parameter is frozen", where="model.freeze", hint=hint)
 
 
@@ -87,7 +87,7 @@ def described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, s
 
 
 def _size(params: Sequence[Tensor], of: str = "") -> str:
-    return f"{sum(p.numel() for p in params):,}{of} parameters in {len(params)} tensor{'s' if len(params) > 1 else ''}"
+    return f"{sum(p.numel() for p in params):,}{of} parameters in {plural(len(params), 'tensor')}"
 
 
 def build(

@@ -123,5 +123,5 @@ class _Explained:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, ConfigError | torch.OutOfMemoryError):
             what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
-            hint = "check its args; docs/targets.md says with what it is called"
+            hint = "check its args; docs/targets.md describes what it is called with"
             raise TrainingError(what, where="task.metrics", hint=hint) from error

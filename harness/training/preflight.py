@@ -16,7 +16,7 @@ from harness.config.schema import Config
 from harness.data.loader_workers import MIB, MORE_SHARED_MEMORY, PREFETCH, SHARED_MEMORY
 from harness.distributed import devices, stack
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, HarnessError, TrainingError, first_line
+from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural
 from harness.runs import remote
 from harness.trackers import metrics_log
 from harness.training import build, determinism, optim, precision, recompute, rehearsal, strategy, weights
@@ -112,8 +112,8 @@ def _shared_memory(config: Config, task: OpenedTask, size: build.Sizes, num_rank
     batch_mib = rows * (row.inputs.nbytes + row.targets.nbytes) / MIB
     needed = batch_mib * num_ranks * (workers * PREFETCH + 1)  # and the batch that the rank works on
     usage = shutil.disk_usage(SHARED_MEMORY)
-    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    loaders = f"{workers} worker{'s' if workers > 1 else ''}"
+    ranks = f"{plural(num_ranks, 'rank')}"
+    loaders = f"{plural(workers, 'worker')}"
     facts["shared memory"] = (
         f"up to {needed:.1f} MiB for batches of {batch_mib:.1f} MiB: {ranks} x ({loaders} x "
         f"{PREFETCH} + 1); {SHARED_MEMORY} has {usage.free / MIB:.0f} MiB free"

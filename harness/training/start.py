@@ -20,7 +20,7 @@ from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError
+from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import provenance, remote
 from harness.runs.run_dir import RunFolder, cannot_write
 from harness.training import build, console, optim, precision
@@ -212,7 +212,7 @@ def finish(run: Run, done: bool) -> None:
     if state.best is not None:
         where = "weights.safetensors has the weights of this step"
         log.info("best %s %.4f at step %d; %s", config.best_metric, state.best, state.best_step, where)
-    steps = f"{state.skipped} skipped step{'s' if state.skipped > 1 else ''}"
+    steps = f"{plural(state.skipped, 'skipped step')}"
     skipped = f" ({state.rows_skipped} of them in {steps})" if state.skipped else ""
     if state.rows:  # a loop of the user's own may not count them
         log.info(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from harness.config.schema import Config, ModelSection
 from harness.data import vision
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, did_you_mean, first_line, reason, similar
+from harness.errors import ConfigError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, layout, reader
 from harness.runs.files import is_url, replacing, sha256
 from harness.training.model_builder import TIMM
@@ -93,9 +93,9 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     summary = f"{source.name}{part}, {len(usable)} of {len(own)} tensors"
     if heads:
         there, here = next(iter(heads.values()))
-        summary += f"; the last layer ({_listed(list(heads))}) starts fresh: {there} outputs in the file, {here} here"
+        summary += f"; the last layer ({_listed(list(heads))}) is initialized: {there} outputs in the file, {here} here"
     if missing:
-        summary += f"; not in the file, starts fresh: {_listed(missing)}"
+        summary += f"; not in the file, so initialized: {_listed(missing)}"
     if unexpected:
         summary += f"; in the file only: {_listed(unexpected)}"
     return {
@@ -278,9 +278,9 @@ def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], source: Weight
     if len(heads) < len(differing) or len(set(heads.values())) > 1:
         lines = [f"{name}: {tuple(given[name].shape)} in the file, {tuple(own[name].shape)} here" for name in differing]
         raise ConfigError(
-            "\n  ".join([f"{len(differing)} weights have another shape", *_shortened(lines)]),
+            "\n  ".join([f"{plural(len(differing), 'weight')} with a different shape", *_shortened(lines)]),
             where=f"{_KEY}: {source.name}",
-            hint="check model.name and model.args; only the last layer may have another number of outputs",
+            hint="check model.name and model.args; only the last layer may have a different number of outputs",
         )  # fmt: skip
     return heads
 
@@ -297,7 +297,7 @@ def _require_fit(
         "\n  ".join([f"the file and the model differ in {len(missing) + len(unexpected)} of {len(own)} weights",
                      *_shortened(lines)]),
         where=f"{_KEY}: {source.name}",
-        hint="check model.name and model.args; or set model.strict=false, and what is missing starts fresh",
+        hint="check model.name and model.args; or set model.strict=false to initialize what is missing",
     )  # fmt: skip
 
 

@@ -64,7 +64,9 @@ def test_processes_without_a_gpu_of_their_own_are_left_out(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     cases, left_out = plan(config, "runtime.device=auto")
     assert {case.num_processes for case in cases} == {1}
-    assert left_out == {"2 processes": "2 process(es) on this node need one CUDA device each, but 1 are visible"}
+    assert left_out == {
+        "2 processes": "this node has 1 visible CUDA device for 2 processes; each process needs its own"
+    }
     with pytest.raises(ConfigError, match="unknown task"):
         strategies.strategies(config, ["task.name=nope"], [1], 1, 1, 1, None)
 

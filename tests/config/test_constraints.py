@@ -34,7 +34,7 @@ CASES = {
         {"schedule": {"warmup_epochs": 11}}, ["schedule.warmup_epochs"], "warm-up of 11.0 epochs", "train.epochs",
     ),
     "two warm-ups": (
-        {"schedule": {"warmup_epochs": 1, "warmup_steps": 10}}, ["schedule.warmup_epochs"], "one warm-up", "to 0",
+        {"schedule": {"warmup_epochs": 1, "warmup_steps": 10}}, ["schedule.warmup_epochs"], "only one warm-up", "to 0",
     ),
     "warm-up of one_cycle": (
         {"schedule": {"name": "one_cycle", "warmup_steps": 10}}, ["schedule.warmup_steps"], "its own", "pct_start",

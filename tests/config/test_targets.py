@@ -67,7 +67,7 @@ def test_defaults_follow_the_labels(tmp_path, options, kind, loss, metrics):
         ({"metrics": ["accuracy"]}, "task.metrics", "no metric 'accuracy'", "did you mean top1?"),
         ({"metrics": ["top0"]}, "task.metrics", "no metric 'top0'", "top1"),
         ({"metrics": ["torchmetrics.AUROC"]}, "task.metrics", "whether a higher AUROC is better", "better: max"),
-        ({"metrics": ["top1", "top1"]}, "task.metrics", "top1 is there twice", "key"),
+        ({"metrics": ["top1", "top1"]}, "task.metrics", "top1 is listed twice", "key"),
         ({"metrics": [{"name": "top1", "args": {"k": 1}}]}, "task.metrics", "takes no settings", "top1"),
         (
             {"metrics": [{"name": "a.loss", "better": "min"}]},
@@ -75,7 +75,7 @@ def test_defaults_follow_the_labels(tmp_path, options, kind, loss, metrics):
             "name of a built-in metric",
             "another key",
         ),
-        ({**MULTI, "label_column": "tags"}, "task.label_column", "both name the column", "remove"),
+        ({**MULTI, "label_column": "tags"}, "task.label_column", "both set the column", "remove"),
         ({"labels": {"kind": "multi_label"}}, "task.labels", "set separator", 'separator: "|"'),
         ({"labels": {"column": ["a", "b"]}}, "task.labels", "several columns are for kind: regression", "one column"),
         ({"labels": {"kind": "regression", "column": ["a", "a"]}}, "task.labels", "name each column once", ""),

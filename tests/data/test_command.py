@@ -63,11 +63,11 @@ def test_folder(tmp_path, capsys):
     out = tmp_path / "out.csv"
     assert data("folder", photos, out) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: 2 broken links and special files, ")
-    assert "1 images outside a class folder" in printed
-    assert "2 files that are no images" in printed
-    assert "2 hidden files" in printed
-    assert "no images in 1 folder(s), which are no classes: empty" in printed
+    assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: broken links and special files (2), ")
+    assert "images outside a class folder (1)" in printed
+    assert "files that are not images (2)" in printed
+    assert "hidden files (2)" in printed
+    assert "1 folder without images left out: empty" in printed
     assert printed.endswith(f"set 'task.root={photos}'\n")
     expected = [("dog/1.png", "dog"), ("kätzchen/1.JPG", "kätzchen"),
                 ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.png", "wolf")]  # fmt: skip
@@ -95,7 +95,11 @@ def test_folders_that_make_no_table(tmp_path, capsys):
     out = tmp_path / "out.csv"
     for words, code, message in (
         (("folder", tmp_path / "splits", out), 2, "its folders are splits, not classes: train, val"),
-        (("folder", tmp_path / "flat", out), 65, "no images in class folders; skipped: 1 images outside"),
+        (
+            ("folder", tmp_path / "flat", out),
+            65,
+            "no images in class folders; skipped: images outside a class folder (1)",
+        ),
         (("folder", tmp_path / "flat", out), 65, f"harness data folder {tmp_path}/flat {out} --no-labels"),
         (("folder", tmp_path / "my flat", out, "--no-labels"), 65, "my flat: no images\n"),
         (
@@ -112,7 +116,7 @@ def test_folders_that_make_no_table(tmp_path, capsys):
         assert message in capsys.readouterr().err
         assert not out.exists()
     assert data("folder", tmp_path / "splits" / "train", out) == 0
-    assert "note: there is one class" in capsys.readouterr().out
+    assert "note: there is only one class" in capsys.readouterr().out
     for name, paths in (("flat", ["1.jpg"]), ("splits", ["train/cat/1.jpg", "val/cat/1.jpg"])):
         assert data("folder", tmp_path / name, out, "--no-labels", "--force") == 0
         assert out.read_text() == "".join(f"{line}\n" for line in ["path", *paths])
@@ -137,7 +141,7 @@ def test_tar(tmp_path, capsys):
     out = tmp_path / "out.csv"
     # The key ends at the first dot, so "b.v2.jpg" has the ending "v2.jpg".
     assert data("tar", tmp_path / "shards", out, "--cache-dir", tmp_path / "cache") == 0
-    assert "wrote 6 rows from 2 archive(s)" in capsys.readouterr().out
+    assert "wrote 6 rows from 2 archives" in capsys.readouterr().out
     rows = rows_of(out)
     assert [row["label"] for row in rows] == ["cat", "dog", "cat"] * 2
     assert rows[4]["path"] == "train-000001.tar/1b.v2.jpg"
@@ -185,7 +189,7 @@ def test_split_by_group_and_label(tmp_path, capsys):
     rows = [(f"{i}.png", ["a", "b", "rare"][0 if i % 5 else (2 if i == 35 else 1)], f"p{i // 7}") for i in range(700)]
     table = write_table(tmp_path / "t.csv", rows, ("path", "label", "patient"))
     assert data("split", table, "--eval", "0.2", "--stratify", "label") == 0
-    assert "1 value(s) of label are only in t.train.csv: rare" in capsys.readouterr().out
+    assert "only t.train.csv has 1 value of label: rare" in capsys.readouterr().out
     assert Counter(row["label"] for row in rows_of(tmp_path / "t.eval.csv")) == {"a": 112, "b": 28}
     assert data("split", table, "--eval", "0.2", "--by", "patient", "--stratify", "label", "--force") == 0
     train, evaluation = rows_of(tmp_path / "t.train.csv"), rows_of(tmp_path / "t.eval.csv")
@@ -206,7 +210,7 @@ def test_split_by_group_and_label(tmp_path, capsys):
         assert message in capsys.readouterr().err
     write_table(tmp_path / "one.csv", [(i, "x") for i in range(9)])
     assert data("split", tmp_path / "one.csv", "--eval", "0.3", "--by", "label") == 2
-    assert "column 'label' has 1 value(s)" in capsys.readouterr().err
+    assert "column 'label' has 1 value, so" in capsys.readouterr().err
     assert not list(tmp_path.glob("one.*.csv"))
 
 

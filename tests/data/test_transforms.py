@@ -154,7 +154,7 @@ def test_all_wrong_entries_of_both_lists_in_one_message():
     ("entries", "message", "hint"),
     [
         (["ToPILImage"], "train: the last transform returns a PIL.Image.Image, not a tensor", "add PILToTensor"),
-        (["Grayscale"], "train: the last transform returns an image with 1 channel(s) instead of 3", "task.color"),
+        (["Grayscale"], "train: the last transform returns an image with 1 channel instead of 3", "task.color"),
         ([{"ToDtype": "int32"}], "returns a tensor (3, 40, 56) of int32", "return uint8 or float32"),
         ([{"RandomCrop": 50}], "train.0: RandomCrop cannot process an image of 40x56: Required crop size (50, 50)",
          "put a transform before it that changes the image"),

@@ -572,7 +572,7 @@ def test_variables_that_select_interfaces(interfaces, variable, value, selected)
         assert finding == Finding("network", "ok", f"{variable}={value} selects {selected}")
     else:
         assert finding.mark == "problem"
-        assert finding.text == f"{variable}={value} matches no interface of lo, eth0, eth1, ib0"
+        assert finding.text == f"{variable}={value} matches none of the interfaces lo, eth0, eth1, ib0"
         assert finding.remedies == (f"unset {variable}", f"export {variable}=eth0")
 
 

@@ -130,7 +130,7 @@ def no_readable_validation_image(data: Path) -> None:
 
 BAD_DATA = [
     (empty_csv, ["train.csv: the annotation file is empty"]),
-    (one_row, ["1 training rows for 2 ranks", "start at most 1 processes"]),
+    (one_row, ["only 1 training row for 2 ranks", "start at most 1 process"]),
     (missing_image, ["train.csv:62: image not found:"]),
     (truncated_jpeg, ["train.csv:62: image cannot be decoded:", "incomplete or truncated"]),
 ]
@@ -141,7 +141,7 @@ def test_no_validation_image_can_be_read(tmp_path):
     no_readable_validation_image(data)
     ended = train(write_config(tmp_path, data), 2, "task.on_bad_image=skip")
     assert_reported_once(
-        ended, EXIT_DATA, "eval.csv:2: neither the image of this row nor those of the 22 other rows tried"
+        ended, EXIT_DATA, "eval.csv:2: the image of this row cannot be read, and neither can those of 22 other rows"
     )
 
 

@@ -130,7 +130,7 @@ def test_workers_are_reserved_all_or_none_and_by_one_run():
     assert places(reservation.reserve("one", "me", 2, {}, there)) == ["a:1", "b:1"]
     refused = reservation.reserve("two", "other", 2, {}, there)
     assert refused["places"] == []
-    assert [line for line in refused["seen"] if "1 rank(s) of another run: room for 0" in line]
+    assert [line for line in refused["seen"] if "1 rank of another run: room for 0" in line]
     assert places(reservation.reserve("three", "other", 1, {}, there)) == ["c:1"]
     reservation.release("one", there)
     assert places(reservation.reserve("two", "other", 2, {}, there)) == ["a:1", "b:1"]
@@ -424,8 +424,8 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
     ]
     with pytest.raises(LaunchError) as refused:
         engine.start(launch.plan(str(config), words))
-    assert "5 rank(s) need 5 worker(s) with a free thread" in str(refused.value)
-    assert str(refused.value).count("1 thread(s), running: room for 1") == 3
+    assert "the run needs 5 workers with a free thread, one per rank" in str(refused.value)
+    assert str(refused.value).count("1 thread, running: room for 1") == 3
     assert not list(tmp_path.glob("runs/*"))
     with pytest.raises(LaunchError, match="that have {'GPU': 1.0} each"):
         engine.run(dask_cluster.client, config, ["launch.dask.timeout_s=1", "launch.dask.resources={GPU: 1.0}"])

@@ -187,7 +187,7 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
             assert run_.wait(END_S) == 70, run_.text()
             assert time.monotonic() - at < END_S
             assert not run_.alive()
-        said = rf"failed: rank {lost} .*at step \d+: Lost: no exit record of rank {lost} \(on n{lost}\) 15 s after"
+        said = rf"failed: rank {lost} .*at step \d+: Lost: no exit record of rank {lost} \(on n{lost}\), 15 s after"
         assert re.search(said, run_.text()), run_.text()
         assert re.search(rf"  rank {left}: lost its peers on .* exit code 70", run_.text()), run_.text()
         cluster.start_node(f"n{lost}")

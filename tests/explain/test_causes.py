@@ -71,7 +71,7 @@ def test_the_largest_cause_is_named_with_settings_that_exist(name):
     assert found.cause == name, found.text
     assert 1.0 < found.gain <= 100.0
     assert found.gain <= 1 / (1 - min(found.share, 0.99)) + 1e-9
-    assert f"({found.share:.0%} of its time)" in found.text
+    assert f"({found.share:.0%} of the run's time)" in found.text
     for key, value in found.settings.items():
         section, _, field = key.partition(".")
         assert section in SECTIONS

@@ -36,9 +36,9 @@ SLOW_DISK = ("slow_read", (0.1, _is_training_image))
 @pytest.mark.parametrize(
     ("plants", "expected", "text"),
     [
-        ([SLOW_DISK], "reading", "waits for data: reading files is"),
+        ([SLOW_DISK], "reading", "waits for data: reading files takes"),
         ([("busy", (0.0,)), SLOW_DISK], "slow rank", "waits for rank 1, which waits for its data, from the start"),
-        ([("slow_link", (5e4,))] * 2, "slow link", "MB/s, where"),
+        ([("slow_link", (5e4,))] * 2, "slow link", "MB/s, expected"),
         ([("slow_store", (0.5,))], "slow checkpoints", "Set checkpoint.async_save=true"),
     ],
 )

@@ -68,10 +68,10 @@ def test_unknown_evaluation_label_is_named(folder):
     with pytest.raises(DataError) as caught:
         opened(folder)
     assert str(caught.value) == (
-        f"{folder}/eval.csv:3: 1 label(s) that {folder}/train.csv does not have: 'cta'\n  -> did you mean 'cat'?"
+        f"{folder}/eval.csv:3: 1 label that {folder}/train.csv does not have: 'cta'\n  -> did you mean 'cat'?"
     )
     (folder / "eval.csv").write_text("path,label\n" + "".join(f"eval_images/{i}.png,photo{i}\n" for i in range(5)))
-    with pytest.raises(DataError, match="nearly every row has a label of its own: set task.label_column"):
+    with pytest.raises(DataError, match="nearly every row has its own label: set task.label_column"):
         opened(folder)
 
 

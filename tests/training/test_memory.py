@@ -52,7 +52,7 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
     for part in ("parameters", "gradients", "moving average"):
         assert f"; {part} 0.0 MiB" in error.message
     assert error.hint == (
-        "use one of: batch.accumulate=2 (1 rows at a time; the same batch size); precision.opt_level=O4 (activations "
+        "use one of: batch.accumulate=2 (1 row at a time; the same batch size); precision.opt_level=O4 (activations "
         "in bfloat16, half the size); parallel.strategy=fsdp (weights, gradients and optimizer state shared by 4 ranks)"
     )
     error = run_out_of_memory(tmp_path / "b", ["batch.accumulate=2", "batch.eval_per_rank=6"], at="evaluation")

@@ -114,7 +114,7 @@ def no_outputs(self, outputs):
         (damaged, (), DataError, "eval.csv:6: image cannot be decoded: "),
         (of_another_size, (), DataError, "eval.csv:7: images differ in size: (8, 8) and (9, 8) (height, width)\n"
          "  -> set task.image_size"),
-        (all_missing, ("task.on_bad_image=skip",), DataError, "eval.csv:2: neither the image of this row nor"),
+        (all_missing, ("task.on_bad_image=skip",), DataError, "eval.csv:2: the image of this row cannot be read, and"),
         (None, ("task.on_bad_image=skip", "task.root=/nowhere/photos"), DataError,
          "task.root: the folder /nowhere/photos does not exist"),
         (None, ("model.name=tests.training.test_preflight.Pair", "train.deterministic=false"),
@@ -234,7 +234,7 @@ def test_unreadable_configuration_is_the_only_error(folder):
 
 def test_too_few_rows(folder):
     _, problems = examine(folder, "batch.global=48", world=24)
-    assert "20 training rows for 24 ranks" in str(problems[0])
+    assert "only 20 training rows for 24 ranks" in str(problems[0])
     _, problems = examine(folder, "batch.global=32", "data.tail=drop")
     assert "do not fill one global batch of 32" in str(problems[0])
     facts, problems = examine(folder, "batch.global=4096", "batch.accumulate=2", "data.num_workers=1", world=2)

@@ -71,7 +71,7 @@ def test_last_layer_with_other_outputs_starts_fresh(tmp_path, config):
     facts = weights.load(here, config(weights=tmp_path / "given.pth"))
     assert torch.equal(here[0].weight, there[0].weight)
     assert torch.equal(here[3].weight, before)
-    assert "the last layer (3.weight, 3.bias) starts fresh: 10 outputs in the file, 3 here" in facts["summary"]
+    assert "the last layer (3.weight, 3.bias) is initialized: 10 outputs in the file, 3 here" in facts["summary"]
 
 
 def test_what_is_missing_or_unexpected(tmp_path, config):
@@ -81,7 +81,7 @@ def test_what_is_missing_or_unexpected(tmp_path, config):
     with pytest.raises(ConfigError, match=r"missing: 3\.weight \(the file has 3\.weights\)"):
         weights.load(model(), config(weights=tmp_path / "given.pth"))
     facts = weights.load(model(), config(weights=tmp_path / "given.pth", strict="false"))
-    assert "not in the file, starts fresh: 3.weight; in the file only: 3.weights" in facts["summary"]
+    assert "not in the file, so initialized: 3.weight; in the file only: 3.weights" in facts["summary"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_model_of_timm(tmp_path, config):
     torch.save({"state_dict": there.state_dict()}, tmp_path / "given.pth")
     here = model_builder.build("timm:resnet10t", {}, {**known, "num_classes": 3}, example)
     facts = weights.load(here, config(weights=tmp_path / "given.pth", name="timm:resnet10t"))
-    assert "the last layer (fc.weight, fc.bias) starts fresh: 5 outputs in the file, 3 here" in facts["summary"]
+    assert "the last layer (fc.weight, fc.bias) is initialized: 5 outputs in the file, 3 here" in facts["summary"]
     with pytest.raises(ConfigError, match="did you mean timm:resnet10t"):
         model_builder.build("timm:resnet10", {}, known, example)
 

@@ -26,7 +26,7 @@ from harness.distributed.launch_env import Launch, environment
 from harness.distributed.monitor import follow_until_done
 from harness.engines.base import Job, plan, refuse, shell, train_command
 from harness.engines.dask.cluster_run import BY, ClusterRun, Event
-from harness.errors import LaunchError
+from harness.errors import LaunchError, plural
 from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
@@ -42,13 +42,13 @@ _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times
 def render(job: Job) -> str:
     _check(job)
     settings, world = job.settings.dask, job.world_size
-    where = settings.scheduler or f"a cluster on this machine with {world} single-threaded worker(s)"
+    where = settings.scheduler or f"a cluster on this machine with {plural(world, 'single-threaded worker')}"
     symbols: dict[str, Any] = {"rank": "R", "local_rank": "L", "local_world_size": "N", "master_port": "PORT"}
     launch = Launch(**symbols, world_size=world, master_addr="ADDRESS", by=BY, supervised=True)
     takes = f", resources={settings.resources}" if settings.resources else ""
     command = [job.settings.python or "PYTHON", *train_command(), "-c", "CONFIG"]
     return (
-        f"# {where}: {world} free worker(s) within {settings.timeout_s:g} s, or nothing starts\n"
+        f"# {where}: {plural(world, 'free worker')} within {settings.timeout_s:g} s, or nothing starts\n"
         f"client.submit(supervise, RANK, workers=[WORKER], allow_other_workers=False, pure=False{takes})\n"
         f"# each starts a rank: R from 0 to {world - 1}, L of N on its machine; ADDRESS and PORT belong to rank 0\n"
         f"# PYTHON is the worker's; CONFIG is the resolved configuration, which is sent\n"

@@ -14,7 +14,7 @@ from harness.engines.base import Job
 from harness.engines.dask import reservation
 from harness.engines.dask import worker as on_worker
 from harness.engines.dask.reservation import KEYS
-from harness.errors import LaunchError, reason, remedy
+from harness.errors import LaunchError, plural, reason, remedy
 from harness.version import __version__
 
 _PAUSE_S = 0.5  # between two attempts to reserve workers
@@ -85,7 +85,7 @@ def _reserve(client: Any, job: Job, name: str, deadline: float) -> list[tuple[st
             asked = f" that have {settings.resources} each" if settings.resources else ""
             seen = "".join(f"\n  {line}" for line in found["seen"]) or " none"
             raise LaunchError(
-                f"{count} rank(s) need {count} worker(s) with a free thread{asked}; seen within "
+                f"the run needs {plural(count, 'worker')} with a free thread{asked}, one per rank; seen within "
                 f"{settings.timeout_s:g} s:{seen}",
                 where=where,
                 hint="start more workers (dask worker ADDRESS --nthreads 1), or request fewer ranks (--nproc N)",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from harness.errors import plural
+
 KEYS = "apex-harness-"  # prefix of our tasks' keys
 _RESERVATIONS = "apex_harness_reservations"
 
@@ -48,10 +50,10 @@ def _offer(worker: Any, taken: int, needs: dict[str, float]) -> dict[str, Any]:
         used = sum((task.resource_restrictions or {}).get(name, 0) for task in others)
         room = min(room, int((worker.resources.get(name, 0) - used) / need) - taken)
     room = max(room, 0) if worker.status.name == "running" else 0
-    facts = [f"{worker.nthreads} thread(s)", worker.status.name]
+    facts = [plural(worker.nthreads, "thread"), worker.status.name]
     facts += [f"resources {dict(worker.resources)}"] if worker.resources else []
-    facts += [f"{len(others)} other task(s)"] if others else []
-    facts += [f"{taken} rank(s) of another run"] if taken else []
+    facts += [plural(len(others), "other task")] if others else []
+    facts += [f"{plural(taken, 'rank')} of another run"] if taken else []
     return {
         "address": worker.address,
         "takes": takes,

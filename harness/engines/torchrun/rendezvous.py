@@ -124,7 +124,7 @@ def _check(job: Job, least: int) -> None:
     if least < settings.nnodes:
         if not settings.max_restarts:
             refuse("a range of machines needs launch.max_restarts: each lost machine uses one restart",
-                   "--max-restarts 3, or --nnodes N")  # fmt: skip
+                   "add --max-restarts 3, or use --nnodes N")  # fmt: skip
         check_batch(job, least)
 
 
@@ -140,7 +140,7 @@ def check_batch(job: Job, least: int) -> None:
             raise LaunchError(
                 f"batch.global={batch.global_} cannot be divided among {nodes} machines of {settings.nproc} ranks",
                 where=job.path,
-                hint=f"for {least} to {settings.nnodes} machines, a multiple of {common}; or batch.per_rank",
+                hint=f"for {least} to {settings.nnodes} machines, use a multiple of {common}, or set batch.per_rank",
             )
 
 

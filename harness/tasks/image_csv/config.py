@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from harness.config.base import NullIsEmpty
 from harness.config.targets import TableTask
 from harness.config.transforms import TransformsSection
+from harness.errors import plural
 
 if TYPE_CHECKING:
     from harness.errors import DataError
@@ -58,7 +59,9 @@ class Task(TableTask):
     def _one_value_per_channel(cls, values: tuple[float, ...] | None, info: ValidationInfo) -> tuple[float, ...] | None:
         channels = _CHANNELS.get(info.data.get("color", ""))
         if values is not None and channels is not None and len(values) != channels:
-            raise ValueError(f"{len(values)} values, but task.color={info.data['color']} has {channels} channel(s)")
+            raise ValueError(
+                f"{len(values)} values, but task.color={info.data['color']} has {plural(channels, 'channel')}"
+            )
         return values
 
     @model_validator(mode="before")
