@@ -33,7 +33,9 @@ for name in (
     "pyarrow.vendored.version",
     "tests.end_to_end.experiment",
     "tests.fixtures",
+    "torch.distributed.checkpoint",
     "torch.utils._sympy.reference",
+    "torch.utils.flop_counter",
     "torch.utils.serialization",
 ):
     with suppress(ImportError):

@@ -39,7 +39,6 @@ def test_all_strategies_give_the_same_losses(tmp_path, data, level):
     """With micro-batches, clipping, a moving average and a ragged last batch, at the same global batch."""
     cases = {
         "none": (1, {"strategy": "none"}),
-        "dp": (1, {"strategy": "dp"}),
         "fsdp": (2, FSDP),
     }
     half = {**FSDP, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
@@ -48,24 +47,27 @@ def test_all_strategies_give_the_same_losses(tmp_path, data, level):
     else:
         cases["delayed"] = (2, {"strategy": "ddp", "delay_allreduce": True})
         cases["overlapped"] = (2, {"strategy": "ddp", "delay_allreduce": False})
+    if level == "O0":
+        cases["dp"] = (1, {"strategy": "dp"})
     settings = {
         "precision": {"opt_level": level},
         "model": TWO_UNITS,
         "data": {"shard": "global"},
         "batch": {"global": 8, "accumulate": 2},
-        "train": {"epochs": 2, "log_every": 1, "clip_norm": 1.0, "ema_decay": 0.9},
+        "train": {"epochs": 1, "log_every": 1, "clip_norm": 1.0, "ema_decay": 0.9},
     }
     records = {
         name: record(train(tmp_path / name, data, ranks, parallel=parallel, **settings))
         for name, (ranks, parallel) in cases.items()
     }
-    assert "dp found only one device (cpu)" in (tmp_path / "dp" / "terminal-0.txt").read_text()
     assert "fsdp in 2 parts" in (tmp_path / "fsdp" / "terminal-0.txt").read_text()
-    assert records["dp"] == records["none"]
     for found in records.values():
         assert_close(records["none"], found, TOLERANCE[level])
     if level != "O4":
         assert_close(records["delayed"], records["overlapped"], 1e-6)
+    if level == "O0":
+        assert "dp found only one device (cpu)" in (tmp_path / "dp" / "terminal-0.txt").read_text()
+        assert records["dp"] == records["none"]
 
 
 # Everything that a resume could get wrong. The second convolution is an FSDP unit of its own.
@@ -83,7 +85,7 @@ O1, O2, O4 = {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O4"}
 @pytest.mark.parametrize(
     ("settings", "kill"),
     [
-        ({"parallel": FSDP, "precision": O1}, (1, 5, "step")),
+        ({"parallel": {**FSDP, "sync_batchnorm": True}, "optimizer": ADAM, "precision": O1}, (0, 6, "save")),
         (
             {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "precision": O4, "checkpoint": {"format": "sharded"}},
             (0, 7, "save"),
@@ -93,20 +95,16 @@ O1, O2, O4 = {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O4"}
             (1, 9, "step"),
         ),
         ({"parallel": {"delay_allreduce": False}, "precision": O1, "checkpoint": ASYNC}, (0, 6, "save")),
-        ({"parallel": {"strategy": "dp"}, "precision": O1}, (0, 7, "step")),
-        ({"parallel": {**FSDP, "sync_batchnorm": True}, "optimizer": ADAM}, (0, 6, "save")),
         ({"parallel": {"sync_batchnorm": True}, "optimizer": {"larc": {}}, "precision": O1}, (1, 9, "step")),
-        ({"optimizer": {**ADAM, "name": "fused_lamb"}, "precision": O2}, (0, 9, "step")),
+        ({"parallel": {"strategy": "dp"}, "optimizer": {**ADAM, "name": "fused_lamb"}, "precision": O2}, (0, 9, "step")),
     ],
     ids=[
-        "fsdp O1",
+        "fsdp syncbn O1",
         "sharded",
         "sharded async",
         "async overlapped O1",
-        "dp O1",
-        "fsdp syncbn adamw",
         "syncbn larc",
-        "fused_lamb O2",
+        "dp fused_lamb O2",
     ],
 )
 def test_killed_run_is_resumed_exactly(tmp_path, data, settings, kill):
