@@ -36,8 +36,8 @@ from harness.runs.url_store import UrlStore
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
 _STOPPED = {EXIT_STOPPED, *EXITS_BY_SIGNAL, -signal.SIGTERM}
 _WORDS = {
-    Cause.DONE: "done", Cause.STOPPED: "stopped", Cause.ERROR: "failed", Cause.PEER_LOST: "lost its peers",
-    Cause.LAUNCHER_LOST: "lost its launcher", Cause.HUNG: "hung",
+    Cause.DONE: "done", Cause.STOPPED: "stopped", Cause.ERROR: "failed", Cause.PEER_LOST: "lost contact",
+    Cause.LAUNCHER_LOST: "lost contact with the launcher", Cause.HUNG: "hung",
 }  # fmt: skip
 
 

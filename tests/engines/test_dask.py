@@ -384,7 +384,7 @@ def test_killed_rank_and_an_exact_restart_without_a_shared_disk(
     assert time.monotonic() - killed < END_S
     assert "failed: rank 1 at step" in first.conclusion.text
     assert "Killed: the process received SIGKILL" in first.conclusion.text
-    assert "rank 0: lost its peers on" in first.conclusion.text
+    assert "rank 0: lost contact on" in first.conclusion.text
     assert not marked(mark)
     assert not scratch(dask_cluster)
     second = Running(dask_cluster.client, config, marking(mark))

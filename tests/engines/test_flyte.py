@@ -138,7 +138,7 @@ def test_exception_on_rank_1(tmp_path, stripes):
     assert text.count("Traceback") == 1
     assert text.count("failed: rank 1 on") == 1
     assert "ArithmeticError: a layer went wrong, only here" in text
-    assert re.search(r"rank 0: lost its peers on .* at step 10", text)
+    assert re.search(r"rank 0: lost contact on .* at step 10", text)
 
 
 def to_rank_1(run_):

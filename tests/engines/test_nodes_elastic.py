@@ -176,7 +176,7 @@ def test_long_network_failure_loss_and_signal_end_in_time(tmp_path, stripes, mac
     assert here.wait(END_S) == 70
     assert "failed: rank 1 at step" in here.run.text()
     assert "it was killed, or its machine was lost" in here.run.text()
-    assert "rank 0: lost its peers on " in here.run.text()
+    assert "rank 0: lost contact on " in here.run.text()
 
     launch(numbered=False)  # a stop is not a failure, so it uses no restart
     wait_until(lambda: experiment.starts() == [2, 2, 2], START_S, "the third start")

@@ -189,7 +189,7 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
             assert not run_.alive()
         said = rf"failed: rank {lost} .*at step \d+: Lost: no exit record of rank {lost} \(on n{lost}\), 15 s after"
         assert re.search(said, run_.text()), run_.text()
-        assert re.search(rf"  rank {left}: lost its peers on .* exit code 70", run_.text()), run_.text()
+        assert re.search(rf"  rank {left}: lost contact on .* exit code 70", run_.text()), run_.text()
         cluster.start_node(f"n{lost}")
         # At once as a rule; where the node came back before the job had ended, Slurm asks it about the job once more.
         wait_until(lambda: set(cluster.states().values()) == {"idle"}, 180, "both nodes")

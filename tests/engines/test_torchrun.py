@@ -238,7 +238,7 @@ def test_killed_rank_launcher_and_harness_then_exact_end(tmp_path, stripes):
         assert not run_.alive()
     report = run_.text().partition("failed: rank 0 at step")[2]
     assert "Lost: it left no record: it was killed, or its machine was lost" in report
-    assert "rank 1: lost its peers on " in report
+    assert "rank 1: lost contact on " in report
 
     with started(command(config), tmp_path / "launcher.txt") as run_:
         until_it_trains(3)
