@@ -104,7 +104,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {near}?")
     parser = argparse.ArgumentParser(
         prog="harness",
-        description="Train PyTorch models from YAML files; compare, export, report on and predict with runs.",
+        description="Train PyTorch models from YAML files, then compare, report, predict and export.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of harness, torch and Python")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

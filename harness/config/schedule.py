@@ -46,7 +46,7 @@ class ScheduleSection(Section):
     stable, decay.
     """
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
-    """Epochs of linear warm-up from almost zero; may be a fraction. Set at most one of this and warmup_steps."""
+    """Epochs of linear warm-up from almost zero; may be a fraction. Cannot be combined with warmup_steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates of linear warm-up."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -62,7 +62,7 @@ class ScheduleSection(Section):
     cycle_mult: Positive = 1
     """For `cosine_restarts`: each period is this many times as long as the one before (T_mult in torch)."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of all updates, the last ones, in which `wsd` lowers the learning rate."""
+    """Share of all updates, at the end, in which `wsd` lowers the learning rate."""
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay of `wsd`; sqrt: 1 - sqrt(progress)."""
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -72,7 +72,7 @@ class ScheduleSection(Section):
     threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-4
     """For `plateau`: a metric is better if it improves by this share of the best one."""
     cooldown: Annotated[int, Field(ge=0)] = 0
-    """For `plateau`: evaluations after a reduction that are not counted."""
+    """For `plateau`: evaluations to ignore after each reduction."""
     pct_start: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Share of all updates in which `one_cycle` raises the learning rate."""
     div_factor: Annotated[float, Field(ge=1)] = 25.0

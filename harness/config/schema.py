@@ -149,7 +149,7 @@ class OptimizerSection(Section):
     args: Arguments = {}
     """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
     groups: tuple[GroupSection, ...] = Field(default=(), strict=False)
-    """Parameters with a different learning rate or weight decay; the first group that matches a parameter gets it."""
+    """Parameters with a different learning rate or weight decay; the first group that matches a parameter applies."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None
@@ -191,8 +191,8 @@ class PrecisionSection(Section):
     backend: Literal["auto", "apex", "harness"] = "auto"
     """auto: NVIDIA's or ROCm's Apex on CUDA if an Apex with amp is installed, else harness.apex."""
     tf32: bool | None = None
-    """TF32 for what stays float32 on CUDA: true for convolutions and matrix products, false for neither; null: torch's
-    default, only convolutions.
+    """Use TF32 for float32 operations on CUDA: true for convolutions and matrix products, false for neither; null:
+    torch's default, only convolutions.
     """
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
     """`dynamic`, or a constant; null: the default of the level."""
@@ -268,8 +268,8 @@ class CheckpointSection(Section):
     every_steps: Positive | None = None
     """Optimizer steps between checkpoints within an epoch; null: only at the end of each epoch."""
     format: Literal["whole", "sharded"] = "whole"
-    """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), which
-    needs no host that holds the whole model; the folder must be shared by all machines. Either resumes on any number of
+    """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), so
+    no host has to hold the whole model; all machines must share the folder. Either format resumes on any number of
     ranks.
     """
     async_save: bool = False

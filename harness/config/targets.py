@@ -70,7 +70,7 @@ class LabelsSection(Section):
     separator: Annotated[str, Field(min_length=1)] | None = None
     """Text between the labels of a row, such as "|", for multi_label."""
     empty: Literal["error", "allow"] = "error"
-    """For multi_label: a row without any label is an error, or means that it has none of them (allow)."""
+    """For multi_label: whether a row without any label is an error, or has none of the labels (allow)."""
 
     @property
     def chosen(self) -> Kind:
@@ -106,7 +106,7 @@ class LossSection(Section):
     balanced: the rarer the class, the larger. With several labels per row: the weight of rows that have the label.
     """
     gamma: Annotated[float, Field(ge=0)] | None = None
-    """For focal: how much less easy rows count; null: 2."""
+    """For focal: how strongly the weight of easy rows is reduced; null: 2."""
     delta: Annotated[float, Field(gt=0)] | None = None
     """For huber: errors above this value, in standard deviations of the column, count linearly; null: 1."""
     args: Arguments = {}
@@ -130,7 +130,7 @@ class MetricSection(Section):
     better: Better | None = None
     """max: higher is better; min: lower is better. Required for a dotted name."""
     args: Arguments = {}
-    """Keyword arguments; num_classes or num_labels is set where it is taken."""
+    """Keyword arguments; num_classes or num_labels is set if the metric takes it."""
 
     @property
     def shown(self) -> str:

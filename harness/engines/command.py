@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
     )
     parser.add_argument(
-        "--node-rank", type=int, metavar="R", help="number of this machine, from 0 (default: ordered by address)"
+        "--node-rank", type=int, metavar="R", help="number of this machine, from 0 (default: in the order of addresses)"
     )
     parser.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler, such as tcp://10.0.0.1:8786")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, without starting it")

@@ -30,7 +30,7 @@ class Task(TableTask):
     root: str = ""
     """Folder or fsspec URL (s3://bucket/images) that image paths are relative to; empty: the working directory."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
-    """Size of the copies of files behind URLs that data.cache_dir keeps on this machine, in GiB."""
+    """Maximum size, in GiB, of the copies of files behind URLs in data.cache_dir on this machine."""
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
     image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
@@ -42,8 +42,8 @@ class Task(TableTask):
     color: Literal["rgb", "gray"] = "rgb"
     """Channels that images are converted to: three (rgb) or one (gray)."""
     mean: tuple[float, ...] | None = Field(default=None, strict=False)
-    """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5. For uint8 images: transforms that
-    return floats normalize them.
+    """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5. Not for transforms that return
+    floats, which must normalize images themselves.
     """
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
     """One value per channel that pixels are then divided by; null: 0.5."""
