@@ -77,6 +77,10 @@ class CacheEntry:
     def offsets(self) -> Path:
         return self.folder / f"{self.key}.offsets"
 
+    @property
+    def files(self) -> tuple[Path, Path, Path]:
+        return self.arrow, self.codes, self.offsets
+
     def sizes(self) -> list[int]:
         """The bytes of the files that exist. Raises OSError if there are no text columns."""
         others = (path.stat().st_size if path.exists() else 0 for path in (self.codes, self.offsets))
