@@ -245,6 +245,8 @@ class TrainSection(Section):
     """Use only deterministic algorithms, which bitwise resume on a GPU needs. true: refuse operations that have none on
     CUDA; warn: only warn about them, in logs/rank-N.log; false: use the fastest algorithms.
     """
+    cuda_graphs: bool = False
+    """Run whole steps as CUDA graphs, in one process; learning rates are rounded to float32 (docs/strategies.md)."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
     mixup: Annotated[float, Field(ge=0)] = 0.0
@@ -338,7 +340,8 @@ class Config(Section):
     @property
     def needs_our_amp(self) -> bool:
         """True if a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
-        return self.parallel.strategy == "fsdp" or self.parallel.sync_batchnorm or self.optimizer.larc is not None
+        shards_or_norms = self.parallel.strategy == "fsdp" or self.parallel.sync_batchnorm
+        return shards_or_norms or self.optimizer.larc is not None or self.train.cuda_graphs
 
 
 # Keys, and whole sections, that may change when a run is resumed without making it another experiment.

@@ -15,7 +15,9 @@ from harness.training.evaluate import evaluate, prepare, reported
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optim import clear_gradients
 from harness.training.run import Run
-from harness.training.step_timer import end_backward_before_exchange
+from harness.training.step_timer import StepTimer, end_backward_before_exchange
+
+Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step
 
 log = logging.getLogger("harness")
 
@@ -48,25 +50,24 @@ def epoch(run: Run) -> None:
     run.meter.restart_clock()
     left = data.steps_left(state.segments)
     run.progress.start(state.epoch, config.train.epochs, data.steps_per_epoch() - left, data.steps_per_epoch())
-    lr = run.schedule.lr(state.applied, state.plateau.reductions)
-    for group in data.groups(state.epoch, state.segments):
-        lr = run.schedule.set_lr(run.optimizer, state.applied, state.plateau.reductions)
+    run.lr = run.schedule.lr(state.applied, state.plateau.reductions)
+    for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
-        next_step = state.step + 1
-        logs = next_step % config.train.log_every == 0 or next_step == config.train.max_steps or left == 0
-        step(run, group, measured=logs)
+        logs = number % config.train.log_every == 0
+        step(run, group, measured=logs or number == config.train.max_steps or left == 0)
         data.advance(state.segments)
         run.progress.step()
-        if state.step % config.train.log_every == 0:
-            run.log_train(lr)
-        if left and config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
+        if logs:
+            run.log_train()
+        if left and config.checkpoint.every_steps and number % config.checkpoint.every_steps == 0:
             save(run)
-        if run.stop.agreed() or state.step == config.train.max_steps:
+        if run.stop.agreed() or number == config.train.max_steps:
             break
+    run.settle()
     run.progress.stop()
     if left == 0 or run.finished():
         if run.meter.steps:
-            run.log_train(lr)
+            run.log_train()
         run.health.updates(state, run.saved_step)
     if left == 0:
         run.log_coverage()
@@ -78,9 +79,17 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
 
     ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
     backward pass. Whether they overflowed is read after that, from gradients that are equal on all ranks, so that it
-    needs no communication.
+    needs no communication. A step that a CUDA graph repeats is counted later, by ``run.settle()``.
     """
-    train, precision, timer = run.config.train, run.precision, run.meter.timer
+    if run.graphs and run.graphs.start(run, group, measured, update, count):
+        return
+    run.set_lr()
+    count(run, *update(run, group, measured, run.meter.timer))
+
+
+def update(run: Run, group: list[MicroBatch], measured: bool, timer: StepTimer) -> tuple[Losses, bool]:
+    """The work of a step on the device; return the losses, and whether the update was skipped."""
+    train, precision = run.config.train, run.precision
     losses = []
     timer.start()
     for index, micro in enumerate(group):
@@ -112,10 +121,10 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     if run.ema and not skip:
         run.ema.update(precision.master_params(run.optimizer))
     timer.end("optimizer")
-    count(run, losses, skip)
+    return losses, skip
 
 
-def count(run: Run, losses: list[tuple[Tensor, MicroBatch]], skip: bool) -> None:
+def count(run: Run, losses: Losses, skip: bool) -> None:
     """Count a step, its rows and its loss, which stays on the device."""
     meter = run.meter
     meter.steps += 1

@@ -71,7 +71,7 @@ def mark_delayed(optimizer: Optimizer, scale: float) -> None:
     stash.backward_ended()
 
 
-def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
+def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> None:
     """Unscale the gradients of the context that ends into their targets."""
     stash = stash_of(optimizer)
     fresh: list[Tensor] = []  # scaled, to unscale in place
@@ -106,7 +106,8 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float) -> None:
     if copies:
         torch._foreach_copy_(copies, originals)
     scaler.unscale_(fresh + copies, scale)
-    _add(sums, added, 1.0 / scale)
+    if sums:
+        _add(sums, added, float(1.0 / scale))
     scaler.unscale_(sums + unchecked, 1.0)
     stash.params_have_scaled_gradients = False
     stash.backward_ended()
@@ -148,7 +149,7 @@ def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:
 
 
 def _finish_sparse(
-    parameter: Tensor, target: Tensor, earlier: Tensor | None, new: Tensor, scaler: LossScaler, scale: float
+    parameter: Tensor, target: Tensor, earlier: Tensor | None, new: Tensor, scaler: LossScaler, scale: float | Tensor
 ) -> None:
     """Sparse gradients stay sparse for a parameter that is its own target; a master gets a dense one."""
     new = new.coalesce() if new.is_sparse else new

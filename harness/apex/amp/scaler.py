@@ -1,12 +1,13 @@
 """The loss scaler: one scale, its growth and back-off, and the unscaling of gradients (contract 2).
 
 A scale is plain host data. The only device-to-host sync is in ``update_scale`` of a dynamic scaler; a static scaler
-has none. Which gradients belong to which context is decided in ``gradients``.
+has none, nor has a step under a ``DeviceScale``. Which gradients belong to which context is decided in ``gradients``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ WINDOW = 2000  # clean updates between two growths
 DEFAULT_FLOOR = 1.0  # Apex had none and walked down to a division by zero (contract 2.2)
 LOWEST_FLOOR = 2.0**-126  # for min_loss_scale=0: the smallest scale whose inverse is finite in float32
 COMPLAIN_EVERY = 50  # consecutive overflows between two warnings that training has stopped
+
+
+class Replacement(Protocol):
+    """What ``harness.apex.amp.device_scale.DeviceScale`` does for the scaler that it replaces during a step."""
+
+    scale: Tensor  # float64 ()
+    found: Tensor  # float32 (), set to 1 if an inf or NaN was found
+
+    def update(self) -> None:
+        """Do on the device what ``update_scale`` does on the host."""
 
 
 class LossScaler:
@@ -57,10 +68,16 @@ class LossScaler:
         self._inverse: dict[torch.device, tuple[float, Tensor]] = {}
         self._deferred = 0
         self._in_a_row = 0
+        self.replacement: Replacement | None = None  # in a step that the host does not follow
 
     def loss_scale(self) -> float:
         """Return the scale by which the next loss is multiplied."""
         return self._loss_scale
+
+    @property
+    def factor(self) -> float | Tensor:
+        """The scale of the next loss, as a tensor if it is on the device only."""
+        return self.replacement.scale if self.replacement and self.dynamic else self._loss_scale
 
     @property
     def _overflow_buf(self) -> Tensor:
@@ -88,7 +105,7 @@ class LossScaler:
     def _flags(self) -> list[Tensor]:
         return [] if self._flag is None else [self._flag]
 
-    def unscale_(self, gradients: Sequence[Tensor], scale: float) -> None:
+    def unscale_(self, gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """Divide dense ``gradients`` by ``scale`` in place; a dynamic scaler also notes any inf or NaN among them.
 
         One pass over the gradients of each device and dtype.
@@ -101,7 +118,7 @@ class LossScaler:
                 found, factor = self._buffers(group[0].device, inverse)
                 torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
             else:
-                torch._foreach_mul_(group, inverse)
+                torch._foreach_mul_(group, float(inverse))
 
     def unscale(
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float | None = None
@@ -125,10 +142,17 @@ class LossScaler:
 
         A dynamic scaler reads the overflow flag from the device: the one sync point of amp.
         """
+        if self.replacement:
+            self.replacement.update()
+            return False
         if self.dynamic and not self._has_overflow:
             self._has_overflow = any(found.item() for found in (*self._found.values(), *self._flags()))
+        return self.count(self._has_overflow)
+
+    def count(self, overflow: bool) -> bool:
+        """Update the scale after a context with or without an ``overflow``; return True if the step is skipped."""
         contexts, self._deferred = self._deferred + 1, 0
-        if self.dynamic and self._has_overflow:
+        if self.dynamic and overflow:
             self._back_off()
             return True
         self._in_a_row = 0
@@ -158,10 +182,13 @@ class LossScaler:
                 always=True,
             )
 
-    def _buffers(self, device: torch.device, inverse: float) -> tuple[Tensor, Tensor]:
+    def _buffers(self, device: torch.device, inverse: float | Tensor) -> tuple[Tensor, Tensor]:
+        if self.replacement:
+            factor = inverse.float() if isinstance(inverse, Tensor) else torch.full((), inverse, device=device)
+            return self.replacement.found, factor
         if device not in self._found:
             self._found[device] = torch.zeros((), device=device)  # 0-dim: a DTensor treats it as equal on all ranks
-        cached = self._inverse.get(device)
+        cached, inverse = self._inverse.get(device), float(inverse)
         if cached is None or cached[0] != inverse:
             cached = (inverse, torch.full((), inverse, device=device))
             self._inverse[device] = cached
