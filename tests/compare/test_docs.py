@@ -12,6 +12,7 @@ import pytest
 from harness.cli import main
 from harness.data import digits
 from tests.conftest import ROOT
+from tests.end_to_end.processes import python
 from tests.ranks import start, wait_for
 
 PAGE = (ROOT / "docs" / "compare.md").read_text()
@@ -63,11 +64,11 @@ def test_documented_commands(place, block, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_verify_resume(place, capsys):
+def test_verify_resume(place):
     page = (ROOT / "docs" / "verify_resume.md").read_text()
     lines = [line for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines()]
     first, second = map(shlex.split, lines)
     assert second[: len(first)] == first  # with more options: running it covers both
-    assert main([*second[1:], "--kills", "1", "--steps", "4"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^exact: killed 1 time,", out, re.M), out
+    terminal = place / "terminal.txt"
+    assert python(["-m", *second, "--kills", "1", "--steps", "4"], terminal, cwd=place) == 0, terminal.read_text()
+    assert re.search(r"^exact: killed 1 time,", terminal.read_text(), re.M)

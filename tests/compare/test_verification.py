@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +20,8 @@ from tests.conftest import ROOT
 from tests.end_to_end import planted
 from tests.end_to_end.experiment import write_config, write_images
 from tests.end_to_end.planted import line_of, write_planted
+from tests.end_to_end.processes import fork_commands, python
+from tests.ranks import run_ranks
 
 HERE = Path(planted.__file__).relative_to(ROOT)
 COUNTING = {"name": f"{planted.__name__}.Counting", "args": {}}
@@ -29,9 +29,9 @@ COUNTING = {"name": f"{planted.__name__}.Counting", "args": {}}
 
 def verify_resume(config: Path, *words: str) -> tuple[int, str]:
     """(exit code, output) of the command."""
-    command = [sys.executable, "-m", "harness", "verify-resume", "-c", str(config), *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=270)
-    return done.returncode, done.stdout + done.stderr
+    terminal = config.parent / "terminal.txt"
+    code = python(["-m", "harness", "verify-resume", "-c", config, *words], terminal)
+    return code, terminal.read_text()
 
 
 @pytest.mark.slow
@@ -87,12 +87,16 @@ def test_run_that_never_repeats_is_not_blamed_on_the_resume(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_hashes_of_strings_are_found_by_fixing_them(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    path = write_planted(tmp_path, "hash")
-    runs = starts.Starts(str(path), [], tmp_path, loader.load(path))
-    (cause,) = diagnosis.of_chance(runs, FirstDifference([], []))
-    assert "two runs with PYTHONHASHSEED=0 are equal" in cause
+def test_hashes_of_strings_are_found_by_fixing_them(tmp_path):
+    (causes,) = run_ranks(1, _causes_of_chance, write_planted(tmp_path, "hash"), group=False, timeout_s=240)
+    assert len(causes) == 1
+    assert "two runs with PYTHONHASHSEED=0 are equal" in causes[0]
+
+
+def _causes_of_chance(path: Path) -> list[str]:
+    fork_commands()
+    runs = starts.Starts(str(path), [], path.parent, loader.load(path))
+    return diagnosis.of_chance(runs, FirstDifference([], []))
 
 
 def test_wrong_configurations_end_at_once(tmp_path, capsys):

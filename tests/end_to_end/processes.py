@@ -12,13 +12,16 @@ import secrets
 import signal
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.distributed import forked
 from tests.conftest import ROOT
-from tests.ranks import free_port, launch_environment, start
+from tests.ranks import free_port, launch_environment, start, wait_for
 
 START_S = 60  # limit until a launcher's ranks train, on a slow machine
 END_S = 30  # limit until all ranks have exited, whatever happened to their peers
@@ -154,3 +157,58 @@ def drive_in_terminal(arguments: list[str], terminal: str) -> None:
 
     signals.install(quiet=int(os.environ.get("LOCAL_RANK", "0")) > 0)
     raise SystemExit(main(["train", *arguments]))
+
+
+def python(
+    words: Sequence[str | Path], terminal: Path, cwd: Path = ROOT, timeout_s: float = 240, **environ: str
+) -> int:
+    """Do what ``python WORDS`` does, appending to the file ``terminal``; return the exit code.
+
+    The process and all Python processes that it starts are forked, without the seconds of CPU time for imports.
+    """
+    return wait_for([start_python(words, terminal, cwd, **environ)], timeout_s)[0]
+
+
+def start_python(words: Sequence[str | Path], terminal: Path, cwd: Path = ROOT, **environ: str) -> Any:
+    """``python`` without waiting: (process, connection)."""
+    own = {"OMP_NUM_THREADS": "1", **environ}
+    return start(_python_in_terminal, ([str(word) for word in words], str(terminal), str(cwd)), own)
+
+
+def _python_in_terminal(words: list[str], terminal: str, cwd: str) -> None:
+    file = os.open(terminal, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(cwd)
+    fork_commands()
+    forked._python(words)
+
+
+def fork_commands() -> None:
+    """Let this process fork itself for each ``python -m MODULE`` or ``python FILE`` that it starts from now on, as
+    ``harness launch`` does for its ranks. Commands with other environment variables still start Python."""
+    forked._prepared = forked._Prepared(forked._read_at_import(os.environ), {}, forked._num_threads())
+    subprocess.Popen = _Forking  # type: ignore[misc]
+
+
+class _Forking(subprocess.Popen):
+    def __init__(self, command: Any, *rest: Any, **options: Any) -> None:
+        if isinstance(command, list | tuple) and forked.possible(command, options.get("env")):
+            first = options.get("preexec_fn") or (lambda: None)
+            options |= {"start_new_session": False, "preexec_fn": partial(_become, command, first, options)}
+        super().__init__(command, *rest, **options)
+
+
+def _become(command: Sequence[str], first: Callable[[], None], options: dict[str, Any]) -> None:
+    """In the child of a fork, whose streams are open: run ``command`` instead of the program that would follow."""
+    close, kept = os.closerange, sorted(options.get("pass_fds", ()))
+
+    def close_others(low: int, high: int) -> None:
+        os.closerange = close
+        for keep in [*kept, high]:
+            close(low, keep)
+            low = keep + 1
+
+    os.closerange = close_others
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the other process
+    forked._run(command, dict(options.get("env") or os.environ), None, None, first, [])

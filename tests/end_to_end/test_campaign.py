@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.end_to_end.processes import python
 
 # Runs chains of the campaign, each in a process of its own, with a defect planted into the harness. Forked ranks
 # inherit it.
@@ -48,13 +46,13 @@ def nothing():
     pass
 
 def first(signal, place, **traits):
-    "The first chain with these traits, to be hit by the signal in the place, twice."
+    "The first chain with these traits, to be hit by the signal in the place."
     number = next(n for n in range(1000) if traits.items() <= plan.chain(1, n).traits.items()
                   and "dropout" in (option := plan.chain(1, n).traits["option"])
                   and "asynchronous" not in option)  # a kill in the first evaluation could leave no checkpoint
     real = plan.kills
     kill = plan.Kill(0, place, 2, int(getattr(plan.signal, signal)), "one rank", 0.0, 0.0)
-    plan.kills = lambda *arguments: [kill, kill]
+    plan.kills = lambda *arguments: [kill] * (2 if traits["ranks"] == "2" else 1)
     return plan.chain(1, number)
 
 folder = Path(sys.argv[1])
@@ -78,10 +76,9 @@ for index, (plant, signal, place, traits) in enumerate(CASES):
 
 @pytest.mark.slow
 def test_campaign_finds_planted_defects(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert python([tmp_path / "program.py", tmp_path], terminal := tmp_path / "terminal.txt") == 0
+    results = [json.loads(line) for line in terminal.read_text().splitlines() if line.startswith("{")]
     found = [(result["plant"], sorted({problem["kind"] for problem in result["problems"]})) for result in results]
     assert found == [
         ("nothing", []),
@@ -90,11 +87,11 @@ def test_campaign_finds_planted_defects(tmp_path):
         ("file_left_behind", ["stray file"]),
         ("rank_that_never_ends", ["hang"]),
         ("wrong_exit_code", ["exit code"]),
-    ], done.stdout + done.stderr
+    ], terminal.read_text()
     exact = results[0]
     assert [kill["codes"][0] for kill in exact["kills"]] == [-9, -9]
     assert all(kill["codes"][1] == 70 and kill["end_s"] < 30 for kill in exact["kills"])
-    assert [kill["codes"] for kill in results[1]["kills"]] == [[75], [75]]
+    assert [kill["codes"] for kill in results[1]["kills"]] == [[75]]
     assert "checkpoint: model" in results[2]["problems"][0]["text"]
     assert "half.tmp" in results[3]["problems"][0]["text"]
     # What hangs says where: the stack of the rank is in its terminal file.
@@ -104,16 +101,15 @@ def test_campaign_finds_planted_defects(tmp_path):
 @pytest.mark.slow
 def test_campaign_goes_on_where_it_was_stopped(tmp_path):
     def campaign(kills: int) -> str:
-        words = ["--seed", "3", "--kills", str(kills), "--jobs", "2", "--no-page", "--folder", str(tmp_path)]
-        command = [sys.executable, "-m", "benchmarks.campaign", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-        assert done.returncode in (0, 1), done.stdout + done.stderr
-        return done.stdout
+        words = ["--seed", "5", "--kills", str(kills), "--jobs", "2", "--no-page", "--folder", str(tmp_path)]
+        (terminal := tmp_path / "terminal.txt").unlink(missing_ok=True)
+        assert python(["-m", "benchmarks.campaign", *words], terminal) in (0, 1), terminal.read_text()
+        return terminal.read_text()
 
     assert "| chains | kills |" in campaign(1)
-    results = {path: path.read_text() for path in tmp_path.glob("seed-3-*/results/*.json")}
+    results = {path: path.read_text() for path in tmp_path.glob("seed-5-*/results/*.json")}
     first = min(results)
     first.unlink()  # as if it had been interrupted in this chain
-    assert f"3-{int(first.stem)} " in campaign(1)
+    assert f"5-{int(first.stem)} " in campaign(1)
     assert first.exists()
     assert all(path.read_text() == text for path, text in results.items() if path != first)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_check, machine, made_up_data
 from benchmarks.gpu_check import Check, Plan, perform
 from tests.conftest import ROOT
+from tests.end_to_end.processes import python
 
 
-def call(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "benchmarks.gpu_check", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+def call(folder: Path, *words: str) -> tuple[int, str]:
+    """(exit code, output of all calls with this folder)"""
+    terminal = folder / "terminal.txt"
+    return python(["-m", "benchmarks.gpu_check", *words], terminal, PYTHONPATH=str(ROOT)), terminal.read_text()
 
 
-def test_without_a_gpu_nothing_is_written():
+def test_without_a_gpu_nothing_is_written(tmp_path):
     before = {path: path.read_bytes() for path in machine.RESULTS.iterdir()}
-    done = call()
-    assert done.returncode == 2
-    assert "torch sees no CUDA device, so nothing was checked or written" in done.stderr
-    assert "harness doctor" in done.stderr
+    code, text = call(tmp_path)
+    assert code == 2
+    assert "torch sees no CUDA device, so nothing was checked or written" in text
+    assert "harness doctor" in text
     assert {path: path.read_bytes() for path in machine.RESULTS.iterdir()} == before
-    assert "--device cpu needs --out FILE" in call("--device", "cpu").stderr
+    assert "--device cpu needs --out FILE" in call(tmp_path, "--device", "cpu")[1]
 
 
 @pytest.mark.slow
@@ -33,15 +35,15 @@ def test_rehearsal_on_a_cpu(tmp_path):
     """A training on two ranks, an engine and a use of its run; the page, and continuing."""
     out = tmp_path / "gpu.md"
     words = ["--device", "cpu", "--steps", "2", "--out", str(out)]
-    done = call(*words, "--only", "collectives", "config mnist, 2", "predict")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, text = call(tmp_path, *words, "--only", "collectives", "config mnist, 2", "predict")
+    assert code == 0, text
     page = out.read_text()
     assert "no GPU: a rehearsal on the CPU" in page
     assert "4 passed, 0 failed, 0 skipped" in page
     for row in ("config mnist, 2 ranks | passed", "engine local | passed", "predict | passed"):
         assert f"| {row}" in page
     seconds = {row["name"]: row["seconds"] for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
-    assert call(*words, "--only", "collectives", "level O0").returncode == 0
+    assert call(tmp_path, *words, "--only", "collectives", "level O0")[0] == 0
     rows = {row["name"]: row for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
     assert rows["collectives"]["seconds"] == seconds["collectives"]  # not repeated
     assert rows["level O0"]["outcome"] == "passed"
