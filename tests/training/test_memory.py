@@ -1,7 +1,13 @@
-"""The error for a rank that runs out of memory."""
+"""The error for a rank that runs out of memory, and memory that a rank keeps for its next step."""
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from harness.apex import amp
@@ -75,3 +81,39 @@ def test_other_errors_of_memory():
     assert "tried to allocate 400000000000 bytes" in str(explained(RuntimeError(text)))
     assert "model.args" in explained(OOM).hint
     assert isinstance(explained(ValueError("out of memory")), ValueError)
+
+
+FAULTS = """
+import resource
+from harness.distributed.processes import keep_freed_memory
+{call}
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(30 << 20) for _ in range(3)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults of glibc's malloc")
+def test_a_step_reuses_the_memory_of_the_one_before(tmp_path, monkeypatch):
+    """Three blocks of 30 MiB are more than glibc keeps by itself; each of their 23,000 pages would be mapped again."""
+
+    def faults(call: str = "keep_freed_memory()", **environ: str) -> int:
+        command = [sys.executable, "-c", FAULTS.format(call=call)]
+        return int(subprocess.run(command, env=os.environ | environ, capture_output=True, check=True).stdout)
+
+    assert faults() < 100
+    assert faults(call="") > 10_000
+    assert faults(MALLOC_TRIM_THRESHOLD_="1000000") > 10_000
+
+    def step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.zeros(30 << 18) for _ in range(3)]
+        del tensors
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    monkeypatch.setattr(build.determinism, "require", lambda level: None)  # it changes settings of the whole process
+    run_out_of_memory(tmp_path, ["precision.opt_level=O0"])  # builds a run
+    step()
+    assert step() < 100
