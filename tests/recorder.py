@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::nonzero", "aten::is_nonzero")
+# Reading a value, and copying Python numbers to the device: torch.tensor()
+_REFUSED = ("_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "lift_fresh")
 
 
 class OpRecorder:
@@ -57,7 +58,7 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, func._schema
-        if func.name().split(".")[0] in _WAITS:
+        if func.name().removeprefix("aten::").split(".")[0] in _REFUSED:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func.name()}")
         written = [place for place, argument in enumerate(schema.arguments) if _is_written(argument)]
         for place in written:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_check import Plan
 from harness.apex import amp
 from harness.apex.amp import device_scale, scaler
+from harness.config import loader
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError, TrainingError
@@ -18,6 +20,7 @@ from harness.runs import checkpoint, remote
 from harness.training import build, loop, step_graph
 from harness.training.cuda_recorder import CudaRecorder
 from harness.training.step_graph import StepGraphs
+from tests.conftest import ROOT
 from tests.fixtures import make_config, write_rows
 from tests.recorder import OpRecorder
 
@@ -62,7 +65,7 @@ def train(tmp_path, monkeypatch):
     monkeypatch.setattr(build.determinism, "require", lambda level: None)  # it changes settings of the whole process
     for module in (scaler, device_scale):
         monkeypatch.setattr(module, "WINDOW", 5)  # so that the loss scale grows
-    monkeypatch.setattr(step_graph, "WINDOW", 3)
+    monkeypatch.setattr(step_graph, "WINDOW", 3)  # so that several end between two log lines
 
     def begin(name, graphs, *overrides, device=CPU, **args):
         model = {"name": f"{HERE}.Net", "args": args}
@@ -155,6 +158,26 @@ def test_resume_between_two_counts_is_exact(train, monkeypatch):
     recorder = OpRecorder()
     assert differing(plain, train("recorded", recorder, *words)) == []
     assert recorder.replays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "fashion_mnist", "finetune", "mnist", "multi_label", "regression", "text"])
+def test_steps_of_shipped_configurations_can_be_recorded(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(build.determinism, "require", lambda level: None)
+    path, recorder = ROOT / "configs" / f"{name}.yaml", OpRecorder()
+    words = Plan("cpu", 1, 0, tmp_path).words(path, 1)
+    loader.load(path, [*words, "train.cuda_graphs=true", "runtime.device=cuda"])  # no settings that graphs refuse
+    config = loader.load(path, [*words, "batch.global=8", "train.max_steps=9"])
+    folder = remote.run_folder(config)
+    folder.claim(config)
+    run = build.build(config, Runtime(), folder, Stop(Runtime()))
+    run.graphs = StepGraphs(recorder, run, CPU)
+    try:
+        loop.train(run)
+    finally:
+        run.close()
+        amp.reset()
+    assert recorder.replays == 5  # after three updates, and one on the memory of the graph
 
 
 def test_learning_rates_of_float32_give_the_run_without_graphs(train):
