@@ -10,7 +10,8 @@ file and read every label and caption of their shard as whole columns. The slowe
     first   open_table with an empty cache: one rank converts, the others wait
     warm    open_table of a file that is already converted
 
-"other load" is the share of the machine that other processes used meanwhile; if it is large, ignore the times.
+"other load" is the share of the machine that other processes used meanwhile; if it is large, ignore the times, and
+compare the processor time of all ranks instead.
 
 ``--workers N`` also forks N loader workers that read all rows in random order.
 """
@@ -101,11 +102,11 @@ def _rank(reader: str, path: Path, rank: int, world: int, cache: Path, barrier: 
 
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     barrier.wait()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     kept, seen = (read_pandas if reader == "pandas" else read_table)(path, rank, world, cache)
-    seconds = time.perf_counter() - start
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
     barrier.wait()
-    results.put((rank, seconds, seen, _memory_mb("status", "VmHWM"), _memory_mb("smaps_rollup", "Pss")))
+    results.put((rank, seconds, seen, _memory_mb("status", "VmHWM"), _memory_mb("smaps_rollup", "Pss"), busy))
     barrier.wait()  # keep all memory until every rank has measured
     del kept
 
@@ -136,6 +137,7 @@ def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
         "seen": tuple(sum(r[2][i] for r in found) for i in range(3)),
         "peak_mb": max(r[3] for r in found),
         "pss_mb": sum(r[4] for r in found),
+        "cpu_s": sum(r[5] for r in found),
     }
 
 
@@ -187,21 +189,23 @@ def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int,
     lines = [
         f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
         "",
-        "| reader | slowest rank, s: median (range) | speed-up "
+        "| reader | slowest rank, s: median (range) | speed-up | processor time of all ranks, s | speed-up by it "
         "| peak RSS of a rank, MB | PSS of all ranks, MB | memory ratio | other load |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for reader, results in runs.items():
         seconds = [r["seconds"] for r in results]
-        ratio, less = "", ""
+        ratio, less, cheaper = "", "", ""
         if "pandas" in runs and reader != "pandas":
             pairs = list(zip(runs["pandas"], results, strict=True))
             ratio = f"{statistics.median(p['seconds'] / r['seconds'] for p, r in pairs):.1f}"
+            cheaper = f"{statistics.median(p['cpu_s'] / r['cpu_s'] for p, r in pairs):.1f}"
             less = f"{statistics.median(p['pss_mb'] / r['pss_mb'] for p, r in pairs):.1f}"
-        peak, pss = (statistics.median(r[k] for r in results) for k in ("peak_mb", "pss_mb"))
+        peak, pss, busy = (statistics.median(r[k] for r in results) for k in ("peak_mb", "pss_mb", "cpu_s"))
         others = statistics.median(r["others"] for r in results)
         span = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
-        lines.append(f"| {reader} | {span} | {ratio} | {peak:.0f} | {pss:.0f} | {less} | {others:.0%} |")
+        work = f"{busy:.2f} | {cheaper}"
+        lines.append(f"| {reader} | {span} | {ratio} | {work} | {peak:.0f} | {pss:.0f} | {less} | {others:.0%} |")
     return "\n".join(lines)
 
 
