@@ -1,7 +1,8 @@
-"""The device of each rank, and the check that no two ranks share one."""
+"""The device of each rank, the check that no two ranks share one, and what a CPU does with freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ import torch
 from harness.errors import LaunchError, plural
 
 ALL_ALIKE = "run nvidia-smi and harness doctor where there is no CUDA device, or set runtime.device=cpu for all ranks"
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_LARGEST_KEPT = 32 * 2**20  # the largest _MMAP_THRESHOLD that glibc takes
 
 CPU_RANKS = 2  # enough to show how ranks work together, on any machine
 
@@ -35,6 +39,20 @@ def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated:
             else "use runtime.device=cpu, or install a CUDA build of torch and a driver",
         )
     return torch.device("cuda", local_rank)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU, make malloc keep freed blocks of up to 32 MiB for later use instead of returning them to the system.
+
+    Every training step frees its activations. By default, glibc then returns most of them, and the kernel has to map
+    and clear the same pages again in the next step. Settings of malloc in the environment take precedence.
+    """
+    own = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if device.type == "cpu" and sys.platform == "linux" and not own:
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if set_option is not None:
+            set_option(_MMAP_THRESHOLD, _LARGEST_KEPT)
+            set_option(_TRIM_THRESHOLD, -1)
 
 
 def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:

@@ -17,8 +17,6 @@ from pathlib import Path
 from harness.errors import EXIT_STOPPED
 
 _SET_PDEATHSIG, _SET_NAME, _SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-_LARGEST_KEPT = 32 * 2**20  # the largest _MMAP_THRESHOLD that glibc takes
 _POLL_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
@@ -44,19 +42,6 @@ def set_title(name: str) -> None:
     """Set the name under which ``ps -o comm`` and ``top`` show this process, of at most 15 bytes."""
     if _libc is not None:
         _libc.prctl(_SET_NAME, ctypes.create_string_buffer(name.encode()), 0, 0, 0)
-
-
-def keep_freed_memory() -> None:
-    """Make malloc keep freed blocks of up to 32 MiB for later use instead of returning them to the system.
-
-    Every training step on a CPU frees its activations. By default, glibc then returns most of them, and the kernel has
-    to map and clear the same pages again in the next step. Settings of malloc in the environment take precedence.
-    """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        return
-    if (set_option := getattr(_libc, "mallopt", None)) is not None:  # glibc's; musl has none
-        set_option(_MMAP_THRESHOLD, _LARGEST_KEPT)
-        set_option(_TRIM_THRESHOLD, -1)
 
 
 def adopt_orphans() -> set[int]:

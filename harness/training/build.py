@@ -17,7 +17,7 @@ from harness.config.schema import Config
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
 from harness.data.shards import bounds, num_steps
-from harness.distributed import processes
+from harness.distributed import devices
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError, plural
@@ -100,8 +100,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     if config.model.compile:
         # After amp, whose casts are to be compiled too. Keeps parameters and their names.
         fsdp.compile_units(model) if parallel.sharded else strategy.compile_whole(model)
-    if runtime.device.type == "cpu":
-        processes.keep_freed_memory()
+    devices.keep_freed_memory(runtime.device)
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
     train_loader, eval_loader = (Loader(laid_out(rows, config), *waits) for rows in (task.train, task.eval))
