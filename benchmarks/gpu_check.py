@@ -187,7 +187,7 @@ class Plan:
         for name, settings in {"ordinary steps": [], "CUDA graphs": ["train.cuda_graphs=true"]}.items():
             out = self.folder / f"speed_{len(settings)}"
             bench = ["bench", "strategies", "-c", str(path), "--world", "1", "--rounds", "3", "--steps", "60"]
-            command = [*HARNESS, *bench, "--out", str(out), *words[:-1], *settings]
+            command = [*HARNESS, *bench, "--out", str(out), *words[:-1], "train.log_every=50", *settings]
             yield Check(f"speed of small_cnn, 8 x 8, {name}", [command], lambda out=out: _speeds(out), skipped)
 
     def uses(self, path: Path) -> Iterator[Check]:
@@ -214,7 +214,8 @@ class Plan:
         ]
         presets = {"apex-2019 preset": [], "modern preset": VARIANTS["modern preset"],
                    "modern preset, compiled": [*VARIANTS["modern preset"], "model.compile=true"],
-                   "modern preset, CUDA graphs": [*VARIANTS["modern preset"], "train.cuda_graphs=true"]}  # fmt: skip
+                   "modern preset, CUDA graphs": [*VARIANTS["modern preset"], "train.cuda_graphs=true",
+                                                  "train.log_every=50"]}  # fmt: skip
         for name, settings in presets.items():
             out = self.folder / name.replace(" ", "_").replace(",", "")
             graphs = "train.cuda_graphs=true" in settings
