@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import shlex
 import tarfile
 from collections.abc import Iterator
@@ -125,7 +126,8 @@ def _write_index(file: str, path: Path, name: str) -> None:
         raise DataError(f"the archive has two members {named}", where=name, hint=hint)
     for old in path.parent.glob("*.npy"):
         old.unlink(missing_ok=True)
-    with replacing(path) as temporary, open(temporary, "wb") as stream:
+    # Machines that share the cache may not see the lock.
+    with replacing(path, secrets.token_hex(8)) as temporary, open(temporary, "wb") as stream:
         np.save(stream, entries)
 
 

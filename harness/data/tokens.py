@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
         with filelock.FileLock(f"{path}.lock"):
             if (found := read_json(path)) is None:
                 found = {"words": _most_frequent(table, column, max_words)}
-                write_atomically(path, json.dumps(found, ensure_ascii=False))
+                write_atomically(path, json.dumps(found, ensure_ascii=False), secrets.token_hex(8))
         return Words(tuple(found["words"]))
     return Words(tuple(_most_frequent(table, column, max_words)))
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
@@ -135,6 +136,32 @@ def test_each_archive_is_indexed_once(folder, shards, monkeypatch):
     write_tar(folder / "my shards" / "0.tar", {shards[0].partition("/")[2]: content})
     assert table(folder, root, shards).batch(np.arange(1), 0).inputs[0, 0, 0, 0] == 7
     assert len(list((folder / "cache" / "tars").glob("*/*.npy"))) == 2  # the old index is gone
+
+
+def test_machines_that_see_no_locks_of_each_other_index_at_the_same_time(folder, shards, monkeypatch):
+    fork, real = get_context("fork"), np.save
+    both, results = fork.Barrier(2), fork.Queue()
+
+    def locked(place):
+        place.mkdir(parents=True, exist_ok=True)
+        return nullcontext()
+
+    def index():
+        try:
+            tars.read_index(str(folder / "my shards" / "0.tar"), folder / "cache")
+            results.put("done")
+        except Exception as error:
+            results.put(error)
+
+    monkeypatch.setattr(tars, "locked", locked)
+    monkeypatch.setattr(np, "save", lambda *arguments: (real(*arguments), both.wait(20)))
+    machines = [fork.Process(target=index) for _ in range(2)]
+    for machine in machines:
+        machine.start()
+    assert [results.get(timeout=30) for _ in machines] == ["done"] * 2
+    for machine in machines:
+        machine.join(10)
+    assert not list((folder / "cache").rglob("*.tmp"))
 
 
 def test_bad_members_and_archives(folder, shards):
