@@ -57,7 +57,7 @@ def _until(first: FirstDifference) -> int:
 
 
 def _of_hashes(runs: Starts, until: int) -> list[str]:
-    """Whether two runs agree once the hashes of strings, and with them the order of sets, are the same in both."""
+    """True if two runs agree once the hashes of strings, and with them the order of sets, are the same in both."""
     from harness.compare.exactness import differences
 
     names = ["hashes-1", "hashes-2"]

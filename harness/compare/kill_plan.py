@@ -18,7 +18,7 @@ _ONLY_FIRST_RANK = ("checkpoint", "best weights", "predictions", "upload")
 
 
 class Progress:
-    """What a finished run did, by its files."""
+    """The progress of a finished run, according to its files."""
 
     def __init__(self, folder: Path) -> None:
         lines = [json.loads(line) for line in (folder / layout.METRICS).read_text(encoding="utf-8").splitlines()]
@@ -73,7 +73,7 @@ def choose(
 
 
 def described(kill: Kill, mark: dict[str, Any], world_size: int) -> str:
-    """Where a run was killed, according to the killed rank."""
+    """The place where a run was killed, according to the killed rank."""
     step = f" of step {mark['step']}" if mark["step"] is not None else ""
     written = kill.where in ("checkpoint", "best weights", "predictions")
     place = f"during the {'write of the ' * written}{kill.where}{step}"

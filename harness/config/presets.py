@@ -14,10 +14,10 @@ PREFIX = "preset:"
 DEFAULT = "apex-2019"
 EFFECTS = {
     "apex-2019": "float16 products with a loss scale, gradients reduced after the backward pass, only deterministic "
-    "algorithms, which an exact resume on a GPU needs; numbers are comparable with NVIDIA's Apex",
+    "algorithms (needed for an exact resume on a GPU); results are comparable with those of NVIDIA's Apex",
     "modern": "bfloat16 products without a loss scale, gradients reduced during the backward pass, channels-last "
-    "images; on a GPU (since Ampere) also TF32 and the fastest cuDNN algorithms, with which two equal runs, or a "
-    "resume, may differ in the last bits",
+    "images; on a GPU (since Ampere) also TF32 and the fastest cuDNN algorithms, so equal runs and resumed "
+    "runs may differ in the last bits",
 }
 
 
@@ -46,7 +46,7 @@ def nearest(config: Config) -> str:
 
 
 def described(config: Config) -> dict[str, str]:
-    """What each preset costs and would change, for ``harness check``: {name: text}."""
+    """The effects of each preset and the settings it would change, for ``harness check``: {name: text}."""
     found = {}
     for name in names():
         differing = [f"{key}={_shown(value)}" for key, (_, value) in changes(config, name).items()]

@@ -37,7 +37,7 @@ class TaskSection(Section):
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
 
     def problems(self, names_only: bool = False) -> Iterable[HarnessError]:
-        """What is wrong with the data, as far as a look of milliseconds without torch finds it. ``names_only``: only
+        """Problems with the data that a check of milliseconds finds without torch. ``names_only``: only
         look for files and folders, without a library that a fork could not share. A task may override it."""
         return ()
 

@@ -1,4 +1,4 @@
-"""What a task with labels predicts, as settings: the kind of its labels, its loss and its metrics, each by name.
+"""The settings of a task with labels: the kind of its labels, its loss and its metrics, each by name.
 
 ``harness.training.objective`` computes them. The names, what they apply to and what they take are listed here, because
 a configuration is checked without importing torch.

@@ -1,4 +1,4 @@
-"""What the configuration of someone else may do without ``--trust``: set values.
+"""Limits of someone else's configuration without ``--trust``: it may only set values.
 
 It may not name code, which runs when it is imported, nor read other files or environment variables. The resolved
 configuration in a run folder never needs the latter two.

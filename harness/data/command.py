@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tar.add_argument("folder", type=Path, metavar="tars", help="an archive, or a folder of archives")
     tar.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
-    tar.add_argument("--image", metavar="ENDING", help="ending of the image, if samples have several")
+    tar.add_argument("--image", metavar="ENDING", help="ending of the image file, if samples have several images")
     tar.add_argument(
         "--label", metavar="NAME", help="ending of the member with the label, or a key of KEY.json (default: cls)"
     )

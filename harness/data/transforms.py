@@ -126,7 +126,7 @@ class Pipeline:
 
     @cached_property
     def after_region(self) -> Pipeline:
-        """What is left to do with an image after its ``region`` was scaled."""
+        """The remaining steps for an image after its ``region`` was scaled."""
         return replace(self, steps=dict(islice(self.steps.items(), 1, None)), seed=None)
 
     @cached_property

@@ -49,8 +49,8 @@ class UrlCache:
         self._after_fork()
 
     def _after_fork(self) -> None:
-        """Start anew in another process: threads and their locks do not survive a fork. Nor does fsspec's event loop,
-        but fsspec makes a new one for a file system that is made after the fork, as ``_attempted`` does."""
+        """Reset this object in a forked process: threads and their locks do not survive a fork. Nor does fsspec's event
+        loop, but fsspec makes a new one for a file system that is made after the fork, as ``_attempted`` does."""
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()

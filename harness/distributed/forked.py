@@ -2,7 +2,7 @@
 a command to its first step, and is then spent once per machine instead of once per rank.
 
 ``prepare`` imports; ``possible`` decides whether a fork does the same as a new Python. Where it would not, for example
-after CUDA was used here, callers start Python anew.
+after CUDA was used here, callers start a new Python.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
 
 
 def may_be_first(environ: Mapping[str, str]) -> bool:
-    """True unless the launcher says that this process is not its machine's first rank."""
+    """False if, by its environment, this process is not its machine's first rank."""
     return all(environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
 
 

@@ -56,7 +56,7 @@ def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: Excep
 
 def latecomer(launch: Launch, store: LimitedStore) -> HarnessError | None:
     """The error on rank 0 if another rank came after ``meet`` and was started differently, for example with another
-    number of ranks: it has given up, and training goes on without it."""
+    number of ranks: it has given up, and training continues without it."""
     if not hosts_store(launch) or not store.check([_PROBLEMS]):
         return None
     rank = int(store.get(_PROBLEMS).split()[0])

@@ -227,7 +227,7 @@ class Watchdog:
 
     def _end(self, cause: Cause, message: str, code: int = EXIT_FAILURE, own: RankExit | None = None) -> None:
         """``own``: a failure of this rank that the others have to learn of. They hear of it last: they would agree on a
-        stop with a main thread that goes on."""
+        stop with a main thread that continues."""
         if own is None:
             self._stop.request(message)
         graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S, Cause.ERROR: 0.0}

@@ -24,7 +24,7 @@ class Finding:
 
 
 def output_of(command: Sequence[str]) -> str:
-    """What ``command`` prints; empty if it does not exist, fails or hangs."""
+    """The output of ``command``; empty if it does not exist, fails or hangs."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -118,7 +118,7 @@ def _settings(system: System) -> Iterator[Finding]:
 
 
 def _peers(torch_cuda: Any, count: int) -> Finding:
-    """Whether each pair of GPUs can copy without the host."""
+    """Check that each pair of GPUs can copy without the host."""
     pairs = [(first, second) for first in range(count) for second in range(first + 1, count)]
     without = [f"{a}-{b}" for a, b in pairs if not torch_cuda.can_device_access_peer(a, b)]
     if not without:

@@ -57,7 +57,7 @@ def shared_memory(system: System) -> Iterator[Finding]:
     image_batches = usage.free // (64 * 224 * 224 * 3)
     text = (
         f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free: space for {image_batches} batches "
-        "of 64 images of 224 x 224, of which each loader worker of each rank keeps 2"
+        "of 64 images of 224 x 224 (each loader worker of each rank keeps 2)"
     )
     plan = "harness check -c CONFIG --world RANKS  # what a run needs"
     more = ("docker run --shm-size=8g …; in Kubernetes an emptyDir of medium Memory at /dev/shm", without)
@@ -74,7 +74,8 @@ def open_files(system: System) -> Iterator[Finding]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{_files(soft)} may be open at once (ulimit -n can raise this to {_files(hard)})"
+    text = f"{_files(soft)} may be open at once"
+    text += f" (ulimit -n can raise this to {_files(hard)})" if hard != soft else ""
     if soft != resource.RLIM_INFINITY and soft < 1024:
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
         yield Finding("open_files", "note", f"{text}: few for data loader workers", (f"ulimit -n {wanted}",))

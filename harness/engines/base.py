@@ -89,7 +89,7 @@ def train_command(working: str = "") -> list[str]:
 
 
 def train_modules(config: Config) -> list[str]:
-    """What every rank imports, apart from the user's own code."""
+    """The modules that every rank imports, apart from the user's own code."""
     task, model = type(config.task).__module__, config.model.name
     modules = ["harness.training.main", "harness.apex.amp", "harness.apex.optimizers", "harness.apex.parallel"]
     modules += ["harness.apex.on_cpu.float16_kernels", "numpy.ma", "numpy.random"]

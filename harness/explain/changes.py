@@ -1,4 +1,4 @@
-"""What to change for each cause, and the words for what was found."""
+"""The change to suggest for each cause, and the wording of the findings."""
 
 from __future__ import annotations
 

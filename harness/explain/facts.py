@@ -1,4 +1,4 @@
-"""What the record of a run tells about its time: seconds by phase, its loaders, its slowest rank, its machine."""
+"""The facts about a run's time in its record: seconds by phase, its loaders, its slowest rank, its machine."""
 
 from __future__ import annotations
 

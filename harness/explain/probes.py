@@ -1,4 +1,4 @@
-"""Measurements on this machine, each a fraction of a second, for what a run's record does not tell."""
+"""Measurements on this machine, each a fraction of a second, for facts that a run's record lacks."""
 
 from __future__ import annotations
 

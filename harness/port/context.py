@@ -68,7 +68,7 @@ def arguments(call: ast.Call, names: Sequence[str]) -> dict[str, ast.expr]:
 
 
 def is_unpacked(call: ast.Call) -> bool:
-    """Whether a call has ``*args``, so that its arguments cannot be told."""
+    """Return True if a call has ``*args``, so that its arguments are unknown."""
     return any(isinstance(argument, ast.Starred) for argument in call.args)
 
 

@@ -1,4 +1,4 @@
-"""What the names of a script mean: which expressions are parts of Apex."""
+"""The meaning of a script's names: which expressions are parts of Apex."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ApexNames:
         return canonical(".".join([self.bound[each.id], *reversed(parts)]))
 
     def _is_local(self, name: ast.Name) -> bool:
-        """Whether a parameter of a function around ``name`` has that name."""
+        """Return True if a parameter of a function around ``name`` has that name."""
         for function in self.source.above(name):
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 given = function.args

@@ -64,7 +64,7 @@ _FALLBACK = "torch has no counterpart that keeps its meaning; --to harness keeps
 
 
 def advice(path: str) -> str:
-    """What to do about a part of Apex that is left to the user."""
+    """The advice for a part of Apex that is left to the user."""
     while path and path not in ADVICE:
         path = path.rpartition(".")[0] if path.rpartition(".")[0] not in ("apex", "apex.amp") else ""
     return ADVICE.get(path, _FALLBACK)

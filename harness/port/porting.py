@@ -34,7 +34,7 @@ class Port:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to do by hand."""
+        """True if nothing is left to do by hand."""
         return not any(note.group == BY_HAND for note in self.notes)
 
     def patch(self) -> str:

@@ -60,7 +60,7 @@ def find_wrapped_models(context: Context) -> None:
 
 
 def is_wrapper(node: ast.AST) -> bool:
-    """Whether ``node`` is a call such as ``nn.DataParallel(model)``."""
+    """Return True if ``node`` is a call such as ``nn.DataParallel(model)``."""
     return isinstance(node, ast.Call) and bool(node.args) and ast.unparse(node.func).endswith(("DataParallel", "DDP"))
 
 
@@ -204,7 +204,7 @@ def _assignments(statement: ast.Assign, values: list[ast.expr]) -> list[str]:
 
 
 def _is_certain(context: Context, statement: ast.stmt) -> bool:
-    """Whether a statement runs whenever its function does."""
+    """Return True if a statement runs whenever its function does."""
     for node in context.source.above(statement):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
             return True

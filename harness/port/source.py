@@ -88,14 +88,14 @@ class SourceFile:
         return "\t" if "\t" in indent else self.unit.replace("\t", "    ")
 
     def is_alone(self, node: ast.AST) -> bool:
-        """Whether no other statement shares a statement's lines."""
+        """Return True if no other statement shares a statement's lines."""
         start, end = self.span(node)
         before = self.text[self.start_of_line(node.lineno) : start]  # type: ignore[attr-defined]
         after = self.text[end : self.start_of_line(node.end_lineno + 1)].strip()  # type: ignore[attr-defined]
         return not before.strip() and (not after or after.startswith("#"))
 
     def is_in_string(self, line: int) -> bool:
-        """Whether a line begins inside a string of several lines."""
+        """Return True if a line begins inside a string of several lines."""
         return line in self._inside_strings
 
     def _first_indent(self, node: ast.AST) -> str:
@@ -229,7 +229,7 @@ class Edits:
             if start >= position:
                 parts += [text[position:start], new]
                 position = end
-            elif not new:  # a removal around or beside a change of the indent
+            elif not new:  # a removal around or next to a change of the indent
                 position = max(position, end)
         return "".join([*parts, text[position:]])
 

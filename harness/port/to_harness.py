@@ -35,7 +35,7 @@ def _replace_keeping_comment(context: Context, statement: ast.stmt, new: list[st
 
 
 def _exists(imported: Imported) -> bool:
-    """Whether harness.apex has the module of an import."""
+    """Return True if harness.apex has the module of an import."""
     is_from = isinstance(imported.statement, ast.ImportFrom)
     path = _module(imported.path.rpartition(".")[0] if is_from and imported.local != "*" else _full(imported))
     place = _ROOT.joinpath(*path.split(".")[1:])

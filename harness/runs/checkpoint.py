@@ -189,7 +189,7 @@ def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        # It first writes a file of a random name beside this one.
+        # It first writes a file of a random name next to this one.
         save_file(tensors, work / layout.WEIGHTS, metadata)
         os.replace(work / layout.WEIGHTS, path)
     finally:

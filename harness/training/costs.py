@@ -1,4 +1,4 @@
-"""What a run spends beside its steps: loading, checkpoints, log lines, waiting for the slowest rank and for a core.
+"""The time that a run spends outside its steps: loading, checkpoints, log lines, waiting for a rank or for a core.
 
 Everything is added up locally and travels with the loss in the reduction of a log line, so it needs no collective of
 its own. ``harness explain`` reads it from the field ``cost`` of ``metrics.jsonl``.
@@ -42,7 +42,7 @@ class Costs:
 
     def take(self, runtime: Runtime, phases: Mapping[str, float]) -> list[float]:
         """This rank's costs and, in slots that are zero on other ranks, its own time: without the exchange of
-        gradients, and the part of it that it waited for data. Starts anew."""
+        gradients, and the part of it that it waited for data. Resets the counters."""
         self.add(self._machine.sample(runtime.launch.local_rank == 0))
         slots = [0.0] * (2 * runtime.world_size)
         slots[2 * runtime.rank] = sum(phases.values()) - phases["reduce"]

@@ -86,7 +86,7 @@ def numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def reported(task: OpenedTask, config: Config) -> Sequence[str]:
-    """The metrics of an evaluation: those that the task declares, apart from any that say nothing about its data."""
+    """The metrics of an evaluation: those that the task declares, apart from those that are constant on its data."""
     left_out = task.objective.left_out if isinstance(task, Supervised) else ()
     return [name for name in config.task.metrics if name not in left_out]
 

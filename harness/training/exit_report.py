@@ -48,7 +48,7 @@ class Paused(TrainingError):
 
 class ExitReporter:
     """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record. Without a
-    ``folder`` it only tells the terminal and the other ranks, and unless ``shown`` not the terminal."""
+    ``folder`` it only reports to the terminal and the other ranks; without ``shown`` only to the ranks."""
 
     def __init__(self, runtime: Runtime, stop: Stop, folder: RunFolder | None = None, shown: bool = True) -> None:
         self._runtime, self._stop, self._folder, self._shown = runtime, stop, folder, shown

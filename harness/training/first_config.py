@@ -16,7 +16,7 @@ import yaml
 
 from harness.data.table import convert
 from harness.data.table.source import kind_of, locate
-from harness.errors import ConfigError, DataError, reason, remedy
+from harness.errors import ConfigError, DataError, plural, reason, remedy
 from harness.runs.files import is_url
 
 _ROWS = 100_000  # looked at, from the start of a file
@@ -52,7 +52,7 @@ class Annotations:
 
 def write(sources: Sequence[str], out: Path | None) -> str:
     """Write the configuration for ``sources``, (training file, validation file) or what leads to them, to ``out``;
-    return a text that says how to go on. Raises ConfigError, also if ``out`` exists, and DataError."""
+    return a text with the next commands. Raises ConfigError, also if ``out`` exists, and DataError."""
     train, evaluation = (_read(source) for source in _pair(sources))
     name = _name(train.source)
     out = out or Path(f"{name}.yaml")
@@ -79,7 +79,7 @@ def write(sources: Sequence[str], out: Path | None) -> str:
 
 _TEXT = """\
 # Written by harness init from {train}
-# and {eval}. Correct what it guessed wrong, then:
+# and {eval}. Correct any wrong guesses, then run:
 #   harness check -c {out}
 #   harness train -c {out}
 # harness schema lists every setting with its unit, range and default.
@@ -204,7 +204,7 @@ def _images(train: Annotations, files: str, path_column: str, why_path: str) -> 
     yield f"  {labels}  # {why_labels}"
     yield f"  image_size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}  # {why_size}"
     if gray and small:
-        yield "  color: gray  # those images have one channel; models of torchvision need rgb"
+        yield "  color: gray  # the images have one channel; models of torchvision need rgb"
     if small:
         yield "model: {name: small_cnn}  # for small images; resnet18 and other models of torchvision work, too"
     else:
@@ -225,7 +225,7 @@ def _path_column(rows: Annotations) -> tuple[str, str] | None:
     best = max(counts, key=lambda name: (counts[name], name.lower() in _PATH_NAMES))
     if counts[best] <= rows.num_rows / 2:
         return None
-    return best, f"{counts[best]} of {rows.num_rows} values end like the name of an image"
+    return best, f"{counts[best]} of {rows.num_rows} values end like the name of an image file"
 
 
 def _text_column(rows: Annotations) -> tuple[str, str] | None:
@@ -268,7 +268,7 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
 
 
 def _kind(values: Sequence[str], named: bool) -> str:
-    """What a column seems to hold: ``classes``, ``numbers``, the separator of several labels per row, or nothing.
+    """The likely content of a column: ``classes``, ``numbers``, the separator of several labels per row, or nothing.
     ``named``: it has the name of a label."""
     distinct = set(values)
     for separator in ("|", ";", ","):
@@ -321,9 +321,9 @@ def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None
     if heights[0] == heights[-1] and widths[0] == widths[-1]:
         size = (heights[0], widths[0])
         if max(size) <= _TYPICAL:
-            return size, gray, f"[height, width]: that of {len(shapes)} images looked at"
+            return size, gray, f"[height, width] of the {plural(len(shapes), 'image')} examined"
     else:
         seen += f" to {heights[-1]}x{widths[-1]}"
     shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
     side = _TYPICAL if shorter >= _TYPICAL else max(32, shorter // 32 * 32)
-    return (side, side), gray, f"[height, width]; {len(shapes)} images looked at have {seen}"
+    return (side, side), gray, f"[height, width]; images examined: {len(shapes)}, of {seen}"

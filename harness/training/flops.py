@@ -42,7 +42,7 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the model computes, and what the device could."""
+    """The operations of the model, and the peak of the device."""
 
     per_row: int | None = None  # FLOPs of forward and backward
     peak: float | None = None  # FLOP/s of one device

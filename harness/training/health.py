@@ -123,7 +123,7 @@ class Health:
                 yield f"the moving average of {names[id(param)]}", average
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What the optimizer keeps for each element of the weights, such as exp_avg_sq, with names."""
+        """The optimizer's state for each element of the weights, such as exp_avg_sq, with names."""
         names = {id(param): name for name, param in self.module.named_parameters()}
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
@@ -157,7 +157,7 @@ class Health:
         )
 
     def _continuation(self, step: int) -> str:
-        """What to type to continue with other settings from the checkpoint of ``step``, if there is one."""
+        """The command to continue with other settings from the checkpoint of ``step``, if there is one."""
         if step <= 0:
             return "there is no good checkpoint to continue from: start again with these settings"
         checkpoint = f"{self.where}/{layout.CHECKPOINTS}/{layout.step_name(step)}"

@@ -1,4 +1,4 @@
-"""What the memory of a rank holds, and the error for a rank that runs out of it."""
+"""The content of a rank's memory, and the error for a rank that runs out of it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
 
 
 def _largest(run: Run, when: str) -> Iterator[str]:
-    """What the memory holds, the largest part first."""
+    """The content of the memory, the largest part first."""
     parts = held(run)
     device, rows = run.runtime.device, _rows(run.config, run.runtime.world_size, when)
     activations = f"activations and temporary tensors, for {plural(rows, 'row')} at a time"

@@ -134,7 +134,7 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
 
 
 def _remedy(images: Tensor) -> str:
-    """What to check if a model cannot process ``images``, the most likely cause first."""
+    """The hint if a model cannot process ``images``, the most likely cause first."""
     gray = "set task.color=rgb, which the models of torchvision need; or " if images.shape[1] == 1 else ""
     return f"{gray}check model.args, task.image_size, task.transforms and task.color"
 

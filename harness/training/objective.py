@@ -1,4 +1,4 @@
-"""What a task with labels is trained for: its kind of labels, its loss, its metrics and its predictions, as one object.
+"""The objective of a task with labels: its kind of labels, its loss, its metrics and its predictions, as one object.
 
 The settings are in ``harness.config.targets``. A task makes an ``Objective`` when it opens its data, and inherits from
 ``harness.training.classification.Supervised``, which passes everything on.
@@ -30,7 +30,7 @@ _MADE_UP_ROWS = 64
 
 @dataclass(frozen=True)
 class Labels:
-    """What is known about the labels from the training data.
+    """Facts about the labels, from the training data.
 
     names: the classes, the labels that a row may have, or the columns of numbers
     separator: between the labels of a row
@@ -79,7 +79,7 @@ class Objective:
 
     @cached_property
     def left_out(self) -> frozenset[str]:
-        """Default metrics that say nothing about these labels: of five classes, the five best are always right."""
+        """Default metrics that are constant for these labels: among five classes, the top 5 are always right."""
         few = self.labels.kind == "single_label" and len(self.labels.names) <= 5
         return frozenset({"top5"} if few and not self.section.chosen_metrics else ())
 
@@ -217,7 +217,7 @@ class Objective:
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What the outputs of the model mean, for ``harness export``."""
+        """The meaning of the model's outputs, for ``harness export``."""
         labels = self.labels
         if labels.kind == "regression":
             scale = {"scale": "multiply by std, add mean", "mean": list(labels.mean), "std": list(labels.std)}

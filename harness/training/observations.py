@@ -1,4 +1,4 @@
-"""What ``harness verify-resume`` records inside a rank to find why two runs differ.
+"""The records that ``harness verify-resume`` makes inside a rank to find why two runs differ.
 
     draws-RANK-PID.jsonl        a line for each place in the user's code that draws numbers that no checkpoint holds
     changes-RANK-PID.jsonl      attributes of a dataset that changed in a loader process while it loaded a batch

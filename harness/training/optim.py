@@ -152,7 +152,7 @@ def _implementation(section: OptimizerSection, params: Sequence[Any]) -> dict[st
     """The arguments of torch's optimizers for ``section.implementation``.
 
     On a CPU the last bit of a fused update depends on the place of an element in its tensor, so that a shard would be
-    updated unlike the whole.
+    updated differently from the whole.
     """
     if section.implementation != "auto":
         chosen = section.implementation

@@ -195,7 +195,7 @@ def write_for_run(run: Run) -> bool:
 
 
 def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
-    """What trackers show of a file of predictions."""
+    """The samples of a file of predictions that trackers show."""
     assert written.head is not None  # otherwise the file has no rows
     names = sorted({name for pair in written.pairs for name in pair}, key=lambda name: (len(name), name))
     matrix = None

@@ -71,13 +71,13 @@ def examine(
             optimizer = attempt(optim.build, config.optimizer, groups, size.lr)
             facts |= optim.described(optimizer, model) if optimizer else {}
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of its rank"
+            rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of each rank"
             facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
         facts |= build.describe(config, task, size, world_size, device, chosen.backend)
         if warning := build.too_few_rows(size, len(task.train)):
             facts["warning"] = warning
-        facts["preset"] = f"{facts['preset']}; a file that starts with extends: preset:NAME chooses one"
+        facts["preset"] = f"{facts['preset']}; choose another with extends: preset:NAME"
         facts |= presets.described(config)
         if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
             facts["files"] = sampled

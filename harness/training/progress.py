@@ -107,7 +107,7 @@ class Coverage:
             self._flush()
 
     def sums(self, runtime: Runtime) -> Tensor:
-        """What all ranks recorded, int64 (3, buckets). Collective."""
+        """The records of all ranks, int64 (3, buckets). Collective."""
         self._flush()
         return runtime.sum_on_host(torch.from_numpy(self._sums.copy()))
 

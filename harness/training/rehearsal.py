@@ -47,7 +47,7 @@ class _Guard(Audit):
 
 @dataclass
 class Rehearsal:
-    """What was found. ``done`` and ``left_out``: what was tried, and what was not, for the user. ``audit`` and
+    """The result. ``done`` and ``left_out``: what was tried, and what was not, for the user. ``audit`` and
     ``parts`` ({what: bytes} on one rank) are None if the training step was not completed."""
 
     done: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is rehearsed. ``model`` is trained for a step, and of no use afterwards."""
+    """The parts to rehearse. ``model`` is trained for a step and must not be used afterwards."""
 
     config: Config
     task: OpenedTask
@@ -159,7 +159,7 @@ def _require_loss(loss: Any) -> None:
 
 @contextmanager
 def _stage(what: str, split: str) -> Iterator[None]:
-    """Add ``what`` failed, and on which data, to an error that does not say it."""
+    """Add ``what`` failed, and on which data, to an error that lacks them."""
     try:
         yield
     except (HarnessError, _Unaffordable):

@@ -22,7 +22,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {  # progress from 0 to 1 -> shar
 
 @dataclass
 class Plateau:
-    """What the schedule ``plateau`` remembers of the evaluations; part of a checkpoint."""
+    """The state of the schedule ``plateau``, derived from the evaluations; part of a checkpoint."""
 
     best: float | None = None
     num_bad: int = 0  # evaluations in a row without a better metric

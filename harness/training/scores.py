@@ -1,4 +1,4 @@
-"""What evaluations and predictions compute from a model's outputs, for each kind of labels."""
+"""The computations of evaluations and predictions on a model's outputs, for each kind of labels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scores(Protocol):
         ...
 
     def shown(self, outputs: Tensor) -> Tensor:
-        """What metrics of the user's own get: probabilities, or numbers in the unit of their columns."""
+        """The inputs of the user's own metrics: probabilities, or numbers in the unit of their columns."""
         ...
 
     def predictions(self, outputs: Tensor) -> dict[str, Any]:

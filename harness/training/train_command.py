@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _look(arguments: argparse.Namespace) -> Config | None:
     """The configuration. Raises the HarnessErrors of it and of the data that are found without torch, whose import
-    takes seconds. None under a launcher, since ranks tell one another about errors."""
+    takes seconds. None under a launcher, since ranks report errors to each other."""
     from harness.config import loader
     from harness.distributed.launch_env import Launch, detect
 

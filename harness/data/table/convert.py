@@ -155,7 +155,7 @@ def needed_columns(text: Text, label: LabelColumns | None) -> dict[str, str]:
 
 
 def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -> Iterator[DataError]:
-    """What is wrong with the annotation files ``places``, as far as their headers show it, and with ``root``, to which
+    """The problems of the annotation files ``places``, as far as their headers show them, and of ``root``, to which
     paths in the rows are relative. URLs are not asked."""
 
     def require_file(place: str) -> None:
@@ -193,7 +193,7 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
 
 
 def _instead(column: str, columns: Sequence[str], needed: Mapping[str, str]) -> str:
-    """What to type instead of ``column``, which does not exist; empty if there is nothing to suggest."""
+    """The hint for ``column``, which does not exist; empty if there is nothing to suggest."""
     setting, near = needed[column], similar(column, columns)
     if not setting or list(needed.values()).count(setting) > 1:  # a list of columns
         meant = f"did you mean {near!r}? " if near else ""

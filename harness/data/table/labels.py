@@ -24,7 +24,7 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 18 digits always fit into int6
 
 @dataclass(frozen=True)
 class LabelColumns:
-    """Where a table has its labels.
+    """The label columns of a table.
 
     class: one label per row, in one column. tags: any number of labels per row, in one column, with ``separator``
     between them; a row may have none only if ``allow_empty``. numbers: one finite number per row in each column.
@@ -39,7 +39,7 @@ class LabelColumns:
 
     @property
     def key(self) -> object:
-        """What a conversion depends on, as JSON."""
+        """The values that a conversion depends on, as JSON."""
         if self.kind == "class":
             return self.columns[0]
         return [self.kind, *self.columns, self.separator, self.allow_empty]

@@ -92,7 +92,7 @@ def prepare(spec: JobSpec, dask_worker: Any) -> None:
 
 
 def hold_port(job: str, dask_worker: Any) -> int:
-    """A free port of this machine for the ranks' rendezvous. It stays bound, without listening, so that nobody else
+    """A free port of this machine for the ranks' rendezvous. It stays bound, without listening, so no other process
     gets it before rank 0 listens there."""
     port = socket.socket()
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, which lets both bind

@@ -140,7 +140,7 @@ class ImageCsv(Supervised):
         return "; ".join(f"{split}: {text}" for split, text in self._of_both(decode).items())
 
     def _of_both(self, look: Callable[[ImageTable, int | None], Any]) -> dict[str, Any]:
-        """What ``look`` returns for each split. Raises DataError with what it raises for one or both of them."""
+        """The results of ``look`` for each split. Raises one DataError for the errors of both."""
         found, errors = {}, []
         for split, images, epoch in (("training", self.train, 0), ("validation", self.eval, None)):
             try:
