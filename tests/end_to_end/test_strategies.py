@@ -96,7 +96,10 @@ O1, O2, O4 = {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O4"}
         ),
         ({"parallel": {"delay_allreduce": False}, "precision": O1, "checkpoint": ASYNC}, (0, 6, "save")),
         ({"parallel": {"sync_batchnorm": True}, "optimizer": {"larc": {}}, "precision": O1}, (1, 9, "step")),
-        ({"parallel": {"strategy": "dp"}, "optimizer": {**ADAM, "name": "fused_lamb"}, "precision": O2}, (0, 9, "step")),
+        (
+            {"parallel": {"strategy": "dp"}, "optimizer": {**ADAM, "name": "fused_lamb"}, "precision": O2},
+            (0, 9, "step"),
+        ),
     ],
     ids=[
         "fsdp syncbn O1",
