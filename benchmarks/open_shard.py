@@ -189,8 +189,8 @@ def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int,
     lines = [
         f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
         "",
-        "| reader | slowest rank, s: median (range) | speed-up | processor time of all ranks, s | speed-up by it "
-        "| peak RSS of a rank, MB | PSS of all ranks, MB | memory ratio | other load |",
+        "| reader | slowest rank, s: median (range) | speed-up | processor time of all ranks, s "
+        "| speed-up in processor time | peak RSS of a rank, MB | PSS of all ranks, MB | memory ratio | other load |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for reader, results in runs.items():

@@ -37,7 +37,7 @@ class Region:
 
     @property
     def factor(self) -> int:
-        """The largest factor by which the image can be reduced, so that no pixel of the result is interpolated."""
+        """The largest factor by which the image can be reduced, so that the result needs no upsampling."""
         ratio = min(self.height / self.size[0], self.width / self.size[1])
         return next((factor for factor in _FACTORS if ratio >= factor), 1)
 
