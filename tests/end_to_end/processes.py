@@ -11,9 +11,10 @@ import re
 import secrets
 import signal
 import subprocess
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -169,6 +170,25 @@ def python(
     return wait_for([start_python(words, terminal, cwd, **environ)], timeout_s)[0]
 
 
+def shell(words: Sequence[str], terminal: Path, cwd: Path, **environ: str) -> int:
+    """``python`` for a command line of the documentation. Scripts of launch/ start the Python command that they end
+    with; ``test_launch.py`` runs them as they are."""
+    program, *rest = words
+    if program == "harness":
+        return python([Path(sys.executable).with_name(program), *rest], terminal, cwd, **environ)
+    if program == "python":
+        return python([ROOT / word if word == "driver.py" else word for word in rest], terminal, cwd, **environ)
+    (shim := cwd / "print_words").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    shim.chmod(0o755)
+    script = subprocess.run(
+        [ROOT / program, *rest], cwd=cwd, env={**os.environ, **environ, "PYTHON": str(shim)}, capture_output=True,
+        text=True, check=True, timeout=60,
+    )  # fmt: skip
+    options = script.stdout.rstrip("\0").split("\0")
+    del options[: options.index("-m")]  # -W and its value
+    return python(options, terminal, cwd, **environ)
+
+
 def start_python(words: Sequence[str | Path], terminal: Path, cwd: Path = ROOT, **environ: str) -> Any:
     """``python`` without waiting: (process, connection)."""
     own = {"OMP_NUM_THREADS": "1", **environ}
@@ -187,16 +207,25 @@ def _python_in_terminal(words: list[str], terminal: str, cwd: str) -> None:
 def fork_commands() -> None:
     """Let this process fork itself for each ``python -m MODULE`` or ``python FILE`` that it starts from now on, as
     ``harness launch`` does for its ranks. Commands with other environment variables still start Python."""
-    forked._prepared = forked._Prepared(forked._read_at_import(os.environ), {}, forked._num_threads())
-    subprocess.Popen = _Forking  # type: ignore[misc]
+    any_threads = 1000  # the store of torch's launchers has some, which no rank needs
+    forked._prepared = forked._Prepared(_read_at_import(os.environ), {}, any_threads)
+    start_program = subprocess.Popen.__init__
 
-
-class _Forking(subprocess.Popen):
-    def __init__(self, command: Any, *rest: Any, **options: Any) -> None:
-        if isinstance(command, list | tuple) and forked.possible(command, options.get("env")):
+    def start_or_fork(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        environ = _read_at_import(options.get("env") or os.environ)
+        if isinstance(args, list | tuple) and forked.possible(args, environ):
             first = options.get("preexec_fn") or (lambda: None)
-            options |= {"start_new_session": False, "preexec_fn": partial(_become, command, first, options)}
-        super().__init__(command, *rest, **options)
+            words = [word for place, word in enumerate(args) if (place, word) != (1, "-u")]  # unbuffered
+            options |= {"start_new_session": False, "preexec_fn": partial(_become, words, first, options)}
+        start_program(self, args, *rest, **options)
+
+    subprocess.Popen.__init__ = start_or_fork  # type: ignore[method-assign]
+
+
+def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
+    """As in ``forked``, without the variables that torch's launchers set, and no import on a CPU reads."""
+    of_launchers = ("TORCH", "ROLE_", "GROUP_")
+    return {name: value for name, value in forked._read_at_import(environ).items() if not name.startswith(of_launchers)}
 
 
 def _become(command: Sequence[str], first: Callable[[], None], options: dict[str, Any]) -> None:
