@@ -225,9 +225,9 @@ def test_progress_says_that_all_steps_were_skipped(start):
 def test_evaluation_without_a_readable_row(start, tmp_path):
     for image in (tmp_path / "eval_images").iterdir():
         image.write_bytes(b"not an image")
-    with pytest.raises(DataError, match="nor those of the 5 other rows tried can be read") as caught:
+    with pytest.raises(DataError, match="cannot be read, and neither can those of 5 other rows") as caught:
         loop.train(start("", 1, task={"on_bad_image": "skip"}))
-    assert "they are not images, or damaged" in caught.value.hint
+    assert "which are damaged or not images" in caught.value.hint
 
 
 @pytest.mark.parametrize(
