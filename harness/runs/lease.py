@@ -2,7 +2,8 @@
 
 File locks notice a death at once, but on some shared file systems they count on one machine only, and a URL has none.
 A lease is a small file that its owner renews. Whoever waits takes it over when its owner is a process of this machine
-that has ended, or when it has not changed for ``SILENT_S`` on the own clock, so the clocks of machines may differ.
+that has ended. If the owner is stopped, or on another machine, it is taken over when it has not changed for
+``SILENT_S`` on the own clock, so the clocks of machines may differ.
 
 An owner that was stopped for that long and then continues makes two owners. So a result must appear under its name only
 when it is complete, and it must not matter which of two owners wrote it.
@@ -23,6 +24,7 @@ from harness.runs.storage import SharedStore
 
 RENEWED_S = 2.0
 SILENT_S = 30.0
+_UNCERTAIN = ("", "T", "t", "X")  # states of proc(5): of another machine, stopped, ended
 
 
 class Lease:
@@ -44,7 +46,10 @@ class Lease:
         text = self._store.read(self._name)
         if text != self._seen:
             self._seen, self._since = text, time.monotonic()
-        if time.monotonic() - self._since > SILENT_S or (alone and _has_ended(text)):
+        state = _state_of_owner(text)
+        # A running process of this machine may be silent because its disk is slow.
+        is_silent = state in _UNCERTAIN and time.monotonic() - self._since > SILENT_S
+        if is_silent or (alone and state == "X"):
             self._store.remove([self._name])
         elif text or not alone:
             return False
@@ -79,8 +84,10 @@ class Lease:
         return json.dumps({"id": self._id, "owner": asdict(Identity.of_this_process()), "renewed": number}) + "\n"
 
 
-def _has_ended(text: str) -> bool:
-    """True if the owner was a process of this machine."""
+def _state_of_owner(text: str) -> str:
+    """``Identity.state`` of the process that wrote a lease. "X" for this process itself, which has no lease if it asks
+    for one."""
     with suppress(ValueError, KeyError, TypeError):
-        return Identity(**json.loads(text)["owner"]).state() == "X"
-    return False
+        owner = Identity(**json.loads(text)["owner"])
+        return "X" if owner == Identity.of_this_process() else owner.state()
+    return ""

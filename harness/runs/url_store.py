@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -68,7 +69,8 @@ class UrlStore:
         return text.decode("utf-8", errors="replace")
 
     def write(self, name: str, text: str) -> None:
-        self._place(name, lambda path: self._fs.pipe_file(path, text.encode()))
+        part = f".{secrets.token_hex(4)}.part"  # several machines may write it at the same time
+        self._place(name, lambda path: self._fs.pipe_file(path, text.encode()), part)
 
     def create(self, name: str, text: str) -> bool:
         if self.read(name):
@@ -99,7 +101,7 @@ class UrlStore:
                 with suppress(Exception):  # not empty, in most cases
                     self._fs.rmdir(self._path_of(name).rpartition("/")[0])
 
-    def _place(self, name: str, write: Callable[[str], object]) -> None:
+    def _place(self, name: str, write: Callable[[str], object], part: str = ".part") -> None:
         """Call ``write`` with a path such that the file appears under its name only when it is complete."""
         final = self._path_of(name)
         with _explaining(self._url(name)):
@@ -107,8 +109,8 @@ class UrlStore:
                 write(final)
                 return
             self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
-            write(f"{final}.part")
-            self._fs.mv(f"{final}.part", final)
+            write(f"{final}{part}")
+            self._fs.mv(f"{final}{part}", final)
 
     def _path_of(self, name: str) -> str:
         return f"{self._path}/{name}"
