@@ -83,7 +83,9 @@ def test_tests_and_their_ranks_see_no_gpu(request):
 def test_single_visible_device_needs_a_launcher_that_isolates(with_devices):
     with_devices(1)
     assert choose("auto", 3, 4, may_be_isolated=True) == torch.device("cuda", 0)
-    with pytest.raises(LaunchError, match=r"4 process\(es\) on this node need one CUDA device each, but 1 are visible"):
+    with pytest.raises(
+        LaunchError, match="this node has 1 visible CUDA device for 4 processes; each process needs its own"
+    ):
         choose("auto", 3, 4)
 
 
