@@ -208,24 +208,23 @@ def fork_commands() -> None:
     """Let this process fork itself for each ``python -m MODULE`` or ``python FILE`` that it starts from now on, as
     ``harness launch`` does for its ranks. Commands with other environment variables still start Python."""
     any_threads = 1000  # the store of torch's launchers has some, which no rank needs
-    forked._prepared = forked._Prepared(_read_at_import(os.environ), {}, any_threads)
-    start_program = subprocess.Popen.__init__
+    read_at_import, start_program = forked._read_at_import, subprocess.Popen.__init__
+
+    def read(environ: Mapping[str, str]) -> dict[str, str]:
+        """Without the variables that torch's launchers set, and no import on a CPU reads."""
+        of_launchers = ("TORCH", "ROLE_", "GROUP_")
+        return {name: value for name, value in read_at_import(environ).items() if not name.startswith(of_launchers)}
 
     def start_or_fork(self: Any, args: Any, *rest: Any, **options: Any) -> None:
-        environ = _read_at_import(options.get("env") or os.environ)
-        if isinstance(args, list | tuple) and forked.possible(args, environ):
+        if isinstance(args, list | tuple) and forked.possible(args, options.get("env")):
             first = options.get("preexec_fn") or (lambda: None)
             words = [word for place, word in enumerate(args) if (place, word) != (1, "-u")]  # unbuffered
             options |= {"start_new_session": False, "preexec_fn": partial(_become, words, first, options)}
         start_program(self, args, *rest, **options)
 
+    forked._read_at_import = read
+    forked._prepared = forked._Prepared(read(os.environ), {}, any_threads)
     subprocess.Popen.__init__ = start_or_fork  # type: ignore[method-assign]
-
-
-def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """As in ``forked``, without the variables that torch's launchers set, and no import on a CPU reads."""
-    of_launchers = ("TORCH", "ROLE_", "GROUP_")
-    return {name: value for name, value in forked._read_at_import(environ).items() if not name.startswith(of_launchers)}
 
 
 def _become(command: Sequence[str], first: Callable[[], None], options: dict[str, Any]) -> None:

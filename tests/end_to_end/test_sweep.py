@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks.campaign.job import descendants
 from tests.end_to_end.experiment import write_config
-from tests.end_to_end.processes import END_S, START_S, Started, name_of, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import (
+    END_S,
+    START_S,
+    environment_of,
+    name_of,
+    python,
+    start_python,
+    wait_for_steps,
+    wait_until,
+)
 from tests.engines import slurm_cluster
+from tests.ranks import wait_for
 from tests.sweep.sweeping import table, trial_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -22,60 +32,50 @@ SWEEP_S = 180
 
 
 def write_sweep(folder: Path, data: Path, space: list[dict[str, Any]]) -> list[str]:
-    """Write a sweep over ``space`` into ``folder``; return the command that runs it."""
+    """Write a sweep over ``space`` into ``folder``; return Python's words that run it."""
     sections = {
         "data": {"shard": "global"},
         "batch": {"global": 8},
-        "train": {"epochs": 12, "log_every": 1},
+        "model": {"name": "tests.end_to_end.models.Slow", "args": {"step_s": 0.03}},
+        "train": {"epochs": 8, "log_every": 1},
         "checkpoint": {"every_steps": 3, "keep": 2},
     }
     write_config(folder, data, **sections)
     sweep = {"name": "tried", "output": str(folder), "base": "config.yaml", "space": space, "comparable": False}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    return [sys.executable, "-m", "harness", "sweep", "-c", str(folder / "sweep.yaml")]
+    return ["-m", "harness", "sweep", "-c", str(folder / "sweep.yaml")]
 
 
 def wait_for_training(folder: Path, number: int, num_lines: int) -> None:
     wait_for_steps(trial_folder(folder, number), num_lines, 2 * START_S)
 
 
-def processes_of(sweep: Started, number: int, *, ranks: bool) -> list[int]:
-    """The processes of a trial: its ranks, which its launcher forks, or the launcher."""
-    found = []
-    for pid in sweep.alive():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        except OSError:
-            continue
-        if f'name="{number:04d}"' in words and name_of(pid).startswith("rank") == ranks:
-            found.append(pid)
-    return sorted(found)
-
-
 def test_sweep_killed_in_all_its_parts_ends_in_the_same_table(tmp_path, data):
     """A rank of the first trial, the launcher of the second and then the sweep itself are killed with SIGKILL."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("a trial of two ranks needs two cores, and this machine has one")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    with started(write_sweep(whole, data, SPACE), tmp_path / "whole.txt") as sweep:
-        assert sweep.wait(SWEEP_S) == 0, sweep.text()
+    whole, broken, terminal = tmp_path / "whole", tmp_path / "broken", tmp_path / "terminal.txt"
+    assert python(write_sweep(whole, data, SPACE), tmp_path / "whole.txt", timeout_s=SWEEP_S) == 0
     command = write_sweep(broken, data, SPACE)
-    with started(command, tmp_path / "first.txt") as sweep:
+    sweep = start_python(command, terminal)
+    try:
+        pid, left = sweep[0].pid, []
         wait_for_training(broken, 0, 5)
-        sweep.signal(signal.SIGKILL, processes_of(sweep, 0, ranks=True)[0])
+        os.kill(next(rank for rank in descendants(pid) if name_of(rank).startswith("rank")), signal.SIGKILL)
         wait_for_training(broken, 1, 5)
-        sweep.signal(signal.SIGKILL, processes_of(sweep, 1, ranks=False)[0])
-        wait_until(lambda: "trial 0001 resumes" in sweep.text(), 2 * START_S, "the second trial is started again")
+        os.kill(descendants(pid)[0], signal.SIGKILL)  # its first child: the launcher
+        wait_until(lambda: "trial 0001 resumes" in terminal.read_text(), 2 * START_S, "the second trial starts again")
         wait_for_training(broken, 1, 25)
-        sweep.signal(signal.SIGKILL)
-        assert sweep.wait(END_S) == -signal.SIGKILL
-        wait_until(lambda: not sweep.alive(), END_S, "no process of the killed sweep is left")
-        terminal = sweep.text()
+        left = descendants(pid)
+    finally:
+        sweep[0].kill()
+        wait_for([sweep], END_S)
+    assert left
+    wait_until(lambda: not any(map(environment_of, left)), END_S, "no process of the killed sweep is left")
     assert [trial["state"] for trial in table(broken)] == ["finished", "running"]
-    assert terminal.count("it will be restarted") == 2, terminal
-    with started(command, tmp_path / "second.txt") as sweep:
-        assert sweep.wait(SWEEP_S) == 0, sweep.text()
-        assert "1 finished" in sweep.text()
+    assert terminal.read_text().count("it will be restarted") == 2, terminal.read_text()
+    assert python(command, tmp_path / "second.txt", timeout_s=SWEEP_S) == 0, (tmp_path / "second.txt").read_text()
+    assert "1 finished" in (tmp_path / "second.txt").read_text()
     assert table(broken) == table(whole)
     for trial in table(whole):
         weights = [folder / "tried" / trial["run"] / "weights.safetensors" for folder in (whole, broken)]
@@ -87,18 +87,14 @@ def test_trials_run_as_slurm_jobs(tmp_path, data):
     """Two trials at once, of one rank and of two, for which this machine has too few cores."""
     if absent := slurm_cluster.missing():
         pytest.skip(f"no Slurm cluster without {', '.join(absent)} (Debian: apt-get install slurmctld slurmd munge)")
-    command = write_sweep(tmp_path / "sweep", data, [{"launch.nproc": 1}, {"launch.nproc": 2}])
+    space = [{"launch.nproc": 1, "train.epochs": 1}, {"launch.nproc": 2, "train.epochs": 1}]
+    command = write_sweep(tmp_path / "sweep", data, space)
     (tmp_path / "slurm").mkdir()
-    with (
-        slurm_cluster.started(tmp_path / "slurm") as cluster,
-        started(
-            [*command, "--engine", "slurm", "--parallel", "2", f"launch.slurm.output={tmp_path}/slurm-%j.out"],
-            tmp_path / "terminal.txt",
-            **cluster.environ,
-        ) as sweep,
-    ):
-        assert sweep.wait(SWEEP_S) == 0, sweep.text()
-        terminal = sweep.text()
+    words = [*command, "--engine", "slurm", "--parallel", "2", f"launch.slurm.output={tmp_path}/slurm-%j.out"]
+    with slurm_cluster.started(tmp_path / "slurm") as cluster:
+        code = python(words, tmp_path / "terminal.txt", timeout_s=SWEEP_S, **cluster.environ)
+    terminal = (tmp_path / "terminal.txt").read_text()
+    assert code == 0, terminal
     assert [trial["state"] for trial in table(tmp_path / "sweep")] == ["finished", "finished"]
     assert terminal.index("trial 0001 starts") < terminal.index("trial 0000 finished")
     logs = [trial_folder(tmp_path / "sweep", number).with_suffix(".log").read_text() for number in range(2)]
