@@ -14,6 +14,7 @@ import textwrap
 import pytest
 
 from harness.apex.runner import UsageError, parse
+from tests.apex.forked import run_apex
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.contract("9")
@@ -182,7 +183,7 @@ DISTRIBUTED = """\
     import torch
     from apex.parallel import Reducer
 
-    assert sys.argv[1:] == ["--local_rank=" + os.environ["LOCAL_RANK"]] * LAUNCHED, sys.argv
+    assert sys.argv[1:] == ["--local_rank=" + os.environ["LOCAL_RANK"]], sys.argv
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", default=0, type=int)
     args = parser.parse_args()
@@ -196,15 +197,11 @@ DISTRIBUTED = """\
 """
 
 
-@pytest.mark.slow
 @pytest.mark.contract("6.5.simple", "7.2", "9")
-@pytest.mark.parametrize("launcher", ["launch", "run"])
-def test_script_under_a_launcher(tmp_path, launcher):
-    """torch.distributed.launch passes ``--local-rank``; ``test_local_rank.py`` has the other spellings."""
-    launched = str(int(launcher == "launch"))  # torchrun passes no option
-    write(tmp_path, "train.py", DISTRIBUTED.replace("LAUNCHED", launched))
-    words = [f"torch.distributed.{launcher}", "--nproc_per_node=2", "-m", "harness.apex", "--device", "cpu", "train.py"]
-    done = run("-m", *words, cwd=tmp_path)
+def test_script_on_two_ranks(tmp_path):
+    """``test_local_rank.py`` has the other spellings of the option, ``test_docs.py`` runs the launchers."""
+    write(tmp_path, "train.py", DISTRIBUTED)
+    done = run_apex("--device", "cpu", "train.py", cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert {f"rank {rank} averages 1.5" for rank in (0, 1)} <= set(done.stdout.splitlines())
     assert done.stderr.count("harness.apex --device cpu: calls that ran on the CPU") == 1, "only local rank 0 prints it"
@@ -226,14 +223,15 @@ def test_list_of_redirected_calls_is_printed_however_the_script_ends(tmp_path):
         """,
     )
     for how, code, printed in (("raise", 1, True), ("5", 5, True), ("_exit", 0, False)):
-        done = run("-m", "harness.apex", "--device=cpu", "train.py", how, cwd=tmp_path)
+        words = ["--device=cpu", "train.py", how]
+        done = run("-m", "harness.apex", *words, cwd=tmp_path) if how == "raise" else run_apex(*words, cwd=tmp_path)
         assert done.returncode == code
         assert ("Tensor.cuda" in done.stderr) == printed
         if how == "raise":
             assert done.stderr.startswith(f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 5')
         if how != "_exit":
             assert done.stdout == "x" * 10 + "\n"
-    done = run("-m", "harness.apex", "--device=cpu", "train.py", "0", cwd=tmp_path, LOCAL_RANK="1")
+    done = run_apex("--device=cpu", "train.py", "0", cwd=tmp_path, LOCAL_RANK="1")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -250,7 +248,7 @@ SPAWNING = """\
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--init")
-    parser.add_argument("--loader")
+    parser.add_argument("--loaders", nargs="+")
     args = parser.parse_args()  # also in children, as many do
     steps = 0
 
@@ -279,7 +277,7 @@ SPAWNING = """\
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         model, optimizer = amp.initialize(model, optimizer, opt_level=config.opt_level, verbosity=0)
         model = DDP(model)
-        loader = torch.utils.data.DataLoader(Batches(), 4, num_workers=1, multiprocessing_context=args.loader)
+        loader = torch.utils.data.DataLoader(Batches(), 4, num_workers=1, multiprocessing_context=args.loaders[gpu])
         for x in loader:
             with amp.scale_loss(model(x).mean(), optimizer) as scaled_loss:
                 scaled_loss.backward()
@@ -302,23 +300,23 @@ SPAWNING = """\
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "loader"), [("script", "spawn"), ("module", "forkserver")])
-def test_spawned_processes_are_set_up_like_their_parent(tmp_path, how, loader):
+@pytest.mark.parametrize(("how", "loaders"), [("script", ["spawn", "forkserver"]), ("module", ["fork"])])
+def test_spawned_processes_are_set_up_like_their_parent(tmp_path, how, loaders):
     """Through torch.multiprocessing.spawn, and loader workers of its children; the script's folder has no harness."""
     write(tmp_path, "project/train.py", SPAWNING)
     write(tmp_path, "project/beside.py", "here = 1")
     words = ["project/train.py"] if how == "script" else ["-m", "train"]
     cwd = tmp_path if how == "script" else tmp_path / "project"
-    init = f"file://{tmp_path}/init"
+    init, ranks = f"file://{tmp_path}/init", len(loaders)
     done = run(
-        *["-m", "harness.apex", "--device", "cpu", *words, "--init", init, "--loader", loader],
+        *["-m", "harness.apex", "--device", "cpu", *words, "--init", init, "--loaders", *loaders],
         cwd=cwd,
-        LOCAL_WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE=str(ranks),
     )
     assert done.returncode == 0, done.stderr
     main = "project/train.py" if how == "script" else f"{tmp_path}/project/train.py"
     lines = sorted(done.stdout.splitlines())
-    assert lines == [f"gpu {gpu} 2 __mp_main__ {main} {loader} 1" for gpu in (0, 1)] + ["spawned 0"]
-    assert "(this process and 4 that it started)" in done.stderr
-    assert re.search(r"\b18 +Tensor.cuda\n|\b16 +Tensor.cuda\n", done.stderr)
-    assert re.search(r"\b2 +init_process_group\(nccl\)", done.stderr)
+    assert lines == [f"gpu {gpu} 2 __mp_main__ {main} {loaders[-1]} 1" for gpu in range(ranks)] + ["spawned 0"]
+    assert f"(this process and {2 * ranks} that it started)" in done.stderr
+    assert re.search(rf"\b{9 * ranks} +Tensor.cuda\n|\b{8 * ranks} +Tensor.cuda\n", done.stderr)
+    assert re.search(rf"\b{ranks} +init_process_group\(nccl\)", done.stderr)

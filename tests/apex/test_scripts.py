@@ -1,42 +1,26 @@
 """Whole scripts in the style of 2019 and 2020 (``scripts``), written for CUDA and Apex, run unmodified on the CPU.
 
-They run alone and on two ranks under ``torch.distributed.launch``. The last line of each rank shows that it learned and
-that ranks agree bit for bit.
+They run alone and on two ranks, as under ``torch.distributed.launch``. The last line of each rank shows that it learned
+and that ranks agree bit for bit.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.apex.forked import run_apex
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 150
-
-pytestmark = [pytest.mark.slow, pytest.mark.contract("9")]
+pytestmark = pytest.mark.contract("9")
 
 
 def run(name, *options, folder, ranks=1):
     """Run a script; returns the values of its last lines, {rank: {name: value}}, and its stderr."""
-    launcher = ["torch.distributed.launch", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
-    words = [*launcher, "harness.apex", "--device", "cpu", SCRIPTS / f"{name}.py", *options]
-    inherited = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=folder,
-        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
-    )
+    done = run_apex("--device", "cpu", SCRIPTS / f"{name}.py", *options, cwd=folder, ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]
     ends = re.findall(r"^rank (\d+) (.*)$", done.stdout, re.M)
     result = {int(rank): dict(zip(*[iter(values.split())] * 2, strict=True)) for rank, values in ends}

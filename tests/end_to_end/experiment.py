@@ -79,19 +79,19 @@ def run_folder(config: Path) -> Path:
 
 
 def run(
-    config: Path, world_size: int = 1, *overrides: str, kill: Kill | None = None, timeout_s: float = 90
+    config: Path, world_size: int = 1, *overrides: str, kill: Kill | None = None, timeout_s: float = 90, **environ: str
 ) -> list[int]:
     """Train ``config`` on ``world_size`` processes; return exit codes by rank (negative: killed by that signal).
 
-    Each rank's output goes to ``terminal-RANK.txt`` next to the configuration.
+    Each rank's output goes to ``terminal-RANK.txt`` next to the configuration. ``environ`` is added to its environment.
     """
     port = free_port()
     processes = []
     for rank in range(world_size):
         terminal = config.parent / f"terminal-{rank}.txt"
         own = kill if kill and kill.rank == rank else None
-        environ = launch_environment(rank, world_size, port) if world_size > 1 else {}
-        processes.append(start(_drive, (["-c", str(config), *overrides], str(terminal), own), environ))
+        launched = launch_environment(rank, world_size, port) if world_size > 1 else {}
+        processes.append(start(_drive, (["-c", str(config), *overrides], str(terminal), own), {**launched, **environ}))
     return wait_for(processes, timeout_s)
 
 

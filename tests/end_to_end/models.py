@@ -36,10 +36,10 @@ class Late(Slow):
 
 
 class Raises(Slow):
-    """Raises in training step ``step`` (from 1), only on rank ``rank``."""
+    """Raises in training step ``step`` of a process (from 1), only on rank ``rank``."""
 
-    def __init__(self, num_classes: int, rank: int, step: int) -> None:
-        super().__init__(num_classes, 0.0)
+    def __init__(self, num_classes: int, rank: int, step: int, step_s: float = 0.0) -> None:
+        super().__init__(num_classes, step_s)
         self.rank, self.left = rank, step
 
     def forward(self, images: Tensor) -> Tensor:

@@ -147,10 +147,11 @@ def operate() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pods, number = [], 0
+    count = str(sum(replica["replicas"] for replica in spec["pytorchReplicaSpecs"].values()))
     for kind, replica in spec["pytorchReplicaSpecs"].items():
         for index in range(replica["replicas"]):
             environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number),
-                       "WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NODE_RANK": str(number),
+                       "WORLD_SIZE": count, "PET_NNODES": count, "PET_NODE_RANK": str(number),
                        "PET_NPROC_PER_NODE": spec["nprocPerNode"]}  # fmt: skip
             pods.append(Pod(f"{job['metadata']['name']}-{kind.lower()}-{index}", replica, environ, number))
             number += 1

@@ -346,69 +346,31 @@ def others_task(tmp_path, dask_cluster):
 
 
 @pytest.mark.slow
-def test_two_submissions_make_one_run(tmp_path, stripes, unbroken, dask_cluster, others_task, mark):
-    """The second submission trains more epochs and resumes the first. Other work on the cluster continues."""
-    content = yaml.safe_load(write_config(tmp_path, stripes, model=FAST, **CONSTANT, **TWO).read_text())
-    first = Running(dask_cluster.client, content, "train.epochs=1", marking(mark))
-    assert first.end(START_S).exit_code == 0
-    second = Running(dask_cluster.client, content, marking(mark))
+def test_two_submissions_make_one_run(tmp_path, stripes, unbroken, dask_cluster, others_task, mark, capfd):
+    """An exception on rank 1 ends the first with one report, and the second resumes it. Other work continues."""
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 13}}  # of a process: the second trains only 12
+    config = write_config(tmp_path, stripes, model=model, **CONSTANT, **TWO, checkpoint={"every_steps": 4})
+    first = Running(dask_cluster.client, loader.load(config, ()), marking(mark))
+    text = first.end(START_S).text
+    assert first.conclusion.exit_code == 70
+    assert capfd.readouterr().err.count("Traceback") == 1
+    assert "failed: rank 1 on" in text
+    assert "at step 12: ArithmeticError: a layer went wrong, only here" in text
+    assert "  rank 0: " in text
+    assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
+    assert not marked(mark)
+    second = Running(dask_cluster.client, yaml.safe_load(config.read_text()), marking(mark))
     assert second.end(START_S).exit_code == 0
     assert "done: " in second.conclusion.text
     assert not marked(mark)
     assert_same_run(unbroken, tmp_path / "runs" / "run")
     assert json.loads([line for line in second.lines(0, "metrics.jsonl") if '"train"' in line][-1])["step"] == 24
-    assert any("24 in total" in line for line in second.lines(0, "terminal"))
+    assert any("resumed from" in line for line in second.lines(0, "terminal"))
     assert second.lines(1, "logs/rank-1.log")
     future, end = others_task
     assert future.status == "pending"
     end()
     assert future.result(END_S).returncode == 0
-
-
-@pytest.mark.slow
-def test_killed_rank_and_an_exact_restart_without_a_shared_disk(
-    tmp_path, stripes, unbroken, dask_cluster, mark, monkeypatch
-):
-    """The second start resumes from files that the client has fetched, on workers that have none."""
-    settings = {"launch": {"nproc": 2, "dask": {"shared": False}}, "checkpoint": {"every_steps": 2}}
-    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **settings)
-    folder = tmp_path / "runs" / "run"
-    first = Running(dask_cluster.client, config, marking(mark))
-    wait_until((folder / "checkpoints" / "latest").exists, START_S, "a fetched checkpoint")
-    monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
-    with pytest.raises(ConfigError, match="another start is training in this run folder"):
-        Running(dask_cluster.client, config, "launch.nproc=1").end(START_S)
-    os.kill(ranks(mark)[1], signal.SIGKILL)
-    killed = time.monotonic()
-    assert first.end(END_S).exit_code == 70
-    assert time.monotonic() - killed < END_S
-    assert "failed: rank 1 at step" in first.conclusion.text
-    assert "Killed: the process received SIGKILL" in first.conclusion.text
-    assert "rank 0: lost contact on" in first.conclusion.text
-    assert not marked(mark)
-    assert not scratch(dask_cluster)
-    second = Running(dask_cluster.client, config, marking(mark))
-    assert second.end(START_S).exit_code == 0
-    assert any("resumed from" in line for line in second.lines(0, "terminal"))
-    assert_same_run(unbroken, folder)
-    assert not scratch(dask_cluster)
-    assert len((folder / "logs" / "rank-1.log").read_text().split("resumed from")) == 2
-
-
-@pytest.mark.slow
-def test_exception_on_rank_1(tmp_path, stripes, dask_cluster, mark, capfd):
-    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
-    apart = {"launch": {"nproc": 2, "dask": {"shared": False}}}
-    config = loader.load(write_config(tmp_path, stripes, model=model, **apart), ())
-    run_ = Running(dask_cluster.client, config, marking(mark))
-    text = run_.end(START_S).text
-    assert run_.conclusion.exit_code == 70
-    assert capfd.readouterr().err.count("Traceback") == 1
-    assert "failed: rank 1 on" in text
-    assert "at step 10: ArithmeticError: a layer went wrong, only here" in text
-    assert "  rank 0: " in text
-    assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
-    assert not marked(mark)
 
 
 @pytest.mark.slow
@@ -491,23 +453,48 @@ def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
 
 
 @pytest.mark.slow
-def test_killed_worker_and_an_exact_restart_on_others(tmp_path, stripes, unbroken, dask_cluster, mark):
-    """After kill -9 of a worker and its nanny, their rank ends, and so do its peers."""
-    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **TWO)
-    folder = tmp_path / "runs" / "run"
+def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
+    tmp_path, stripes, unbroken, dask_cluster, mark, monkeypatch
+):
+    """The third start resumes from files that the client has, on workers that have none. After kill -9 of a worker and
+    its nanny, their rank ends, and so do its peers."""
+    settings = {"launch": {"nproc": 2, "dask": {"shared": False}}, "checkpoint": {"every_steps": 2}}
+    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **settings)
+    folder, before = tmp_path / "runs" / "run", scratch(dask_cluster)
     first = Running(dask_cluster.client, config, marking(mark))
-    wait_for_steps(folder, 2, START_S)
-    worker = next(event["worker"] for event in first.events if event.get("rank") == 1 and "worker" in event)
-    dask_cluster.kill_worker(worker)
+    wait_until((folder / "checkpoints" / "latest").exists, START_S, "a fetched checkpoint")
+    monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
+    with pytest.raises(ConfigError, match="another start is training in this run folder"):
+        Running(dask_cluster.client, config, "launch.nproc=1").end(START_S)
+    os.kill(ranks(mark)[1], signal.SIGKILL)
     killed = time.monotonic()
     assert first.end(END_S).exit_code == 70
+    assert time.monotonic() - killed < END_S
+    assert "failed: rank 1 at step" in first.conclusion.text
+    assert "Killed: the process received SIGKILL" in first.conclusion.text
+    assert "rank 0: lost contact on" in first.conclusion.text
+    assert not marked(mark)
+    assert scratch(dask_cluster) == before
+
+    steps = (folder / "metrics.jsonl").read_text().count('"train"')
+    second = Running(dask_cluster.client, config, "launch.dask.shared=true", marking(mark))
+    wait_for_steps(folder, steps + 1, START_S)
+    worker = next(event["worker"] for event in second.events if event.get("rank") == 1 and "worker" in event)
+    dask_cluster.kill_worker(worker)
+    killed = time.monotonic()
+    assert second.end(END_S).exit_code == 70
     wait_until(lambda: not marked(mark), END_S, "the rank that has lost its worker has ended")
     assert time.monotonic() - killed < END_S
-    assert "failed: rank 1 on" in first.conclusion.text
-    assert f"worker {worker} on " in first.conclusion.text
-    second = Running(dask_cluster.client, config, marking(mark))
-    assert second.end(START_S).exit_code == 0
+    assert "failed: rank 1 on" in second.conclusion.text
+    assert f"worker {worker} on " in second.conclusion.text
+    before = scratch(dask_cluster)  # a killed worker cannot clean up
+
+    third = Running(dask_cluster.client, config, marking(mark))
+    assert third.end(START_S).exit_code == 0
+    assert any("resumed from" in line for line in third.lines(0, "terminal"))
     assert_same_run(unbroken, folder)
+    assert scratch(dask_cluster) == before
+    assert len((folder / "logs" / "rank-1.log").read_text().split("resumed from")) == 3
 
 
 @pytest.mark.slow
@@ -526,8 +513,8 @@ def test_lost_scheduler(tmp_path, stripes, dask_cluster, mark):
 def test_interrupt_in_a_terminal(tmp_path, stripes):
     """A terminal sends Ctrl-C to all processes of its job, also to the workers of the run's own cluster."""
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
-    with started([sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "dask", "--nproc", "2"],
-                 tmp_path / "terminal.txt") as run_:  # fmt: skip
+    command = [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "dask"]
+    with started(command, tmp_path / "terminal.txt") as run_:
         wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
         os.killpg(run_.process.pid, signal.SIGINT)
         assert run_.wait(END_S) == 75

@@ -11,11 +11,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +27,9 @@ from harness.engines import launch
 from harness.engines.flyte import engine
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
-from tests.ranks import free_port
+from tests.ranks import RankFailure, free_port, run_ranks, start, wait_for
 
 MODELS = "tests.end_to_end.models"
 GOLDEN = Path(__file__).parent / "golden"
@@ -114,16 +113,21 @@ def test_missing_flytekit_is_reported(tmp_path, stripes, monkeypatch):
     [
         (f"echo '[{KILLED.to_json()}]' > ${engine.EXITS}; exit 70", [KILLED]),
         ("exit 1", []),  # flytekit itself failed, and has printed why
-        ("kill -9 $$", [RankExit.lost("flytekit's local runner was killed by signal 9")]),
+        # it leaves a process behind, as ranks may be
+        (
+            'setsid -f sh -c "sleep 1; touch $0.ended"; sleep 0.3; kill -9 $$',
+            [RankExit.lost("flytekit's local runner was killed by signal 9")],
+        ),
     ],
 )
 def test_end_of_the_runner(tmp_path, stripes, does, exits):
-    """A shell script replaces the interpreter that runs flytekit."""
+    """A shell script replaces the interpreter that runs flytekit; the report waits for all that it has started."""
     runner = tmp_path / "python"
     runner.write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/folder.txt\n{does}\n")
     runner.chmod(0o755)
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.python={runner}"])
     assert engine.start(job).follow() == EngineReport(exits)
+    assert Path(f"{runner}.ended").exists() == ("setsid" in does)
     assert not Path((tmp_path / "folder.txt").read_text().strip()).exists()
 
 
@@ -141,42 +145,21 @@ def test_exception_on_rank_1(tmp_path, stripes):
     assert re.search(r"rank 0: lost contact on .* at step 10", text)
 
 
-def to_rank_1(run_):
-    os.kill(run_.ranks()[1], signal.SIGKILL)
-
-
-def to_the_runner(run_):
-    def is_runner(pid):
-        with suppress(OSError):
-            return b".pyflyte\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-    (pid,) = filter(is_runner, run_.alive())
-    os.kill(pid, signal.SIGKILL)
-
-
-def to_the_command(run_):
-    run_.signal(signal.SIGTERM)
-
-
 @needs_flytekit
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_stopped_and_killed_run_ends_with_the_same_weights(tmp_path, stripes, unbroken):
-    """A stop, a killed rank, a killed runner, and finally the source in launch/ under flytekit's own command."""
+def test_stopped_run_ends_with_the_same_weights(tmp_path, stripes, unbroken):
+    """A stop, and then the source in launch/ under flytekit's own command."""
     config = write_config(tmp_path, stripes, **SLOW)
     folder = tmp_path / "runs" / "run"
-    ends = [(to_the_command, 75, "stopped early with a checkpoint"),
-            (to_rank_1, 70, "Killed: the process received SIGKILL"),
-            (to_the_runner, 70, "Lost: flytekit's local runner was killed by signal 9")]  # fmt: skip
-    for number, (kill, code, said) in enumerate(ends):
-        with started(command(config), tmp_path / f"{number}.txt", TMPDIR=str(tmp_path)) as run_:
-            wait_for_steps(folder, 5 + 8 * number, START_S)
-            kill(run_)
-            assert run_.wait(END_S) == code, run_.text()
-            assert not run_.alive(), run_.text()
-        assert said in run_.text()
-        assert "Traceback" not in run_.text()
-        assert not list(tmp_path.glob("harness-flyte-*")), "flytekit's files were left"
+    with started(command(config), tmp_path / "first.txt", TMPDIR=str(tmp_path)) as run_:
+        wait_for_steps(folder, 5, START_S)
+        run_.signal(signal.SIGTERM)
+        assert run_.wait(END_S) == 75, run_.text()
+        assert not run_.alive(), run_.text()
+    assert "stopped early with a checkpoint" in run_.text()
+    assert "Traceback" not in run_.text()
+    assert not list(tmp_path.glob("harness-flyte-*")), "flytekit's files were left"
     words = ["experiment", "--config", config, "--overrides", '["launch.nproc=2"]']
     with started([*PYFLYTE, "run", PAGE, *words], tmp_path / "last.txt", TMPDIR=str(tmp_path)) as run_:
         assert run_.wait(START_S + END_S) == 0, run_.text()
@@ -191,49 +174,59 @@ def test_stopped_and_killed_run_ends_with_the_same_weights(tmp_path, stripes, un
     assert epochs == [1, 2, 3, 4, 5]  # finished
 
 
+def train_node(config, pipe, environ):
+    """What the runner does, with ``pipe`` as standard input."""
+    from harness.engines.flyte import task
+
+    os.environ.update(environ)
+    os.dup2(os.open(pipe, os.O_RDONLY), 0)
+    task.current_context = lambda: SimpleNamespace(checkpoint=SimpleNamespace(prev_exists=lambda: False))
+    task.train_node(str(config), ["launch.nproc=2"])
+
+
+@needs_flytekit
+def test_ranks_end_with_a_killed_command(tmp_path, stripes):
+    """The runner and its ranks, whose command closes the pipe when it ends."""
+    config, pipe, exits = write_config(tmp_path, stripes, **SLOW), tmp_path / "pipe", tmp_path / "exits.json"
+    os.mkfifo(pipe)
+    runner = start(train_node, (config, pipe, {engine.EXITS: str(exits)}))
+    with open(pipe, "wb"):
+        wait_for_steps(tmp_path / "runs" / "run", 1, START_S)
+    assert wait_for([runner], END_S) == [75]
+    assert [exit["exit_code"] for exit in json.loads(exits.read_text())] == [75, 75]  # no rank is left
+
+
+def train_rank(config):
+    from harness.engines.flyte.task import train_rank
+
+    train_rank(str(config), [])
+
+
 @needs_flytekit
 @pytest.mark.slow
-def test_ranks_end_with_a_killed_command(tmp_path, stripes):
-    with started(command(write_config(tmp_path, stripes, **SLOW, name="long")), tmp_path / "terminal.txt") as run_:
-        wait_for_steps(tmp_path / "runs" / "long", 1, START_S)
-        run_.signal(signal.SIGKILL)
-        run_.process.wait()
-        wait_until(lambda: not run_.alive(), END_S, "all ranks and flytekit's runner gone")
+def test_failed_rank_of_several_machines_fails_its_task(tmp_path, stripes):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 0, "step": 11}}
+    with pytest.raises(RankFailure, match="(?s)FlyteRecoverableException.*rank 0 failed at step 10: ArithmeticError"):
+        run_ranks(1, train_rank, write_config(tmp_path, stripes, model=model), group=False)
 
 
 @needs_flytekit
 @pytest.mark.slow
 def test_two_machines_under_the_kubeflow_plugin(tmp_path, stripes, unbroken):
     """As in the two pods of its PyTorchJob: each runs the source, and torch's elastic agents meet at the endpoint. The
-    run is at a URL, without a shared disk. One machine is lost, and both start again."""
+    run is at a URL, without a shared disk, and resumes one whose rank was killed."""
     config = write_config(tmp_path, stripes, **SLOW, output=f"file://{tmp_path}/runs", data={"cache_dir": None})
     page = tmp_path / engine.FILE
     page.write_text(engine.render(launch.plan(str(config), ["launch.nnodes=2"])))
-    endpoint = ("127.0.0.1", free_port())
-    pod = {"PET_RDZV_ENDPOINT": ":".join(map(str, endpoint)), "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
+    pod = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
     words = [*PYFLYTE, "run", page, "experiment", "--config", config]
     folder = tmp_path / "runs" / "run"
+    assert run(config, 2, kill=Kill(1, 10), APEX_HARNESS_CACHE=str(tmp_path / "cache-0")) == [70, -signal.SIGKILL]
 
     def machine(number: int) -> AbstractContextManager[Started]:
         environ = {**pod, "APEX_HARNESS_CACHE": str(tmp_path / f"cache-{number}")}
         return started(words, tmp_path / f"{number}.txt", **environ)
 
-    def listens() -> bool:
-        with suppress(OSError), socket.create_connection(endpoint, timeout=1):
-            return True
-        return False
-
-    with machine(1) as one:
-        wait_until(listens, START_S, "the first machine opens the rendezvous")
-        with machine(2) as other:
-            wait_for_steps(folder, 1, START_S)
-            lost = next(environ["RANK"] for environ in other.alive().values() if "RANK" in environ)
-            other.end()
-            assert one.wait(END_S) == 1, one.text()
-            wait_until(lambda: not one.alive(), 5, "nothing left of the first machine")
-    assert f"rank {lost} failed at step" in one.text()
-    assert "lost contact with the other ranks" in one.text()
-    assert not (folder / "summary.json").exists()
     with machine(1) as one, machine(2) as other:
         codes = {one.wait(START_S + END_S), other.wait(END_S)}
         # Python's own helper of a spawned process ends a moment after it.
