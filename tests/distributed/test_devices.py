@@ -28,7 +28,7 @@ def with_devices(monkeypatch):
 def test_cpu_without_a_device(with_devices):
     with_devices(0)
     assert choose("auto", 0, 1).type == "cpu"
-    with pytest.raises(LaunchError, match="but 0 are visible"):
+    with pytest.raises(LaunchError, match="0 visible CUDA devices"):
         choose("cuda", 0, 1, may_be_isolated=True)
 
 
