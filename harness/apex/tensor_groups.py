@@ -46,17 +46,20 @@ def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None
     On the CPU torch adds the squares of a whole tensor in float32, an error of 0.1 % for 30 million elements. Here
     large tensors are added row by row. The kernels of CUDA do so themselves.
     """
+    tensors = list(tensors)
     if tensors[0].device.type != "cpu" or order == math.inf:
-        return torch.stack(torch._foreach_norm(list(tensors), order, dtype))
-    return torch.stack([_norm_on_cpu(tensor, order, dtype) for tensor in tensors])
+        return torch.stack(torch._foreach_norm(tensors, order, dtype))
+    large = [index for index, tensor in enumerate(tensors) if tensor.numel() > _ROW]
+    for index in large:
+        tensors[index] = _norms_of_rows(tensors[index], order, dtype)
+    return torch.stack(torch._foreach_norm(tensors, order, dtype))
 
 
-def _norm_on_cpu(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    if tensor.numel() <= _ROW:
-        return torch.linalg.vector_norm(tensor, order, dtype=dtype)
+def _norms_of_rows(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    """The norm of each ``_ROW`` elements of ``tensor``, and of the rest."""
     flat = tensor.reshape(-1)
     rest = flat.numel() % _ROW
-    rows = torch.linalg.vector_norm(flat[: flat.numel() - rest].view(-1, _ROW), order, dim=1, dtype=dtype)
-    if rest:
-        rows = torch.cat([rows, torch.linalg.vector_norm(flat[-rest:], order, dtype=dtype).reshape(1)])
-    return torch.linalg.vector_norm(rows, order)
+    if not rest:
+        return torch.linalg.vector_norm(flat.view(-1, _ROW), order, dim=1, dtype=dtype)
+    rows = torch.linalg.vector_norm(flat[:-rest].view(-1, _ROW), order, dim=1, dtype=dtype)
+    return torch.cat([rows, torch.linalg.vector_norm(flat[-rest:], order, dtype=dtype).reshape(1)])

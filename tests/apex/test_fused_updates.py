@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from tests.apex.optimizer_cases import (
@@ -532,3 +533,31 @@ def test_novograd_keeps_norms_of_parameters_without_gradient():
     optimizer.step()
     after = optimizer.param_groups[0]["exp_avg_sq"][1]
     assert (after == before).tolist() == [False, False, True, False]
+
+
+def test_lamb_updates_many_weights_in_parts_that_fit_into_the_cache():
+    """Of 16 MiB of weights, at most 2 MiB are copied at a time, with the results of a group per weight."""
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten._foreach_mul.Tensor:
+                self.largest = max(self.largest, sum(tensor.nbytes for tensor in result))
+            return result
+
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(1 << 17, generator=generator) for _ in range(32)]
+    found = []
+    for one_group in (True, False):
+        weights = [value.clone().requires_grad_() for value in values]
+        optimizer = FusedLAMB(weights if one_group else [{"params": [weight]} for weight in weights])
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = weight.detach().sin()
+            with Sizes() as sizes:
+                optimizer.step()
+        assert 0 < sizes.largest <= 2**21
+        found.append(weights)
+    assert all(map(torch.equal, *found))

@@ -5,10 +5,13 @@ All arithmetic is in the *wide* dtype: float32 for float16 and bfloat16 paramete
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_IN_CACHE = 1 << 18  # elements: 1 MiB of weights
 
 
 class ParameterBatch(NamedTuple):
@@ -30,6 +33,19 @@ class ParameterBatch(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return self.weights[0].dtype
+
+
+def parts(batch: ParameterBatch) -> Iterator[ParameterBatch]:
+    """``batch`` in parts of consecutive parameters, for updates of several passes: on a CPU, a part stays in its cache
+    between them, and temporary tensors take little memory. Elsewhere ``batch`` itself, for few kernels."""
+    start = size = 0
+    if batch.device.type == "cpu":
+        for index, weight in enumerate(batch.weights):
+            if size and size + weight.numel() > _IN_CACHE:
+                yield ParameterBatch(*(tensors[start:index] for tensors in batch))
+                start, size = index, 0
+            size += weight.numel()
+    yield ParameterBatch(*(tensors[start:] for tensors in batch))
 
 
 def wide(param: Tensor) -> torch.dtype:

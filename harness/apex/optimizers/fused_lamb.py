@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.batch import wide
+from harness.apex.optimizers.batch import parts, wide
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
 from harness.apex.tensor_groups import by_device_and_dtype, norms
 
@@ -39,7 +39,7 @@ class LambOptimizer(FusedOptimizer):
 
     def _update_group(self, group: dict[str, Any], factor: Tensor | float, found_inf: Tensor | None) -> None:
         """Update ``group`` from its gradients times ``factor``. With a nonzero ``found_inf`` nothing changes."""
-        for batch in self._batches(group):
+        for batch in (part for whole in self._batches(group) for part in parts(whole)):
             moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
             skip = None if found_inf is None else (found_inf != 0).to(batch.device)
             updates = lamb_stage1(group, batch.weights, batch.grads, *moments, factor, self.adam_w_mode, skip)
