@@ -18,6 +18,7 @@ import harness.apex
 from benchmarks import compatibility
 from harness.apex import amp
 from harness.config import loader
+from tests.apex.forked import run_apex
 from tests.conftest import ROOT
 from tests.ranks import free_port
 
@@ -68,7 +69,10 @@ def run(command: str, folder) -> None:
             words.insert(i, f"--master_port={free_port()}")  # other tests may use the default port
             environ["PYTHONWARNINGS"] = "ignore"
             break
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    if words[:3] == ["python", "-m", "harness.apex"] and "cpu" in words:
+        done = run_apex(*words[3:], cwd=folder)
+    else:
+        done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = [float(value) for value in re.findall(r"loss (\d\.\d{3})", done.stdout)]  # lines of two ranks may mix
     assert len(losses) == ranks

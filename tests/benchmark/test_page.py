@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -15,6 +12,7 @@ from harness.benchmark import strategies
 from harness.cli import main
 from harness.data import digits
 from tests.conftest import ROOT
+from tests.end_to_end.processes import shell
 from tests.ranks import free_port
 
 PAGE = (ROOT / "docs" / "strategies.md").read_text()
@@ -61,14 +59,11 @@ def test_documented_benchmark_is_planned(place, monkeypatch):
 @pytest.mark.slow
 def test_documented_fsdp_training(place):
     for command in words("python"):
-        command[0] = sys.executable
         command.insert(command.index("--nproc_per_node=2"), f"--master_port={free_port()}")
-        command[command.index("driver.py")] = str(ROOT / "driver.py")
-        command += ["train.max_steps=2", "runtime.device=cpu"]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        assert "parallel: fsdp" in done.stderr
+        terminal = place / "terminal.txt"
+        assert shell([*command, "train.max_steps=2", "runtime.device=cpu"], terminal, place) == 0, terminal.read_text()
+        assert "parallel: fsdp" in terminal.read_text()
+        terminal.unlink()
 
 
 def test_every_conflict_of_a_strategy_is_documented():
