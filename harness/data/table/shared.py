@@ -1,6 +1,6 @@
 """Converted tables in a folder or at a URL that machines share: one converts a file, the others copy the result.
 
-    PLACE/tables/KEY/manifest.json        the manifest, written last; it names the other files
+    PLACE/tables/KEY/table.json           the manifest, written last; it names the other files
     PLACE/tables/KEY/MARK.arrow, ...      the files of the table (cache.py); each conversion has a mark of its own
     PLACE/tables/KEY/converting           the lease of the process that converts
 
@@ -27,7 +27,7 @@ from harness.runs.storage import LocalStore, SharedStore
 from harness.runs.url_store import UrlStore
 
 _POLL_S = 1.0
-_MANIFEST = "manifest.json"
+_MANIFEST = "table.json"
 
 
 def obtain(
