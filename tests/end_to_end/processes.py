@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -201,7 +202,11 @@ def _python_in_terminal(words: list[str], terminal: str, cwd: str) -> None:
     os.dup2(file, 2)
     os.chdir(cwd)
     fork_commands()
-    forked._python(words)
+    try:
+        forked._python(words)
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
 def fork_commands() -> None:

@@ -27,7 +27,7 @@ from harness.errors import EXIT_DATA, EXIT_FAILURE, EXIT_USAGE
 from harness.runs import layout
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run_folder, write_config, write_images
-from tests.end_to_end.processes import END_S, drive_in_terminal, driver, drivers, started, wait_until
+from tests.end_to_end.processes import END_S, drive_in_terminal, driver, drivers, shell, started, wait_until
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 MODELS = "tests.end_to_end.models"
@@ -514,12 +514,11 @@ def test_errors_through_the_launcher(tmp_path, data):
     model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 3}}
     config = write_config(tmp_path, data, model=model)
     command = [ROOT / "launch" / "single_node.sh", "2", config]
-    with started(command, tmp_path / "terminal.txt") as run:
-        assert run.wait(60) == 1
-        assert not run.alive()
+    terminal = tmp_path / "raised.txt"
+    assert shell(["launch/single_node.sh", "2", str(config)], terminal, tmp_path) == 1
     # Once from the rank, once in the summary of torch's launcher.
-    assert run.text().count("ArithmeticError: a layer went wrong, only here") == 2
-    assert "exitcode  : 70" in run.text()
+    assert terminal.read_text().count("ArithmeticError: a layer went wrong, only here") == 2
+    assert "exitcode  : 70" in terminal.read_text()
     assert json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["rank"] == 1
 
     (tmp_path / "sitecustomize.py").write_text(SLOW_FIRST_RANK)  # local rank 0 still prints the error

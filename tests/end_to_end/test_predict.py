@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.campaign.job import descendants
 from harness import cli
 from harness.apex import amp
 from harness.errors import HarnessError
@@ -24,9 +23,8 @@ from harness.inference import predict as predict_module
 from harness.training import prediction_writer
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
-from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, run, write_config, write_images
-from tests.end_to_end.processes import driver, started, wait_until
+from tests.end_to_end.processes import driver, environment_of, python, start_python, wait_until
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 
@@ -180,14 +178,13 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     images = sorted((data / "images").glob("eval*.png"))
     names = [str(image) for image in images] + ["missing.png"]
     (elsewhere / "new.csv").write_text("photographer,path\n" + "".join(f"me,{name}\n" for name in names))
-    command = [
-        sys.executable, "-m", "harness.cli", "predict", "run", "--csv", "new.csv", "--out", "new.parquet",
+    words = [
+        "-m", "harness.cli", "predict", "run", "--csv", "new.csv", "--out", "new.parquet",
         "--world", "2", "task.on_bad_image=skip", "task.root=.", "task.train_csv=gone.csv", "task.eval_csv=gone.csv",
     ]  # fmt: skip
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "images that could not be read: 1;" in done.stderr
+    terminal = tmp_path / "terminal.txt"
+    assert python(words, terminal, cwd=elsewhere) == 0, terminal.read_text()
+    assert "images that could not be read: 1;" in terminal.read_text()
     table = pd.read_parquet(elsewhere / "new.parquet")
     assert list(table) == ["id", "prediction", "score_column", "score_row", "score_slope"]
     assert table["id"].tolist() == names
@@ -201,15 +198,20 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
 def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
     folder, data = trained
     images = sorted((data / "images").glob("eval*.png"))
-    (tmp_path / "new.csv").write_text("photographer,path\n" + "".join(f"me,{name}\n" for name in images * 4000))
-    command = [
-        sys.executable, "-m", "harness", "predict", folder, "--csv", tmp_path / "new.csv",
-        "--out", tmp_path / "out.csv", "--world", "2", f"data.cache_dir={tmp_path}/cache",
+    (tmp_path / "new.csv").write_text("photographer,path\n" + "".join(f"me,{name}\n" for name in images * 2500))
+    words = [
+        "-m", "harness", "predict", folder, "--csv", tmp_path / "new.csv", "--out", tmp_path / "out.csv",
+        "--world", "2", f"data.cache_dir={tmp_path}/cache",
     ]  # fmt: skip
-    with started(command, tmp_path / "terminal.txt") as run_:
+    process = start_python(words, tmp_path / "terminal.txt")
+    try:
         wait_until(lambda: list(tmp_path.glob("*out.csv*")), 100, "the first rows")
-        run_.signal(signal.SIGKILL)
-        wait_until(lambda: not run_.alive(), 25, "the end of the ranks")
+        left = descendants(process[0].pid)
+    finally:
+        process[0].kill()
+        wait_for([process], 10)
+    assert len(left) >= 2
+    wait_until(lambda: not any(map(environment_of, left)), 25, "the end of the ranks")
     assert not list(tmp_path.glob("*out.csv*"))
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pickle
 import re
-import sys
 import zipfile
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from harness.training import build
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import NUM_TRAIN, of_split, train, write_config
-from tests.end_to_end.processes import started
+from tests.end_to_end.processes import shell
 from tests.fixtures import CountingTable, make_config, write_rows
 from tests.ranks import run_ranks
 
@@ -157,15 +156,10 @@ def test_two_launches_at_once_do_not_share_a_port(tmp_path, data):
         if "apex" not in path.parts:
             assert not re.search(r"\b(29500|12355|MASTER_PORT\W+\d\d)", path.read_text()), path
     configs = [write_config(tmp_path / name, data, train={"epochs": 1}) for name in ("one", "two")]
-    with ExitStack() as running:
-        launched = [
-            running.enter_context(
-                started([ROOT / "launch" / "single_node.sh", "2", config], config.with_name("terminal"),
-                        PYTHON=sys.executable)
-            )
-            for config in configs
-        ]  # fmt: skip
-        assert [process.wait(240) for process in launched] == [0, 0]
+    words = [["launch/single_node.sh", "2", str(config)] for config in configs]
+    places = [config.with_name("terminal") for config in configs], [config.parent for config in configs]
+    with ThreadPoolExecutor() as launch:
+        assert list(launch.map(shell, words, *places)) == [0, 0]
 
 
 def test_batch_is_stated_as_global_or_per_rank(tmp_path):

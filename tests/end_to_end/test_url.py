@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import fsspec
 import pytest
 
 from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config, write_images
-from tests.end_to_end.processes import drive_in_terminal, started
+from tests.end_to_end.processes import drive_in_terminal, python
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 SETTINGS: dict[str, Any] = {
@@ -325,11 +324,10 @@ def test_results_that_cannot_be_uploaded_fail_the_run(tmp_path, data, unbroken, 
 
 def launch(config: Path, environ: dict[str, str], *words: str) -> tuple[int, str]:
     """Run ``harness launch`` on two ranks; return its exit code and output."""
-    command = [sys.executable, "-m", "harness", "launch", "-c", config, "--nproc", "2", *words]
-    with started(command, config.parent / "terminal.txt", **environ) as process:
-        code = process.wait(90)
-        assert not process.alive()
-        return code, process.text()
+    terminal = config.parent / "terminal.txt"
+    terminal.unlink(missing_ok=True)
+    code = python(["-m", "harness", "launch", "-c", config, "--nproc", "2", *words], terminal, **environ)
+    return code, terminal.read_text()
 
 
 @pytest.mark.slow
@@ -358,8 +356,7 @@ def test_harness_launch_reports_on_a_run_at_a_url(tmp_path, data, unbroken, buck
     assert_same_run(unbroken[2], there)
     assert not list((tmp_path / "cache").rglob("*.pt"))
 
-    command = [sys.executable, "-m", "harness", "predict", f"{bucket.url}/run", "--csv", data / "eval.csv"]
-    with started([*command, "--out", tmp_path / "new.csv"], tmp_path / "predict.txt", **environ) as process:
-        assert process.wait(60) == 0, process.text()
+    words, out = ["-m", "harness", "predict", f"{bucket.url}/run", "--csv", data / "eval.csv"], tmp_path / "new.csv"
+    assert python([*words, "--out", out], terminal := tmp_path / "predict.txt", **environ) == 0, terminal.read_text()
     predictions = [line.split(",")[1] for line in (tmp_path / "new.csv").read_text().splitlines()]
     assert predictions == [line.split(",")[1] for line in (there / "predictions.csv").read_text().splitlines()]
