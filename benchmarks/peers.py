@@ -1,6 +1,6 @@
 """Measures training steps of the harness and of harness.apex against hand-written loops and other libraries.
 
-    make bench-peers      or      python -m benchmarks.peers [--rounds 40] [--only TEXT ...]
+    make bench-peers      or      python -m benchmarks.peers [--rounds 18] [--only TEXT ...]
 
 Each contender trains in processes of its own, one thread per rank, on batches in memory. They take turns in short
 rounds of equal length, so that a busy machine slows all of them alike. They are restarted STARTS times, because the
@@ -38,7 +38,8 @@ Steps = Callable[[int], float]  # takes that many steps; returns the seconds the
 Batches = list[tuple[Tensor, Tensor]]
 LIMIT_S = 300.0  # for a round of any contender
 AGAIN = "again"  # the reference in a second process: the noise
-STARTS = 4
+STARTS = 3
+WARM_UP = 60  # steps: with the harness's first log line, at which it counts the model's arithmetic
 RATES: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
 
 
@@ -95,7 +96,7 @@ def measure(case: Case, rounds: int, starts: int = STARTS) -> Result:
         teams = {name: Team(make, case.world) for name, make in makers.items()}
         try:
             for team in teams.values():
-                team.steps(case.num_steps)  # a warm-up
+                team.steps(max(case.num_steps, WARM_UP))
             order = list(teams)
             for index in range(-(-rounds // starts)):
                 start = index % len(order)
@@ -536,7 +537,7 @@ HEADER = ["measured", "contender", "us per step", "overhead, us", "ratio", "quar
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names; the results are printed, not written")
     arguments = parser.parse_args()
     cases = [case for case in (*loops(), *parts()) if any(text in case.name for text in arguments.only)]
