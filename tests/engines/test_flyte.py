@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
 from contextlib import AbstractContextManager
@@ -28,7 +27,7 @@ from harness.engines.flyte import engine
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config, write_images
-from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import END_S, Started, python, started, wait_for_steps, wait_until
 from tests.ranks import RankFailure, free_port, run_ranks, start, wait_for
 
 MODELS = "tests.end_to_end.models"
@@ -254,8 +253,8 @@ def test_registered_tasks(tmp_path):
         plan = launch.plan("configs/digits.yaml", [*MACHINE, "launch.nproc=4", *words])
         (pages / f"{name}.py").write_text(engine.render(plan))
     words = ["--pkgs", "pages", "package", "--image", "flyte:1", "--source", ".", "--output", "out.tgz"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    subprocess.run([*PYFLYTE, *words], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=60)
+    terminal = tmp_path / "terminal.txt"
+    assert python([*PYFLYTE[1:], *words], terminal, tmp_path, TMPDIR=str(tmp_path)) == 0, terminal.read_text()
     told = []
     with tarfile.open(tmp_path / "out.tgz") as archive:
         names = sorted(archive.getnames())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import struct
 import subprocess
 import sys
@@ -265,7 +266,7 @@ def test_mlflow(tmp_path, start, monkeypatch):
     assert "epochs: 20" in config.read_text()
 
     monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts of another store
-    other = tmp_path / "elsewhere.db"
+    other = shutil.copy(tmp_path / "runs" / "mlflow.db", tmp_path / "elsewhere.db")  # to create one takes seconds
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{other}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     start("mlflow", (tmp_path / "runs" / "small" / "metrics.jsonl").stat().st_size).close()  # stopped early

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -128,8 +127,6 @@ def test_a_model_without_such_modules():
     assert recompute.apply(Net(), False) == recompute.apply(Net(), []) == []
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_blocks_give_the_same_weights():
     torch.manual_seed(0)
     model = Blocks(3, num_blocks=1, dropout=0.0)  # a compiled model draws other numbers
@@ -138,7 +135,7 @@ def test_compiled_blocks_give_the_same_weights():
     found = []
     for model in models:
         if model is not models[0]:
-            model.compile()
+            model.compile(backend="aot_eager_decomp_partition")  # all of the default but its generated code
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(1)
         for _ in range(3):

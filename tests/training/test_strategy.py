@@ -136,7 +136,6 @@ class Mixed(nn.Module):
         return self.head(self.encoder(self.features(images).flatten(2)).flatten(1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_a_compiled_pass_is_one_graph(level):
     """With the casts of amp, which are hooks of the model and rules for operations, and without a graph break."""
