@@ -8,14 +8,24 @@ import re
 import signal
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 
+from benchmarks.campaign.job import descendants
 from harness.errors import EXIT_DONE, EXIT_FAILURE
 from tests.end_to_end.experiment import assert_same_run, run, run_folder, write_config
 from tests.end_to_end.models import Hangs
-from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import (
+    END_S,
+    START_S,
+    drivers,
+    environment_of,
+    start_python,
+    started,
+    wait_for_steps,
+    wait_until,
+)
 from tests.ranks import free_port, launch_environment, wait_for
 
 MODELS = "tests.end_to_end.models"
@@ -70,29 +80,31 @@ FROZEN = [
 
 
 def commands(config, launcher):
-    """The commands that start two ranks, each with its environment."""
+    """Python's words that start two ranks, each with its environment."""
     driver = ["driver.py", "-c", config]
     if launcher == "hand":
         port = free_port()
-        return [([sys.executable, *driver], launch_environment(rank, 2, port)) for rank in range(2)]
+        return [(driver, launch_environment(rank, 2, port)) for rank in range(2)]
     if launcher == "torch.distributed.launch":
-        options = ["-W", "ignore::FutureWarning", "-m", launcher, "--standalone", "--nproc_per_node=2"]
-        return [([sys.executable, *options, *driver], {})]
-    return [([sys.executable, "-m", "harness", "launch", "-c", config, "--engine", launcher, "--nproc", "2"], {})]
+        return [(["-m", launcher, "--standalone", "--nproc_per_node=2", *driver], {})]
+    return [(["-m", "harness", "launch", "-c", config, "--engine", launcher, "--nproc", "2"], {})]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "rank", "launcher", "message"), FROZEN)
 def test_hung_rank_is_named_and_ended(tmp_path, data, how, rank, launcher, message):
     config = hanging(tmp_path, data, how, rank)
-    with ExitStack() as stack:
-        runs = [
-            stack.enter_context(started(command, tmp_path / f"terminal-{number}.txt", **environ))
-            for number, (command, environ) in enumerate(commands(config, launcher))
-        ]
+    terminal = tmp_path / "terminal.txt"
+    runs = [start_python(words, terminal, **environ) for words, environ in commands(config, launcher)]
+    ranks: list[int] = []
+    try:
+        wait_for_steps(run_folder(config), STEP - 1)
+        ranks = [pid for run in runs for pid in descendants(run[0].pid)]
+        assert ranks or launcher == "hand"
         wait_until(lambda: (run_folder(config) / "failure.json").exists(), START_S, "the report")
-        codes = [run.wait(END_S) for run in runs]
-        wait_until(lambda: not any(run.alive() for run in runs), 5, "nothing is left")
+    finally:
+        codes = wait_for(runs, END_S)
+    wait_until(lambda: not any(map(environment_of, ranks)), 5, "nothing is left")
     assert EXIT_DONE not in codes
     failure = failure_of(config)
     if how != "extra collective":  # gloo ends the rank that receives too much
@@ -100,7 +112,7 @@ def test_hung_rank_is_named_and_ended(tmp_path, data, how, rank, launcher, messa
         assert failure["cause"] == ("node_lost" if how == "vanish" else "hung")
     assert failure["step"] == STEP - 1
     assert message in failure["message"]
-    assert any(message in run.text() for run in runs)
+    assert message in terminal.read_text()
     assert "out of memory" not in json.dumps(failure)
 
 
