@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 
 OUTCOMES = {
     "trains": "takes at least two steps, and every loss that it prints is finite",
-    "starts": "gets past `amp.initialize`, but did not take two steps within the time limit",
+    "starts": "gets past `amp.initialize`, but does not take two steps within the time limit",
     "ours": "stopped by `harness.apex`",
     "other": "stopped by something that has nothing to do with Apex",
     "not run": "",
@@ -102,7 +102,7 @@ def page(record: dict[str, Any]) -> str:
                 record["about projects"],
                 table(["project", "commit", "result", "steps", "loss", "resumed", "date"], [_row(r) for r in projects]),
                 "## Commands",
-                "Each command follows `python -m harness.apex --device cpu`. Two ranks use one of torch's launchers.",
+                "Each command follows `python -m harness.apex --device cpu`. Runs on two ranks use a torch launcher.",
                 table(
                     ["project or library", "command"],
                     [[r.name, f"`{r.command}`"] for r in (*libraries, *projects) if r.command],

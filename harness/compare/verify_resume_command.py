@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--full", action="store_true", help="train the configuration without shortening it")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kill times (default: 0)")
     parser.add_argument(
-        "--folder", type=Path, metavar="FOLDER", help="where to keep the runs (default: temporary, kept if they differ)"
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="where to keep the runs (default: a temporary folder, kept if they differ)",
     )
 
 

@@ -15,13 +15,15 @@ _DERIVED = ("digit_canvases", "rotated_digits", "character_names")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="dataset", required=True, metavar="WHAT")
-    folder = verbs.add_parser("folder", help="write a table of the images in a folder per class, or of new images")
+    folder = verbs.add_parser(
+        "folder", help="write a table of images that are in one folder per class, or of new images"
+    )
     folder.add_argument(
         "folder", type=Path, help="folder with one folder of images per class, or with images (--no-labels)"
     )
     folder.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
     folder.add_argument(
-        "--no-labels", action="store_true", help="write only the paths of all images in it, for harness predict"
+        "--no-labels", action="store_true", help="write only the paths of all images in the folder, for harness predict"
     )
     tar = verbs.add_parser(
         "tar", help="write a table of the images in tar archives (WebDataset's layout), and their index"

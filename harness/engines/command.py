@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=EXIT_STOPPED,
         metavar="N",
-        help="exit code for a run that was stopped with a checkpoint (default: 75; Kubernetes restarts 128 and above)",
+        help="exit code for a run that was stopped with a checkpoint (default: 75; "
+        "Kubernetes restarts pods that exit with 128 or more)",
     )
 
 

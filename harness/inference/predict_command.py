@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="a .csv or .parquet file, replaced when complete (default: predictions.csv, which must not exist yet)",
+        help="a .csv or .parquet file; if it exists, it is replaced at the end "
+        "(default: predictions.csv, which must not exist yet)",
     )
     parser.add_argument(
         "--world", type=shared.positive(int), metavar="N", help="processes on this machine (default: 1)"
