@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")
     hub.add_argument("folder", type=Path, help="folder to write SPLIT.csv and images to")
     hub.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split (may be repeated)")
-    hub.add_argument("--label", metavar="COLUMN", help="column with the labels (default: label, or the classes)")
+    hub.add_argument("--label", metavar="COLUMN", help="column with the labels (default: label, or the class column)")
     split = verbs.add_parser("split", help="split a table into NAME.train.csv and NAME.eval.csv")
     split.add_argument("source", type=Path, help="table to split: .csv, .csv.gz or .parquet")
     split.add_argument(
