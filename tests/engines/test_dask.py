@@ -440,7 +440,7 @@ def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
         third = Running(
             dask_cluster.client, write_config(tmp_path / "three", stripes, **TWO), "launch.dask.timeout_s=1"
         )
-        with pytest.raises(LaunchError, match="1 rank.s. of another run: room for 0"):
+        with pytest.raises(LaunchError, match="1 rank of another run: room for 0"):
             third.end(30)
         one.signal(signal.SIGKILL)
         two.signal(signal.SIGINT)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.report import page, run_set, scaling
 from harness.runs import reader
+from tests.end_to_end.processes import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
 CHROMIUM = next(
@@ -70,7 +71,8 @@ class Visit:
         return self.page.evaluate(LONGEST % chart)
 
     def redrawn(self, what):
-        self.page.wait_for_function(what, timeout=READY_MS)
+        # wait_for_function evaluates its text in the page, whose Content-Security-Policy can forbid that.
+        wait_until(lambda: self.page.evaluate(what), READY_MS / 1000, what)
 
     def choose(self, name, value):
         self.page.locator(f'input[name="{name}"][value="{value}"]').check(force=True)
@@ -210,7 +212,7 @@ def test_phone_in_either_color_scheme(visit, scheme):
     assert all(hidden == hinted for hidden, hinted in cut)
     assert [True, True] in cut
     here.page.evaluate("document.getElementById('all-runs').parentElement.scrollLeft = 10000")
-    here.page.wait_for_function(
+    here.redrawn(
         "getComputedStyle(document.getElementById('all-runs').parentElement.previousElementSibling).display === 'none'"
     )
     outside = here.page.evaluate("""[...document.querySelectorAll('body *')].filter((each) =>

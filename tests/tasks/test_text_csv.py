@@ -78,7 +78,7 @@ def test_vocabulary_is_of_the_training_texts_only(folder):
 def test_tables_are_shared_between_caches(folder):
     shared = str(folder / "shared")
     first = opened(folder, shared_tables=shared)
-    assert len(list((folder / "shared").rglob("manifest.json"))) == 2
+    assert len(list((folder / "shared").rglob("table.json"))) == 2
     (folder / "cache").rename(folder / "cache of another machine")
     assert opened(folder, shared_tables=shared).fingerprint == first.fingerprint
     assert len(list((folder / "shared").rglob("*.arrow"))) == 2
