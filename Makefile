@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One rank per GPU, at most 2; 2 ranks without a GPU.
 NPROC ?= auto:2
 
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 KILLS ?= 1000
 SEED ?= 0
@@ -16,7 +16,7 @@ JOBS ?= 2
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
 
-# Many tests wait for processes to start and exit, so five workers keep two cores busy.
+# Many tests wait for processes to start and exit, so four workers keep two cores busy; five took a fifth more processor time.
 test: $(VENV)/.test  ## all tests that need no daemon and no browser
 	$(PYTEST) -m "not slow"
 
