@@ -16,7 +16,7 @@ JOBS ?= 2
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
 
-# Many tests wait for processes to start and exit, so four workers keep two cores busy; five took a fifth more processor time.
+# Many tests wait for processes to start and exit, so four workers keep two cores busy; five take a quarter more processor time.
 test: $(VENV)/.test  ## all tests that need no daemon and no browser
 	$(PYTEST) -m "not slow"
 
