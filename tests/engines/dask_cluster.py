@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,12 @@ class Running(threading.Thread):
         """The lines of a rank's file that events have brought."""
         found = [event for event in self.events if event["rank"] == rank and event.get("file") == file]
         return [line for event in found for line in event["lines"]]
+
+    def until(self, happened: Callable[[], Any], what: str) -> None:
+        """Wait until ``happened()``; an error of the run ends it."""
+        wait_until(lambda: happened() or not self.is_alive(), START_S, what)
+        if self.error is not None:
+            raise self.error
 
     def end(self, timeout_s: float) -> Any:
         """The RunOutcome, within ``timeout_s``."""

@@ -462,7 +462,7 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
     config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **settings)
     folder, before = tmp_path / "runs" / "run", scratch(dask_cluster)
     first = Running(dask_cluster.client, config, marking(mark))
-    wait_until((folder / "checkpoints" / "latest").exists, START_S, "a fetched checkpoint")
+    first.until((folder / "checkpoints" / "latest").exists, "a fetched checkpoint")
     monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
     with pytest.raises(ConfigError, match="another start is training in this run folder"):
         Running(dask_cluster.client, config, "launch.nproc=1").end(START_S)
