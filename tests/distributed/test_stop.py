@@ -79,8 +79,11 @@ NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_signals_request_a_stop_and_handlers_are_restored(number):
+def test_signals_request_a_stop_and_handlers_are_restored(number, request):
     stop = Stop(Runtime())
+    if signal.getsignal(number) is signal.SIG_IGN:  # as SIGHUP is under nohup, where a run leaves it ignored
+        signal.signal(number, signal.SIG_DFL)
+        request.addfinalizer(lambda: signal.signal(number, signal.SIG_IGN))
     before = [signal.getsignal(one) for one in NUMBERS]
     with suppress(ZeroDivisionError), on_signals(stop):
         assert not stop.agreed()
