@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,23 +39,28 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def rows(page: str) -> Iterator[dict[str, str]]:
+    """The rows of the tables of ``benchmarks/results/PAGE.md``: {column: cell}."""
+    header: list[str] = []
+    for line in (RESULTS / f"{page}.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        elif cells[0].strip("-"):
+            yield dict(zip(header, cells, strict=False))
+
+
 def goals(without: str) -> list[list[str]]:
     """[page, what was measured, what was found, goal, reached] of each row with a goal in the tables of all results but
     those of the page ``without``."""
     found = []
-    for page in sorted(RESULTS.glob("*.md")):
-        header: list[str] = []
-        for line in page.read_text().splitlines():
-            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            if not line.startswith("|"):
-                header = []
-            elif not header:
-                header = cells
-            elif page.stem != without and {"goal", "reached"} <= set(header):
-                row = dict(zip(header, cells, strict=False))
-                if row["goal"].strip("-"):
-                    value = row.get("ratio") or cells[1]
-                    found.append([f"[{page.stem}]({page.name})", cells[0], value, row["goal"], row["reached"]])
+    for page in sorted(path.stem for path in RESULTS.glob("*.md") if path.stem != without):
+        for row in rows(page):
+            if row.get("goal") and "reached" in row:
+                measured, value, *_ = row.values()
+                found.append([f"[{page}]({page}.md)", measured, row.get("ratio") or value, row["goal"], row["reached"]])
     return found
 
 
