@@ -38,6 +38,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Hide GPUs from the tests and all processes that they start, so that they do the same on every machine: two ranks
     on one GPU are refused, and numbers of a GPU differ."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process that compiles starts others
     if config.getoption("--device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
