@@ -6,6 +6,8 @@ environment, which survives a launcher that is killed.
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import re
 import secrets
@@ -113,10 +115,64 @@ class Started:
         self.process.wait()
 
 
+class StartedByFork(Started):
+    """``Started`` for a command of this Python. The process and all Python processes that it starts are forked from the
+    warm server, without the seconds of CPU time for imports."""
+
+    def __init__(self, command: Sequence[str | Path], terminal: Path, environ: dict[str, str], network: str) -> None:
+        self.terminal, self._mark = terminal, secrets.token_hex(8)
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        arguments = ([str(word) for word in command], str(terminal), network, theirs)
+        self._parent, self._result = start(_follow, arguments, {"OMP_NUM_THREADS": "1", **environ, _MARK: self._mark})
+        theirs.close()
+        self.process = _Handle(ours)  # type: ignore[assignment]
+
+
+class _Handle:
+    """The methods of subprocess.Popen that tests use, for the child of ``_follow``."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection, self.returncode = connection, None
+        self.pid: int = connection.recv()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._connection.poll():
+            self.returncode = self._connection.recv()
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        if self.returncode is None and not self._connection.poll(timeout_s):
+            raise subprocess.TimeoutExpired("a forked process", timeout_s or 0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+
+def _follow(command: list[str], terminal: str, network: str, connection: Any) -> None:
+    """Fork ``command``, in the network namespace ``network``; send its process id, and its exit code when it ends."""
+    environ = dict(os.environ)
+    fork_commands()
+    with open(terminal, "wb") as output:
+        child = forked.Forked(command, environ, subprocess.DEVNULL, output, partial(_enter, network))
+    connection.send(child.pid)
+    connection.send(child.wait())
+
+
+def _enter(network: str) -> None:
+    if network:  # os.setns is new in Python 3.12
+        with open(f"/run/netns/{network}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0, f"cannot enter {network}"
+
+
 @contextmanager
-def started(command: Sequence[str | Path], terminal: Path, **environ: str) -> Iterator[Started]:
-    """Run ``command`` in the project's folder; kill whatever is left of it when the body ends."""
-    process = Started(command, terminal, environ)
+def started(
+    command: Sequence[str | Path], terminal: Path, *, fork: bool = False, network: str = "", **environ: str
+) -> Iterator[Started]:
+    """Run ``command`` in the project's folder; kill whatever is left of it when the body ends.
+
+    ``fork``: as ``StartedByFork`` does, in the network namespace ``network`` if there is one.
+    """
+    process = StartedByFork(command, terminal, environ, network) if fork else Started(command, terminal, environ)
     try:
         yield process
     finally:
@@ -214,6 +270,11 @@ def fork_commands() -> None:
     ``harness launch`` does for its ranks. Commands with other environment variables still start Python."""
     any_threads = 1000  # the store of torch's launchers has some, which no rank needs
     read_at_import, start_program = forked._read_at_import, subprocess.Popen.__init__
+    set_environ, original = forked._set_environ, environment_of(os.getpid())
+
+    def set_and_show(environ: Mapping[str, str]) -> None:
+        set_environ(environ)
+        _show_environ(original)
 
     def read(environ: Mapping[str, str]) -> dict[str, str]:
         """Without the variables that torch's launchers set, and no import on a CPU reads."""
@@ -227,9 +288,18 @@ def fork_commands() -> None:
             options |= {"start_new_session": False, "preexec_fn": partial(_become, words, first, options)}
         start_program(self, args, *rest, **options)
 
-    forked._read_at_import = read
+    forked._read_at_import, forked._set_environ = read, set_and_show
     forked._prepared = forked._Prepared(read(os.environ), {}, any_threads)
     subprocess.Popen.__init__ = start_or_fork  # type: ignore[method-assign]
+
+
+def _show_environ(original: Mapping[str, str]) -> None:
+    """Let /proc/PID/environ show ``os.environ``: first what differs from ``original``, then what there is room for. The
+    memory that the kernel reads (proc(5), env_start) holds no variable any more, since all were set anew."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    entries = sorted(os.environ.items(), key=lambda item: original.get(item[0]) == item[1])
+    text = "".join(f"{name}={value}\0" for name, value in entries).encode()[: end - begin]
+    ctypes.memmove(begin, text[: text.rindex(0) + 1].ljust(end - begin, b"\0"), end - begin)
 
 
 def _become(command: Sequence[str], first: Callable[[], None], options: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def test_hung_rank_is_named_and_ended(tmp_path, data, how, rank, launcher, messa
 @pytest.mark.slow
 def test_thread_of_the_user_does_not_keep_a_failed_rank(tmp_path, data):
     config = hanging(tmp_path, data, "thread", rank=0)
-    with started([sys.executable, "driver.py", "-c", config], tmp_path / "terminal.txt") as one:
+    with started([sys.executable, "driver.py", "-c", config], tmp_path / "terminal.txt", fork=True) as one:
         wait_until(lambda: (run_folder(config) / "failure.json").exists(), START_S, "the report")
         assert one.wait(END_S) == EXIT_FAILURE
     assert one.text().count("ArithmeticError: a layer went wrong, only here") == 1

@@ -191,7 +191,7 @@ def test_signal_to_any_rank_stops_all_with_a_checkpoint(tmp_path, data):
 def test_signal_to_every_process_of_a_rank(tmp_path, data):
     """Launchers and schedulers also signal loader workers, which must live until the checkpoint is written."""
     config = write_config(tmp_path, data, **SLOW)
-    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", fork=True) as run:
         wait_for_steps(run_folder(config), 2)
         assert len(run.alive()) > 1
         os.killpg(run.process.pid, signal.SIGTERM)
@@ -297,7 +297,7 @@ def test_signal_while_the_ranks_meet(tmp_path, data):
     config = write_config(tmp_path, data, runtime={"timeout_s": 100})
     port = free_port()
     environ = launch_environment(0, 2, port)
-    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", **environ) as run:
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", fork=True, **environ) as run:
         listens = f":{port:04X} 00000000:0000 0A"
         tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
         wait_until(
@@ -314,7 +314,7 @@ def test_second_signal_ends_at_once(tmp_path, data):
     """In a long step, which the first one would wait for."""
     model = {"name": SLOW["model"]["name"], "args": {"step_s": 8}}
     config = write_config(tmp_path, data, model=model, train={"log_every": 1})
-    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", fork=True) as run:
         wait_for_steps(run_folder(config), 1)
         run.signal(signal.SIGINT)
         run.signal(signal.SIGHUP)  # the system delivers the lower number first if it finds both
@@ -376,7 +376,7 @@ def loader_workers(run: Started) -> list[int]:
 def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data):
     """Stopped workers stand for a disk that does not answer."""
     config = write_config(tmp_path, data, **SLOW)
-    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", fork=True) as run:
         wait_for_steps(run_folder(config), 2)
         for worker in (workers := loader_workers(run)):
             run.signal(signal.SIGSTOP, worker)

@@ -89,14 +89,14 @@ def test_killed_rank_is_reported_and_the_restart_is_exact(tmp_path, stripes):
     assert run(whole, 2) == [0, 0]
     config = write_config(tmp_path / "killed", stripes, model=SLOW)
     folder = tmp_path / "killed" / "runs" / "run"
-    with started(command(config), tmp_path / "terminal.txt") as run_:
+    with started(command(config), tmp_path / "terminal.txt", fork=True) as run_:
         wait_for_steps(folder, 4)
         run_.signal(signal.SIGKILL, run_.ranks()[1])
         assert run_.wait(END_S) == 70
         assert not run_.alive()
     assert "failed: rank 1 at step" in run_.text()
     assert "Killed: the process received SIGKILL" in run_.text()
-    with started(command(config), tmp_path / "terminal.txt") as run_:
+    with started(command(config), tmp_path / "terminal.txt", fork=True) as run_:
         assert run_.wait(60) == 0
         assert not run_.alive()
     assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
@@ -108,7 +108,7 @@ def test_killed_rank_is_reported_and_the_restart_is_exact(tmp_path, stripes):
 def test_stop_writes_a_checkpoint(tmp_path, stripes):
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000}, checkpoint={"every_steps": 1000})
     folder = tmp_path / "runs" / "run"
-    with started(command(config), tmp_path / "terminal.txt") as run_:
+    with started(command(config), tmp_path / "terminal.txt", fork=True) as run_:
         wait_for_steps(folder, 1)
         run_.signal(signal.SIGINT)
         assert run_.wait(END_S) == 75
@@ -121,7 +121,7 @@ def test_stop_writes_a_checkpoint(tmp_path, stripes):
 def test_second_signal_kills_the_ranks(tmp_path, stripes):
     """Also ranks that do not react, since SIGSTOP has frozen them."""
     config = write_config(tmp_path, stripes, model=SLOW)
-    with started(command(config), tmp_path / "terminal.txt") as run_:
+    with started(command(config), tmp_path / "terminal.txt", fork=True) as run_:
         wait_for_steps(tmp_path / "runs" / "run", 2)
         for pid in run_.ranks():
             os.kill(pid, signal.SIGSTOP)
@@ -138,7 +138,7 @@ def test_second_signal_kills_the_ranks(tmp_path, stripes):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_end_with_a_killed_launcher(tmp_path, stripes, world_size):
     config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000})
-    with started(command(config, "--nproc", str(world_size)), tmp_path / "terminal.txt") as run_:
+    with started(command(config, "--nproc", str(world_size)), tmp_path / "terminal.txt", fork=True) as run_:
         wait_for_steps(tmp_path / "runs" / "run", 2)
         run_.signal(signal.SIGKILL)
         run_.process.wait()

@@ -72,12 +72,10 @@ class Machine:
 
     def launch(self, *words: str) -> None:
         self._starts += 1
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "harness", "launch",
-                   "-c", self._experiment.config, "--engine", "torchrun",
+        command = [sys.executable, "-m", "harness", "launch", "-c", self._experiment.config, "--engine", "torchrun",
                    "--rendezvous", f"{ADDRESSES[0]}:29400", *words]  # fmt: skip
-        self.run = self._stack.enter_context(
-            started(command, self._experiment.base / f"{self.name}-{self._starts}.txt")
-        )
+        terminal = self._experiment.base / f"{self.name}-{self._starts}.txt"
+        self.run = self._stack.enter_context(started(command, terminal, fork=True, network=self.name))
 
     def lose(self) -> None:
         """Kill everything on the machine at once."""

@@ -232,7 +232,7 @@ def test_killed_rank_launcher_and_harness_then_exact_end(tmp_path, stripes):
     def reasons():
         return [exit.message for exit in exit_files.read(folder / "logs").values()]
 
-    with started(command(config, "--max-restarts", "1"), tmp_path / "rank.txt") as run_:
+    with started(command(config, "--max-restarts", "1"), tmp_path / "rank.txt", fork=True) as run_:
         until_it_trains(1)
         run_.signal(signal.SIGKILL, run_.ranks()[1])
         until_it_trains(2)
@@ -243,7 +243,7 @@ def test_killed_rank_launcher_and_harness_then_exact_end(tmp_path, stripes):
     assert "Lost: it left no record: it was killed, or its machine was lost" in report
     assert "rank 1: lost contact on " in report
 
-    with started(command(config), tmp_path / "launcher.txt") as run_:
+    with started(command(config), tmp_path / "launcher.txt", fork=True) as run_:
         until_it_trains(3)
         run_.signal(signal.SIGKILL, _launcher(run_))
         assert run_.wait(END_S) == 75
@@ -259,7 +259,7 @@ def test_killed_rank_launcher_and_harness_then_exact_end(tmp_path, stripes):
 
     go.unlink()
     folder = folder.with_name("alone")
-    with started(command(config, "--nproc", "1", "name=alone"), tmp_path / "harness.txt") as run_:
+    with started(command(config, "--nproc", "1", "name=alone"), tmp_path / "harness.txt", fork=True) as run_:
         until_it_trains(1)
         run_.signal(signal.SIGKILL)
         run_.process.wait()
