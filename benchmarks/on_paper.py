@@ -85,27 +85,29 @@ def main() -> None:
                 f"{100 * rate / cluster.gpus / alone:.1f} %", str(cores),
             ])  # fmt: skip
     header = ["machine", "reduction", "ms per step", "images/s", "scaling efficiency", "cores per GPU"]
-    lost = 1e3 * (8 * BATCH / RATE_OF_8 - BATCH / RATE)
-    text = f"""**Nothing on this page was measured on a GPU.** It combines parts that were measured with assumptions, for ResNet-50
-at O4 or O1, {BATCH} images per A100.
+    bandwidths = ", ".join(f"{cluster.bus / 1e9:.0f} GB/s ({cluster.name})" for cluster in CLUSTERS[1:])
+    lost_ms = 1e3 * (8 * BATCH / RATE_OF_8 - BATCH / RATE)
+    sent_ms = 1e3 * all_reduce_s(CLUSTERS[1], 4 * WEIGHTS)
+    text = f"""**Nothing on this page was measured on a GPU.** It combines parts that were measured with assumptions,
+for ResNet-50 at O4 or O1, {BATCH} images per A100.
 
 {machine.table(header, table)}
 
-Measured: {overhead:.0f} us per step that the harness adds to a loop written by hand ([peers](peers.md), in bfloat16, added in
-full although the host usually runs ahead of the GPU), and {per_core:.0f} images per second and core from JPEGs of ImageNet's sizes
-([images](images.md), as uint8, which the GPU normalizes).
+Measured: {overhead:.0f} us per step that the harness adds to a loop written by hand ([peers](peers.md), in bfloat16,
+added in full although the host usually runs ahead of the GPU), and {per_core:.0f} images per second and core from JPEGs
+of ImageNet's sizes ([images](images.md), as uint8, which the GPU normalizes).
 
 Published: {RATE:,} images/s on one A100 ({SOURCE}).
 
-Assumed: an all-reduce of S bytes on n GPUs takes 2 (n - 1) / n S / B plus {1e6 * LATENCY_S:.0f} us for each doubling of n, with B of
-{", ".join(f"{cluster.bus / 1e9:.0f} GB/s ({cluster.name})" for cluster in CLUSTERS[1:])}.
-Gradients are float32 and copied three times at {MEMORY / 1e12:.1f} TB/s. The backward pass is two thirds of the computation; overlapped reduction hides behind it all but the last
-{BUCKET / 1e6:.0f} million elements. All ranks take the same time, and images are always there.
+Assumed: an all-reduce of S bytes on n GPUs takes 2 (n - 1) / n S / B plus {1e6 * LATENCY_S:.0f} us for each doubling
+of n, with B of {bandwidths}. Gradients are float32 and copied three times at {MEMORY / 1e12:.1f} TB/s. The backward
+pass is two thirds of the computation; overlapped reduction hides behind it all but the last {BUCKET / 1e6:.0f} million
+elements. All ranks take the same time, and images are always there.
 
-The last sentence is the weakest. The source of the figure for one A100 also has one for eight, {RATE_OF_8:,} images/s, or
-{lost:.0f} ms more per step than one GPU takes, of which communication explains {1e3 * all_reduce_s(CLUSTERS[1], 4 * WEIGHTS):.1f} ms. The rest is waiting for
-data and for the slowest rank, which `harness explain` measures in a real run. With that loss, efficiency on 8 GPUs is
-{100 * RATE_OF_8 / 8 / RATE:.0f} %."""
+The last sentence is the weakest. The source of the figure for one A100 also has one for eight, {RATE_OF_8:,} images/s:
+{lost_ms:.0f} ms more per step than one GPU takes, of which communication explains {sent_ms:.1f} ms. The rest is waiting
+for data and for the slowest rank, which `harness explain` measures in a real run. With that loss, the efficiency on
+8 GPUs is {100 * RATE_OF_8 / 8 / RATE:.0f} %."""
     machine.write("on_paper", "Eight and 64 GPUs, on paper", text)
 
 

@@ -18,8 +18,8 @@ import harness.apex
 from benchmarks import compatibility
 from harness.apex import amp
 from harness.config import loader
-from tests.apex.forked import run_apex
 from tests.conftest import ROOT
+from tests.end_to_end.processes import python
 from tests.ranks import free_port
 
 PAGE = (ROOT / "docs" / "apex.md").read_text()
@@ -60,24 +60,31 @@ def test_commands_for_a_machine_with_gpus(command, tmp_path):
 def run(command: str, folder) -> None:
     (script,) = blocks("train.py")
     (folder / "train.py").write_text(script)
-    environ = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    words = command.split()
-    ranks = 1
+    words, terminal, ranks = command.split(), folder / "terminal.txt", 1
+    environ = {"OMP_NUM_THREADS": "1"}
     for i, word in enumerate(words):
         if word.startswith("--nproc_per_node="):
             ranks = int(word.partition("=")[2])
             words.insert(i, f"--master_port={free_port()}")  # other tests may use the default port
             environ["PYTHONWARNINGS"] = "ignore"
             break
-    if words[:3] == ["python", "-m", "harness.apex"] and "cpu" in words:
-        done = run_apex(*words[3:], cwd=folder)
+    if "cpu" in words:
+        program, *arguments = words
+        launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+        code = python([*launcher, *arguments], terminal, folder, **environ)
     else:
-        done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"loss (\d\.\d{3})", done.stdout)]  # lines of two ranks may mix
+        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        with open(terminal, "w") as file:
+            code = subprocess.run(
+                words, cwd=folder, env={**os.environ, "PATH": path, **environ}, stdout=file, stderr=file, timeout=120,
+                check=False,
+            ).returncode  # fmt: skip
+    text = terminal.read_text()
+    assert code == 0, text
+    losses = [float(value) for value in re.findall(r"loss (\d\.\d{3})", text)]  # lines of two ranks may mix
     assert len(losses) == ranks
     assert all(loss < 0.9 for loss in losses), "it starts at 1.1"
-    printed = done.stderr.count("harness.apex --device cpu: calls that ran on the CPU")
+    printed = text.count("harness.apex --device cpu: calls that ran on the CPU")
     assert printed == ("--device cpu" in command), "only local rank 0 prints it"
 
 

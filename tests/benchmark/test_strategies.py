@@ -71,6 +71,7 @@ def test_processes_without_a_gpu_of_their_own_are_left_out(config, monkeypatch):
         strategies.strategies(config, ["task.name=nope"], [1], 1, 1, 1, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("communication", ["real", "fake"])
 def test_processes_measure_a_case(config, communication):
     figures = strategies.run(

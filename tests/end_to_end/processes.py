@@ -6,6 +6,7 @@ environment, which survives a launcher that is killed.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import weakref
@@ -30,6 +32,7 @@ from tests.ranks import free_port, launch_environment, start, wait_for
 START_S = 60  # limit until a launcher's ranks train, on a slow machine
 END_S = 30  # limit until all ranks have exited, whatever happened to their peers
 _MARK = "TEST_PROCESS_MARK"
+_PYTHON = forked._python
 
 
 def wait_until(happened: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -259,7 +262,7 @@ def _python_in_terminal(words: list[str], terminal: str, cwd: str) -> None:
     os.chdir(cwd)
     fork_commands()
     try:
-        forked._python(words)
+        _run_python(words)
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
@@ -288,9 +291,17 @@ def fork_commands() -> None:
             options |= {"start_new_session": False, "preexec_fn": partial(_become, words, first, options)}
         start_program(self, args, *rest, **options)
 
-    forked._read_at_import, forked._set_environ = read, set_and_show
+    forked._read_at_import, forked._set_environ, forked._python = read, set_and_show, _run_python
     forked._prepared = forked._Prepared(read(os.environ), {}, any_threads)
+    tempfile.tempdir = None  # TMPDIR may have changed
     subprocess.Popen.__init__ = start_or_fork  # type: ignore[method-assign]
+
+
+def _run_python(words: list[str]) -> None:
+    try:
+        _PYTHON(words)
+    finally:
+        atexit._run_exitfuncs()  # commands of the harness call them; os._exit does not
 
 
 def _show_environ(original: Mapping[str, str]) -> None:

@@ -161,6 +161,7 @@ def test_both_spellings_of_local_rank_are_accepted(tmp_path, data):
     assert wait_for([*ranks, alone], START_S) == [0, 0, 0], terminal.read_text()
 
 
+@pytest.mark.slow
 def test_signal_to_any_rank_stops_all_with_a_checkpoint(tmp_path, data):
     """Each start resumes the run, whichever rank is signalled. The finished run equals an unbroken one."""
     model = {"name": SLOW["model"]["name"], "args": {"step_s": 0.05}}

@@ -62,7 +62,7 @@ def test_run_killed_ten_times_equals_the_unbroken_run(tmp_path, data):
     kill_in_turn(tmp_path, data, "O1", 2, places, chance)
 
 
-@pytest.mark.parametrize(("level", "world_size"), [("O0", 1), ("O2", 2)])
+@pytest.mark.parametrize(("level", "world_size"), [("O0", 1), pytest.param("O2", 2, marks=pytest.mark.slow)])
 def test_kill_in_each_place_is_resumed_exactly(tmp_path, data, level, world_size):
     kill_in_turn(tmp_path, data, level, world_size, ["step", "save", "evaluation"], random.Random(level))
 
@@ -78,6 +78,7 @@ def test_modern_preset_is_resumed_exactly_on_a_cpu(tmp_path, data):
     assert_same_run(unbroken, run_folder(broken))
 
 
+@pytest.mark.slow
 def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
     """A rate too small to learn from is lowered at every second evaluation, equally on both ranks."""
     settings = {

@@ -86,16 +86,21 @@ O1, O2, O4 = {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O4"}
     ("settings", "kill"),
     [
         ({"parallel": {**FSDP, "sync_batchnorm": True}, "optimizer": ADAM, "precision": O1}, (0, 6, "save")),
-        (
+        pytest.param(
             {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "precision": O4, "checkpoint": {"format": "sharded"}},
             (0, 7, "save"),
+            marks=pytest.mark.slow,
         ),
         (
             {"parallel": FSDP, "optimizer": ADAM, "checkpoint": {"format": "sharded", "async_save": True}},
             (1, 9, "step"),
         ),
         ({"parallel": {"delay_allreduce": False}, "precision": O1, "checkpoint": ASYNC}, (0, 6, "save")),
-        ({"parallel": {"sync_batchnorm": True}, "optimizer": {"larc": {}}, "precision": O1}, (1, 9, "step")),
+        pytest.param(
+            {"parallel": {"sync_batchnorm": True}, "optimizer": {"larc": {}}, "precision": O1},
+            (1, 9, "step"),
+            marks=pytest.mark.slow,
+        ),
         (
             {"parallel": {"strategy": "dp"}, "optimizer": {**ADAM, "name": "fused_lamb"}, "precision": O2},
             (0, 9, "step"),
@@ -147,6 +152,7 @@ def test_activation_checkpointing_gives_the_same_weights_bit_for_bit(tmp_path, d
     assert_same_run(plain, run_folder(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", "sharded"])
 def test_sharded_checkpoint_resumes_on_one_rank_on_four_and_as_ddp(tmp_path, data, form):
     """Each continuation gives the losses of the unbroken run, and what is read of a checkpoint are whole tensors."""

@@ -207,6 +207,7 @@ def test_killed_in_an_upload(tmp_path, data, unbroken, disk, name, number):
     assert_same_run(unbroken[1], disk.download("run", tmp_path / "there"))
 
 
+@pytest.mark.slow
 def test_another_recipe_moves_the_run_aside(tmp_path, data, bucket):
     config = write_config(tmp_path / "run", data, **SETTINGS, output=bucket.url)
     cache = [tmp_path / "cache"]

@@ -151,7 +151,7 @@ def test_stopped_run_ends_with_the_same_weights(tmp_path, stripes, unbroken):
     """A stop, and then the source in launch/ under flytekit's own command."""
     config = write_config(tmp_path, stripes, **SLOW)
     folder = tmp_path / "runs" / "run"
-    with started(command(config), tmp_path / "first.txt", TMPDIR=str(tmp_path)) as run_:
+    with started(command(config), tmp_path / "first.txt", fork=True, TMPDIR=str(tmp_path)) as run_:
         wait_for_steps(folder, 5, START_S)
         run_.signal(signal.SIGTERM)
         assert run_.wait(END_S) == 75, run_.text()
@@ -160,7 +160,7 @@ def test_stopped_run_ends_with_the_same_weights(tmp_path, stripes, unbroken):
     assert "Traceback" not in run_.text()
     assert not list(tmp_path.glob("harness-flyte-*")), "flytekit's files were left"
     words = ["experiment", "--config", config, "--overrides", '["launch.nproc=2"]']
-    with started([*PYFLYTE, "run", PAGE, *words], tmp_path / "last.txt", TMPDIR=str(tmp_path)) as run_:
+    with started([*PYFLYTE, "run", PAGE, *words], tmp_path / "last.txt", fork=True, TMPDIR=str(tmp_path)) as run_:
         assert run_.wait(START_S + END_S) == 0, run_.text()
         assert not run_.alive()
     assert_same_run(unbroken, folder)
@@ -184,6 +184,7 @@ def train_node(config, pipe, environ):
 
 
 @needs_flytekit
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_command(tmp_path, stripes):
     """The runner and its ranks, whose command closes the pipe when it ends."""
     config, pipe, exits = write_config(tmp_path, stripes, **SLOW), tmp_path / "pipe", tmp_path / "exits.json"
@@ -224,7 +225,7 @@ def test_two_machines_under_the_kubeflow_plugin(tmp_path, stripes, unbroken):
 
     def machine(number: int) -> AbstractContextManager[Started]:
         environ = {**pod, "APEX_HARNESS_CACHE": str(tmp_path / f"cache-{number}")}
-        return started(words, tmp_path / f"{number}.txt", **environ)
+        return started(words, tmp_path / f"{number}.txt", fork=True, **environ)
 
     with machine(1) as one, machine(2) as other:
         codes = {one.wait(START_S + END_S), other.wait(END_S)}

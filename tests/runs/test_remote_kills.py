@@ -177,7 +177,8 @@ def test_kill_while_a_start_takes_over(config, bucket, monkeypatch, tmp_path):
         check_pointers(bucket, tmp_path)
 
 
-@pytest.mark.parametrize("lr", [0.5, 0.1])  # of the start after the kill; 0.1 is that of the earlier run
+# The learning rate of the start after the kill; 0.1 is that of the earlier run.
+@pytest.mark.parametrize("lr", [0.5, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_kill_while_a_run_is_moved_aside(config, bucket, monkeypatch, tmp_path, lr):
     before: dict[str, bytes] = {}
 
