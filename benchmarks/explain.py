@@ -76,7 +76,7 @@ CASES = (
     Case("too few loader processes", "too few workers", "more distant disk", {"train.max_steps": 40},
          sets="data.num_workers"),
     Case("too many loader processes", "too many workers",
-         changes={"data.num_workers": 24, "train.max_steps": 60, "task.transforms": {"train": _HEAVY}},
+         changes={"data.num_workers": 24, "train.max_steps": 200, "task.transforms": {"train": _HEAVY}},
          sets="data.num_workers"),
     Case("too many threads", "too many threads", changes={"train.max_steps": 60}, threads=16, sets="launch.threads"),
     Case("one slow rank", "slow rank", "slow rank 1", {"train.max_steps": 80, "data.num_workers": 0}, 2,
