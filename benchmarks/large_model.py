@@ -1,6 +1,6 @@
 """Measures what a large model costs besides its steps: the stall of a checkpoint, and memory for activations.
 
-    python -m benchmarks.large_model [--saves 3]
+    python -m benchmarks.large_model [--saves 9]
 
 Everything runs in one process on the CPU. Checkpoints go through the harness's own ``build``, ``step`` and ``save``.
 """
@@ -126,8 +126,15 @@ def checkpoint_stall(num_saves: int) -> str:
     )  # fmt: skip
     share = usual[1] / usual[0]
     goal = machine.table(
-        ["stall of a save with async_save, relative to a synchronous one", "found", "goal", "reached"],
-        [["later saves", f"{share:.3f}", "at most 0.05", "yes" if share <= 0.05 else "no"]],
+        ["measured", "found", "goal", "reached"],
+        [
+            [
+                "stall of later saves with async_save, relative to synchronous ones",
+                f"{share:.3f}",
+                "at most 0.05",
+                "yes" if share <= 0.05 else "no",
+            ]
+        ],
     )
     return (
         f"## The stall of a checkpoint\n\n{count / 1e6:.0f} million parameters with AdamW, a checkpoint of "
@@ -174,7 +181,7 @@ def activations() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.large_model", description=__doc__)
-    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--saves", type=int, default=9)
     arguments = parser.parse_args()
     text = f"{checkpoint_stall(arguments.saves)}\n\n{activations()}"
     machine.write("large_model", "Checkpoints and activations of a large model", text)

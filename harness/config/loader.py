@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from omegaconf import OmegaConf
+import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
 from harness.config import plugins
@@ -80,7 +81,21 @@ def _validated(cls: type[Content], raw: Any) -> tuple[Content | None, list[Probl
 
 def to_text(config: Config) -> str:
     """The resolved configuration as YAML, itself a valid configuration file."""
-    return OmegaConf.to_yaml(OmegaConf.create(as_tree(config)))
+    return yaml.dump(as_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Also quotes the texts that OmegaConf, unlike PyYAML, would read as numbers, such as 1e3."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        quoted = text in ("y", "Y", "n", "N")
+        with suppress(ValueError):
+            float(text)
+            quoted = True
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'" if quoted else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def as_tree(config: Config) -> dict[str, Any]:

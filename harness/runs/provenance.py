@@ -27,7 +27,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import plural
 from harness.version import __version__
 
-_PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
+PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
 # Those that compute, decode images or draw random numbers. What the others read is compared itself, and Python's own
 # version has no influence on a result.
 _COMPARED = ("torch", "torchvision", "numpy")
@@ -110,6 +110,7 @@ def _digest(path: Path) -> str | None:
         return None
 
 
+@functools.cache
 def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -145,7 +146,7 @@ def of_start(runtime: Runtime, backend: str, topology: Sequence[str], code: Mapp
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [sys.executable, *sys.argv],
         **code,
-        "packages": {name: version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "cuda": torch.version.cuda if runtime.device.type == "cuda" else None,
         "amp": backend,

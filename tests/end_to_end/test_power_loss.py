@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint": {"every_steps": 2, "keep": 1},
 }
 WAYS = ("nothing", "entries", "zeros", "torn", "any", "any")
-NUM_RESUMED = 6
+NUM_RESUMED = 4
 
 
 def recorded(config: Path, recording: Path, *overrides: str) -> Path:
