@@ -91,9 +91,10 @@ O1, O2, O4 = {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O4"}
             (0, 7, "save"),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             {"parallel": FSDP, "optimizer": ADAM, "checkpoint": {"format": "sharded", "async_save": True}},
             (1, 9, "step"),
+            marks=pytest.mark.slow,
         ),
         ({"parallel": {"delay_allreduce": False}, "precision": O1, "checkpoint": ASYNC}, (0, 6, "save")),
         pytest.param(

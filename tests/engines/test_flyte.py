@@ -238,6 +238,7 @@ def test_two_machines_under_the_kubeflow_plugin(tmp_path, stripes, unbroken):
     assert_same_run(unbroken, folder)
 
 
+@pytest.mark.slow
 @needs_flytekit
 def test_registered_tasks(tmp_path):
     """The tasks that ``pyflyte package`` registers on a cluster, compared with a golden file."""

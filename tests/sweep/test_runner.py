@@ -198,6 +198,7 @@ def test_pruning_does_not_depend_on_timing(folder):
 # Limits and errors of the machine
 
 
+@pytest.mark.slow
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     worlds=st.lists(st.integers(1, 3), min_size=2, max_size=6),

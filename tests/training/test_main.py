@@ -162,6 +162,7 @@ def test_full_disk_is_explained():
     assert shown.startswith("x.pt: a file could not be read or written: No space left on device\n  -> free some space")
 
 
+@pytest.mark.slow
 def test_a_run_does_not_import_the_compiler(tmp_path):
     """Its import takes longer than that of torch. Transforms and an optimizer of torch are used; what torch keeps out
     of compiled code stays out once there is some."""
