@@ -9,12 +9,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
+_ENVIRON = dict(os.environ)  # before any test has changed it
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
 
@@ -42,8 +47,25 @@ def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+@cache
+def _start_server() -> None:
+    """Start the fork server as before the first test. It looks for modules to preload in its own folder only, ignores
+    those that it does not find, and passes its environment on to every rank (Python 3.11)."""
+    folder, environ = os.getcwd(), dict(os.environ)
+    os.chdir(Path(__file__).resolve().parent.parent)
+    os.environ.clear()
+    os.environ.update(_ENVIRON)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environ)
+
+
 def start(function: Callable, args: tuple = (), environ: dict[str, str] | None = None):
     """Start ``function(*args)`` in a new process; return (process, connection that receives its result)."""
+    _start_server()
     receiver, sender = _context.Pipe(duplex=False)
     process = _context.Process(target=_entry, args=(sender, function, args, environ or {}))
     process.start()
@@ -106,6 +128,7 @@ def wait_for(processes: list, timeout_s: float) -> list[int]:
 
 
 def _entry(sender, function, args, environ) -> None:
+    assert "tests.preload" in sys.modules, "the fork server has not imported it, so that every rank would"
     os.environ.update(environ)
     # As in a process that a launcher starts; otherwise a rank's children would need a slow fork server of their own.
     multiprocessing.set_start_method("fork", force=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import inspect
 import multiprocessing
 import os
 import re
@@ -294,6 +295,7 @@ def fork_commands() -> None:
     forked._read_at_import, forked._set_environ, forked._python = read, set_and_show, _run_python
     forked._prepared = forked._Prepared(read(os.environ), {}, any_threads)
     tempfile.tempdir = None  # TMPDIR may have changed
+    inspect.stack = partial(inspect.stack, context=0)  # torch's launchers call it often, for a name only
     subprocess.Popen.__init__ = start_or_fork  # type: ignore[method-assign]
 
 

@@ -91,7 +91,7 @@ def test_digits_reach_the_promised_accuracy(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_fine_tuning_is_better_than_training_from_scratch(tmp_path, shared_data, monkeypatch):
-    """The commands of docs/fine_tuning.md, with fewer rows of MNIST and fewer evaluations."""
+    """The commands of docs/fine_tuning.md, with fewer rows of MNIST, epochs and evaluations."""
     page = (ROOT / "docs" / "fine_tuning.md").read_text()
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
@@ -101,8 +101,9 @@ def test_fine_tuning_is_better_than_training_from_scratch(tmp_path, shared_data,
         if words[0] == "head":
             subprocess.run(" ".join(words), shell=True, check=True)
         elif words[1] == "train":
-            few = ["task.train_rows=10000", "task.eval_rows=500", "precision.opt_level=O0"]  # O1 is slow on a CPU
-            short = few if "mnist" in words[3] else ["train.evaluate_every=5"]
+            mnist = ["task.train_rows=4000", "task.eval_rows=500"]
+            short = mnist if "mnist" in words[3] else ["train.epochs=8", "train.evaluate_every=4"]
+            short.append("precision.opt_level=O0")  # O1 is slow on a CPU
             terminal = tmp_path / "terminal.txt"
             assert wait_for(drivers(1, [*words[2:], *short], terminal), 300) == [0], terminal.read_text()
         else:
