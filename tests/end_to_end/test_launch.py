@@ -148,7 +148,6 @@ def test_usage_errors_of_the_scripts(tmp_path, script, arguments, environ, messa
 # Without a launcher
 
 
-@pytest.mark.slow
 def test_both_spellings_of_local_rank_are_accepted(tmp_path, data):
     """--local_rank=0 and --local-rank=1 in one run, and neither in a single process."""
     config = write_config(tmp_path, data, train={"epochs": 1})
