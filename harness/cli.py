@@ -241,7 +241,7 @@ def _end(code: int) -> NoReturn:
             stream.flush()
     if _output is not None and _output.lost is not None:
         if not isinstance(_output.lost, BrokenPipeError):
-            print(f"error: cannot write standard output: {first_line(_output.lost)}", file=sys.stderr)
+            print(f"error: cannot write to standard output: {first_line(_output.lost)}", file=sys.stderr)
         if not _output.may_be_lost:
             code = _BROKEN_PIPE if isinstance(_output.lost, BrokenPipeError) else code or EXIT_FAILURE
     os._exit(code)

@@ -103,7 +103,7 @@ def _earlier_predictions(*runs: Record) -> str:
         for label, run in zip("AB", runs, strict=True)
         if run.state != "finished" and (run.path / layout.PREDICTIONS).is_file()
     ]
-    return f"{' and '.join(early)} resumed, and predictions.csv is from before" if early else ""
+    return f"{' and '.join(early)} resumed after writing predictions.csv" if early else ""
 
 
 def compare(one: Side, other: Side) -> Comparison:

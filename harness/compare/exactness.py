@@ -133,7 +133,7 @@ def _first_lines(one: bytes | None, other: bytes | None) -> tuple[str, str]:
     try:
         texts = [(content[start:].splitlines() or [b""])[0].decode()[:100] for content in (one, other)]
     except UnicodeDecodeError:
-        return f"{len(one)} bytes", f"{len(other)} bytes, another at {place}"
+        return f"{len(one)} bytes", f"{len(other)} bytes, first difference at byte {place}"
     return texts[0], texts[1]
 
 

@@ -145,7 +145,7 @@ def failed(name: str, start: Start, log: Path) -> HarnessError:
     """The error of a run that failed without a kill."""
     lines = start.output.rstrip().replace("\r", "\n").splitlines()[-_TAIL_LINES:]
     error = ConfigError(
-        f"the run {name} failed with exit code {start.code}, without a kill; its last lines:\n"
+        f"the run {name} failed with exit code {start.code} although it was not killed; its last lines:\n"
         + "\n".join(f"  | {line}" for line in lines),
         hint=f"first make sure that the configuration trains without kills; {log} has the whole output",
     )

@@ -110,7 +110,7 @@ def _killed(runs: Starts, kills: list[Kill], world_size: int) -> int:
         if not mark.exists():
             if ended.code:
                 raise starts.failed(KILLED, ended, runs.log)
-            _print(f"kill {number} of {len(kills)}: the run had ended before ({kill.where} of step {kill.step})")
+            _print(f"kill {number} of {len(kills)}: the run ended first (planned: {kill.where} of step {kill.step})")
             return happened
         happened += 1
         content = json.loads(mark.read_text(encoding="utf-8"))

@@ -73,7 +73,7 @@ Name = Annotated[
 ]  # fmt: skip
 Place = Annotated[
     str,
-    Matching(r"[^\x00-\x1f\x7f~][^\x00-\x1f\x7f]*", "write a path without ~, line breaks and control characters"),
+    Matching(r"[^\x00-\x1f\x7f~][^\x00-\x1f\x7f]*", "write a path without ~, line breaks or control characters"),
 ]  # fmt: skip
 
 LocalPlace = Annotated[Place, Matching(r"(?!.*://).*", "write a path on this machine; a URL is not supported here")]

@@ -111,7 +111,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("schedule.patience", "train.patience"),
             f"the run stops after {config.train.patience} evaluations without a better metric, but the learning rate "
-            f"falls after {schedule.patience + 1}",
+            f"would fall only after {schedule.patience + 1}",
             f"raise train.patience above {schedule.patience}, or lower schedule.patience",
         )
     if schedule.warmup_epochs > epochs:
@@ -185,7 +185,7 @@ def _precision(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("precision.backend", "parallel.strategy", "parallel.sync_batchnorm", "optimizer.larc"),
             "fsdp, sync_batchnorm, larc and cuda_graphs need harness.apex; NVIDIA's Apex does not support shards or "
-            "uneven batches, and reads on the host whether to skip a step",
+            "uneven batches, and decides on the host whether to skip a step",
             "use precision.backend=harness (or auto, which selects it here)",
         )
 

@@ -16,7 +16,7 @@ EFFECTS = {
     "apex-2019": "float16 products with a loss scale, gradients reduced after the backward pass, only deterministic "
     "algorithms (needed for an exact resume on a GPU); results are comparable with those of NVIDIA's Apex",
     "modern": "bfloat16 products without a loss scale, gradients reduced during the backward pass, channels-last "
-    "images; on a GPU (since Ampere) also TF32 and the fastest cuDNN algorithms, so equal runs and resumed "
+    "images; on a GPU (Ampere or newer) also TF32 and the fastest cuDNN algorithms, so equal runs and resumed "
     "runs may differ in the last bits",
 }
 

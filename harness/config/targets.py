@@ -84,7 +84,7 @@ class LabelsSection(Section):
         if self.chosen != "multi_label" and (self.separator is not None or self.empty != "error"):
             raise ValueError(f"separator and empty are for kind: multi_label, but the kind is {self.chosen}")
         if self.chosen != "regression" and isinstance(self.column, tuple):
-            raise ValueError("several columns are for kind: regression; name one column")
+            raise ValueError("only kind: regression takes several columns; name one column")
         if isinstance(self.column, tuple) and (not columns or len(set(columns)) < len(columns)):
             raise ValueError(f"name each column once (found: {list(columns)})")
         return self

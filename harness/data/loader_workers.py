@@ -29,13 +29,16 @@ SHARED_MEMORY = "/dev/shm"
 PREFETCH = 2  # batches that each worker keeps ready
 MORE_SHARED_MEMORY = (
     f"give {SHARED_MEMORY} more space (docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory), lower "
-    "the batch or data.num_workers, or set data.num_workers=0, which needs none"
+    "the batch size or data.num_workers, or set data.num_workers=0, which needs none"
 )
 MIB = 2**20
 _POLL_S = 0.5  # between two calls of ``while_waiting``
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEATHS = {
-    signal.SIGKILL: ("out of memory, a user or a scheduler", "see dmesg; lower data.num_workers or the batch size"),
+    signal.SIGKILL: (
+        "from the OOM killer, a user or a scheduler",
+        "see dmesg; lower data.num_workers or the batch size",
+    ),
     signal.SIGBUS: (f"usually because {SHARED_MEMORY} is full", MORE_SHARED_MEMORY),
 }
 _CRASH = ("a crash in a library that the dataset uses", "set data.num_workers=0 to see where it happens")

@@ -164,7 +164,7 @@ class Pipeline:
             hint = "return uint8 or float32 (channels, height, width)"
         elif len(image) != self.channels:
             found = f"an image with {plural(len(image), 'channel')} instead of {self.channels}"
-            hint = "leave out the transform that changes it; for image_csv, task.color chooses rgb or gray"
+            hint = "leave out the transform that changes the channels; for image_csv, task.color chooses rgb or gray"
         else:
             plain = image.as_subclass(Tensor)
             return plain.float() if plain.is_floating_point() else plain
@@ -225,7 +225,7 @@ def require_match(train: Tensor, evaluated: Tensor, section: TransformsSection) 
 def described(section: TransformsSection, example: Tensor, mean: list[float], std: list[float]) -> dict[str, Any]:
     """The preprocessing of evaluation, for ``harness export``. ``example``: an image after ``section.eval``."""
     facts: dict[str, Any] = {"transforms": list(section.eval)} if section.eval else {}  # of torchvision.transforms.v2
-    facts |= {"size": list(example.shape[-2:]), "resize": "none: images have this size by now"}
+    facts |= {"size": list(example.shape[-2:]), "resize": "none: images already have this size"}
     if example.is_floating_point():
         return {**facts, "scale": "none: the transforms return what the model takes"}
     scale = "divide pixels (0 to 255) by 255, subtract mean, divide by std"

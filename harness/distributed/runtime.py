@@ -235,7 +235,7 @@ def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float)
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "of the default route"
-        hint = f"check that interface {interface} leads to the others (GLOO_SOCKET_IFNAME; launch.interface)"
+        hint = f"check that the interface {interface} reaches the other machines (GLOO_SOCKET_IFNAME; launch.interface)"
         raise not_connected(launch, store, error, hint) from None
     return Runtime(launch, target, LimitedStore(store), timeout_s, _control=control)
 

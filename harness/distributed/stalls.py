@@ -168,7 +168,7 @@ class Stalls:
         common = Counter(map(tuple, counts.values()))
         rank = min(counts, key=lambda rank: (common[tuple(counts[rank])], -rank))
         other = next(other for other in sorted(counts) if counts[other] != counts[rank])
-        reason = f"it called a different collective, in {positions[rank].doing}, than rank {other}"
+        reason = f"its collective, in {positions[rank].doing}, does not match that of rank {other}"
         return self._exit(rank, Cause.HUNG, f"{reason}, in {positions[other].doing}", positions[rank])
 
     def _exit(self, rank: int, cause: Cause, message: str, at: Position | None = None) -> RankExit:

@@ -22,7 +22,7 @@ def cpu(system: System) -> Iterator[Finding]:
     usable, quota = usable_cores(system.root), cpu_quota(system.root)
     threads = torch.get_num_threads()
     text = f"{usable} of {present} cores are usable"
-    text += f" (the cgroup allows the time of {quota:g} cores)" if quota and quota < present else ""
+    text += f" (the cgroup limits CPU use to {quota:g} cores)" if quota and quota < present else ""
     text += f"; torch uses {plural(threads, 'thread')}"
     if threads > usable:
         yield Finding("cpu", "note", f"{text}, which will compete for them", (f"export OMP_NUM_THREADS={usable}",))
@@ -78,7 +78,7 @@ def open_files(system: System) -> Iterator[Finding]:
     text += f" (ulimit -n can raise this to {_files(hard)})" if hard != soft else ""
     if soft != resource.RLIM_INFINITY and soft < 1024:
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-        yield Finding("open_files", "note", f"{text}: few for data loader workers", (f"ulimit -n {wanted}",))
+        yield Finding("open_files", "note", f"{text}, often too few for data loader workers", (f"ulimit -n {wanted}",))
     else:
         yield Finding("open_files", "ok", text)
 

@@ -22,7 +22,7 @@ def python(system: System) -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        yield Finding("python", "problem", f"{version} is too old: {oldest} or newer", (f"install Python {oldest}",))
+        yield Finding("python", "problem", f"{version} is too old (minimum: {oldest})", (f"install Python {oldest}",))
     else:
         yield Finding("python", "ok", f"{version}, {sys.executable}")
 
@@ -43,7 +43,7 @@ def packages(system: System) -> Iterator[Finding]:
             wrong.append((name, oldest, f"{name} is missing"))
             continue
         if _numbers(version) < _numbers(oldest):
-            wrong.append((name, oldest, f"{name} {version} is too old: {oldest} or newer"))
+            wrong.append((name, oldest, f"{name} {version} is too old (minimum: {oldest})"))
         fine += 1
     for name, oldest, text in wrong:
         wanted = f"'{name}>={oldest}'" if oldest else name

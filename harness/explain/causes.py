@@ -48,7 +48,7 @@ CAUSES = (
     ),
     SlowCause(
         "trackers", 0.25, lambda f: f.tracker_s / f.total_s,
-        lambda f: f"shares Python with its trackers ({', '.join(f.setting('trackers', []))}), which compute",
+        lambda f: f"competes with its trackers ({', '.join(f.setting('trackers', []))}) for the Python interpreter",
         lambda f: Change(f"Set trackers=[] or train.log_every={10 * int(f.setting('train.log_every', 10))}",
                          {"trackers": []}, 0.5),
     ),
@@ -103,7 +103,7 @@ CAUSES = (
     SlowCause(
         "small operations", 0.4, shares.host("model"),
         lambda f: f"runs {f.operations} small operations per pass, so the host is the bottleneck",
-        lambda f: Change("Set model.compile=true, which joins operations", {"model.compile": True}, 0.5),
+        lambda f: Change("Set model.compile=true, which fuses operations", {"model.compile": True}, 0.5),
     ),
     SlowCause(
         "frequent evaluation", 0.25, shares.evaluation(False),

@@ -111,7 +111,7 @@ def read(path: Path) -> RunFacts:
     if not train or not sum(line["window_s"] for line in train):
         raise ConfigError(
             "its metrics.jsonl has no training line with the time of each phase", where=str(path),
-            hint="wait for the first log line (train.log_every steps); a run of an older version has no costs",
+            hint="wait for the first log line (train.log_every steps); runs by older versions lack these times",
         )  # fmt: skip
     start = record.provenance[-1] if record.provenance else {}
     return _facts(path, train, [line for line in lines if line["split"] == "eval"], record, start)

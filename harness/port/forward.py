@@ -185,4 +185,4 @@ def _wrap(context: Context, region: Region) -> None:
     else:
         edits.insert_before(start, [f"with {context.autocast}:"])
         edits.shift_right(start.lineno, block[last].end_lineno or 0)
-    context.note(start, CHANGED, "forward pass", "under autocast; check that it holds the whole forward pass and loss")
+    context.note(start, CHANGED, "forward pass", "under autocast; check that the block covers all of it and the loss")

@@ -29,7 +29,7 @@ def rewrite(context: Context) -> None:
         names = {each.local for each in imported} | ({*context.names.bound} if imported[0].local == "*" else set())
         if names & left and imported[0].local != "*":
             kept.add(statement)
-            context.note(statement, BY_HAND, ast.unparse(statement), "kept, because not all that it imports is ported")
+            context.note(statement, BY_HAND, ast.unparse(statement), "kept, because only part of it is ported")
         else:
             context.note(statement, SAME, ast.unparse(statement), _new_imports(imported) or "removed")
     _undo_tries(context, statements, kept)

@@ -140,7 +140,7 @@ def _plain_backwards(context: Context, losses: Losses) -> None:
                 continue
             if ast.unparse(loss) in texts:
                 context.edits.replace(loss, f"{context.scaler}.scale({context.source.source(loss)})")
-                do = "scaled, too, so that the step may divide; without effect while the scaler is off"
+                do = "also scaled, because the step unscales it; no effect while the scaler is disabled"
                 context.note(node, SAME, "backward without scale_loss", do)
                 losses.plain.setdefault(function, []).append(Backward(context.source.statement(node), loss))
             else:

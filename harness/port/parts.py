@@ -47,7 +47,7 @@ ADVICE = {
     "apex.amp.state_dict": f"{_ELSEWHERE}, and write scaler.state_dict()",
     "apex.amp.load_state_dict": f"{_ELSEWHERE}, and write scaler.load_state_dict(...)",
     "apex.parallel.Reducer": "reduce gradients in torch.nn.parallel.DistributedDataParallel",
-    "apex.amp.init": "the interface of 2018: follow docs/migrate.md from amp.initialize",
+    "apex.amp.init": "this is the 2018 interface: follow docs/migrate.md, starting at amp.initialize",
     "apex.amp.promote_function": "cast the arguments to one dtype in the function",
     "apex.amp.register_promote_function": "cast the arguments to one dtype in the function",
     "apex.amp._amp_state": "read the scale with scaler.get_scale(); set the first with GradScaler(init_scale=...)",
@@ -135,7 +135,7 @@ def _disable_casts(context: Context, node: ast.expr, path: str, call: ast.Call |
     if call is None:
         return False
     context.edits.replace(call, 'torch.amp.autocast("cuda", enabled=False)')
-    context.note(call, SAME, "amp.disable_casts()", "autocast that is off")
+    context.note(call, SAME, "amp.disable_casts()", "becomes autocast with enabled=False")
     return True
 
 

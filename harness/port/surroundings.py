@@ -16,7 +16,7 @@ def rewrite(context: Context) -> None:
         if name.endswith("add_argument") and "--local_rank" in options:
             _local_rank(context, node, options)
         elif name == "torch.load" and not {"weights_only"} & {keyword.arg for keyword in node.keywords}:
-            do = "reads only plain data since torch 2.6; for other files that you trust, pass weights_only=False"
+            do = "since torch 2.6, reads only plain data; for other files that you trust, pass weights_only=False"
             context.note(node, CHANGED, "torch.load", do)
         elif name.endswith("init_process_group"):
             context.note(node, AS_IS, name, "start it with torchrun")
@@ -34,7 +34,7 @@ def _local_rank(context: Context, call: ast.Call, options: list[object]) -> None
     if "--local-rank" not in options:
         end = source.span(call.args[options.index("--local_rank")])[1]
         context.edits.replace_span(end, end, ', "--local-rank"')
-    do = "torch.distributed.launch writes --local-rank since torch 2.0, and torchrun sets LOCAL_RANK: both are read"
+    do = "since torch 2.0, torch.distributed.launch passes --local-rank; torchrun sets LOCAL_RANK: both are read"
     context.note(call, SAME, "--local_rank", do)
     if any(keyword.arg is None for keyword in call.keywords):
         return

@@ -72,7 +72,7 @@ def caveats(run: ReportedRun) -> list[str]:
                 change = f"from {formatting.setting(before)} to {formatting.setting(after)} at step {step}"
                 found.append(
                     f"{key} changed {change}, and the {schedule} schedule spans the whole run: these commands, "
-                    "with the last value from the start, give other learning rates."
+                    "which use the last value from the start, give different learning rates."
                 )
     on_gpu = set(devices(run.record)) != {"cpu"}
     if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):

@@ -111,7 +111,7 @@ def _no_output(out: Path, written: list[Path], inputs: list[str]) -> str:
     if out.is_dir():
         return "it is a folder"
     if out.exists() and not out.is_file():
-        return "it is a device or a pipe, and the output replaces a file when it is complete"
+        return "it is a device or a pipe; the output must be a regular file"
     for path in written:
         if same := next((place for place in inputs if _is_same(path, place)), None):
             return f"it would replace {same}, which this command reads"

@@ -108,9 +108,9 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     # After a rank that ended without a record, the engine itself kills the others.
     killed = first(Cause.SIGNAL, Cause.ERROR, has_step=False)
     if killed is not None and killed.cause is Cause.SIGNAL and not (stopped and consequence is None):
-        reason = "out of memory, a user or a scheduler" if killed.exit_code == -signal.SIGKILL else "see its log"
+        reason = "sent by the OOM killer, a user or a scheduler" if killed.exit_code == -signal.SIGKILL else "see its log"
         if killed.exit_code == -signal.SIGABRT:
-            reason = "a C++ library aborted; its log has the reason. With gloo: ranks called different collectives"
+            reason = "a C++ library aborted; see its log. With gloo, usually because ranks called different collectives"
         message = f"the process received {signal_name(-killed.exit_code)} ({reason})"
         return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
     if lost := first(Cause.NODE_LOST, has_step=False) or first(Cause.NODE_LOST):

@@ -58,7 +58,7 @@ def write(sources: Sequence[str], out: Path | None) -> str:
     out = out or Path(f"{name}.yaml")
     if missing := train.columns.keys() - evaluation.columns.keys():
         raise DataError(
-            f"it has no column {', '.join(sorted(missing))}", where=evaluation.source, hint=f"{train.source} has"
+            f"it has no column {', '.join(sorted(missing))}", where=evaluation.source, hint=f"{train.source} has it"
         )
     lines, file = list(_task(train, evaluation)), shlex.quote(str(out))
     text = _TEXT.format(
@@ -92,7 +92,7 @@ extends: preset:modern  # bfloat16, on a GPU the fastest algorithms; preset:apex
 def _pair(sources: Sequence[str]) -> tuple[str, str]:
     """The training and the validation file."""
     if len(sources) > 2:
-        raise ConfigError(f"{len(sources)} files", hint="harness init TRAIN.csv EVAL.csv")
+        raise ConfigError(f"expected at most 2 files, found {len(sources)}", hint="use harness init TRAIN.csv EVAL.csv")
     given = [str(_in_folder(Path(source))) if not is_url(source) else source for source in sources or ["."]]
     if len(given) == 2:
         return given[0], given[1]
@@ -123,7 +123,7 @@ def _in_folder(path: Path) -> Path:
     if len(train := [file for file in found if ".train." in file.name]) == 1:  # as harness data split names it
         return train[0]
     if found:
-        raise ConfigError("a folder", where=str(path), hint=f"name a file: harness init {shlex.quote(str(found[0]))}")
+        raise ConfigError("this is a folder", where=str(path), hint=f"use harness init {shlex.quote(str(found[0]))}")
     splits = [path / word for word in ("train", *_EVAL) if (path / word).is_dir()] or [path]
     commands = ", ".join(
         f"harness data folder {shlex.join([str(folder), f'{folder.resolve().name}.csv'])}" for folder in splits[:2]
@@ -141,7 +141,7 @@ def _read(source: str) -> Annotations:
     """The first rows of ``source``. Raises DataError."""
     found = locate(source)
     if found.is_remote:
-        raise ConfigError("a URL", where=source, hint="copy the file here to look at it; the YAML may name the URL")
+        raise ConfigError("this is a URL", where=source, hint="download the file first; the YAML may name the URL")
     path = Path(found.identity)
     reader = convert.reader_of(kind_of(path, source))
     names = reader.read_header(path, source)

@@ -168,7 +168,7 @@ def _stage(what: str, split: str) -> Iterator[None]:
         raise TrainingError(
             f"{what} fails on the {split} data: {type(error).__name__}: {first_line(error)}",
             where=stack.raised_at(error),
-            hint="an index or target out of bounds is a label that the model has no output for; harness train prints "
+            hint="out of bounds usually means a label that the model has no output for; harness train prints "
             "the traceback" if isinstance(error, IndexError) else "harness train prints the traceback",
         ) from error  # fmt: skip
 

@@ -200,7 +200,7 @@ def _banned_method(name: str, plain: Callable[..., Tensor]) -> Callable[..., Ten
         if _is_cast(self):
             raise NotImplementedError(
                 f"{name} was called under O1 on a {self.dtype} tensor. {name[:-1]} is computed in float32 there, and "
-                f"the result cannot be written into the tensor. Use x = x.{name[:-1]}(...), or leave O1 with "
+                f"the result cannot be written into the tensor. Use x = x.{name[:-1]}(...), or turn casts off with "
                 f"amp.disable_casts() around x.{name}(...)."
             )
         return plain(self, *args, **kwargs)

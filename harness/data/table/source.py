@@ -94,7 +94,7 @@ def require_root(root: str) -> None:
     folder = root.removeprefix("file://")
     if folder and not is_url(folder) and not os.path.isdir(folder):
         found = "is not a folder" if os.path.exists(folder) else "does not exist"
-        meaning = "it is the folder that image paths are relative to, itself relative to the working folder"
+        meaning = "image paths are relative to task.root, which is itself relative to the working folder"
         hint = f"{did_you_mean(folder, os.path.isdir)} {meaning}".strip()
         raise DataError(f"the folder {folder} {found}", where="task.root", hint=hint)
 

@@ -128,7 +128,7 @@ class TagWriter(CodeWriter):
     """
 
     bad_means = "have no label in column {column}"
-    remedy = "fill in the labels, remove the rows, or set task.labels.empty=allow if such rows really have none of them"
+    remedy = "fill in the labels, remove the rows, or set task.labels.empty=allow if these rows really have no label"
 
     def __init__(self, path: Path, offsets: Path, label: LabelColumns, where: str) -> None:
         super().__init__(path, label, where)

@@ -39,7 +39,7 @@ def call(client: Any, function: Callable[..., Any], *arguments: Any, **options: 
         raise LaunchError(
             f"a worker cannot import the harness: {error}",
             where=client.scheduler.address,
-            hint="install the project, with its extra dask, in the environment of the workers",
+            hint="install the project with its dask extra in the workers' environment",
         ) from None
     except OSError as error:
         hint = "check that every worker is running and can be reached, then run the same command again"

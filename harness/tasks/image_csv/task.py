@@ -55,7 +55,7 @@ def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:
         raise ConfigError(
             "no image can be decoded at a reduced size, because neither list of transforms starts by scaling it",
             where="task.decode",
-            hint="start them with RandomResizedCrop or Resize, or have none and set task.image_size; "
+            hint="start the lists with RandomResizedCrop or Resize, or remove them and set task.image_size; "
             "or set task.decode=full",
         )
     return lists

@@ -101,7 +101,7 @@ class TextCsv(Supervised):
     @property
     def summary(self) -> dict[str, Any]:
         options = self.options.tokenizer
-        shown = f"{options.name}, {self.tokenizer.num_tokens:,} different; up to {options.max_length} of a text"
+        shown = f"{options.name}, {self.tokenizer.num_tokens:,} distinct; at most {options.max_length} per text"
         rows = {"train rows": len(self.train), "eval rows": len(self.eval), "tokens": shown}
         return rows | self.objective.summary(len(self.eval))
 
