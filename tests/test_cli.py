@@ -207,7 +207,7 @@ def harness(output: str, *words: str) -> tuple[int, str]:
 def test_lost_output_is_an_error_of_a_command_that_only_prints(tmp_path):
     code, error = harness("> /dev/full", "schema")
     assert code == 70
-    assert error == "error: cannot write standard output: [Errno 28] No space left on device\n"
+    assert error == "error: cannot write to standard output: [Errno 28] No space left on device\n"
     assert harness(">&-", "schema") == (0, "")
     assert harness("2> /dev/full", "check", "-c", str(tmp_path / "none.yaml"))[0] == 2
     assert harness("2>&-", "check", "-c", str(tmp_path / "none.yaml"))[0] == 2

@@ -36,7 +36,7 @@ _POLL_S = 0.5  # between two calls of ``while_waiting``
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEATHS = {
     signal.SIGKILL: (
-        "from the OOM killer, a user or a scheduler",
+        "sent by the OOM killer, a user or a scheduler",
         "see dmesg; lower data.num_workers or the batch size",
     ),
     signal.SIGBUS: (f"usually because {SHARED_MEMORY} is full", MORE_SHARED_MEMORY),

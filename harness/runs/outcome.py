@@ -108,7 +108,8 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     # After a rank that ended without a record, the engine itself kills the others.
     killed = first(Cause.SIGNAL, Cause.ERROR, has_step=False)
     if killed is not None and killed.cause is Cause.SIGNAL and not (stopped and consequence is None):
-        reason = "sent by the OOM killer, a user or a scheduler" if killed.exit_code == -signal.SIGKILL else "see its log"
+        by = "sent by the OOM killer, a user or a scheduler"
+        reason = by if killed.exit_code == -signal.SIGKILL else "see its log"
         if killed.exit_code == -signal.SIGABRT:
             reason = "a C++ library aborted; see its log. With gloo, usually because ranks called different collectives"
         message = f"the process received {signal_name(-killed.exit_code)} ({reason})"

@@ -98,7 +98,7 @@ def test_predictions_from_before_a_resume_are_not_paired(tmp_path):
     (other / "summary.json").write_text(json.dumps(summary | {"finished": False}))
     found = comparison.compare(comparison.side(one), comparison.side(other))
     assert found.predictions is None
-    assert found.why_no_predictions == "B resumed, and predictions.csv is from before"
+    assert found.why_no_predictions == "B resumed after writing predictions.csv"
 
 
 def test_groups_of_seeds(tmp_path):

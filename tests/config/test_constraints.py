@@ -61,7 +61,7 @@ CASES = {
     ),
     "plateau after the end": (
         {"schedule": {"name": "plateau", "patience": 3}, "train": {"patience": 3}},
-        ["schedule.patience"], "falls after 4", "train.patience above 3",
+        ["schedule.patience"], "would fall only after 4", "train.patience above 3",
     ),
     "a setting of another schedule": (
         {"schedule": {"name": "plateau", "gamma": 0.5}}, ["schedule.gamma"], "does not use gamma", "schedule.name=step",

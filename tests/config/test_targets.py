@@ -77,7 +77,12 @@ def test_defaults_follow_the_labels(tmp_path, options, kind, loss, metrics):
         ),
         ({**MULTI, "label_column": "tags"}, "task.label_column", "both set the column", "remove"),
         ({"labels": {"kind": "multi_label"}}, "task.labels", "set separator", 'separator: "|"'),
-        ({"labels": {"column": ["a", "b"]}}, "task.labels", "several columns are for kind: regression", "one column"),
+        (
+            {"labels": {"column": ["a", "b"]}},
+            "task.labels",
+            "only kind: regression takes several columns",
+            "one column",
+        ),
         ({"labels": {"kind": "regression", "column": ["a", "a"]}}, "task.labels", "name each column once", ""),
         ({"labels": {"kind": "regression", "separator": ","}}, "task.labels", "are for kind: multi_label", ""),
         ({"labels": {"kind": "multilabel"}}, "task.labels.kind", "did you mean multi_label?", ""),

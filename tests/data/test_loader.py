@@ -241,7 +241,7 @@ class Odd(CountingTable):
         ("other_arguments_of_an_own_error", DataError, "odd.csv: x.png is odd\n  -> turn it"),
         ("local_class", RuntimeError, "Local: odd"),
         ("not_picklable", RuntimeError, "a batch of the dataset cannot be sent to the rank: Can't "),
-        ("killed", TrainingError, "was killed by SIGKILL: out of memory, a user or a scheduler"),
+        ("killed", TrainingError, "was killed by SIGKILL: sent by the OOM killer, a user or a scheduler"),
         ("exits_quietly", TrainingError, "exited with exit code 0: the dataset, or a library that it uses, ended the"),
         ("sys_exits", TrainingError, "the dataset raised SystemExit (enough) in a loader worker"),
         ("exits", TrainingError, "exited with exit code 3: the dataset, or a library that it uses, ended the process"),

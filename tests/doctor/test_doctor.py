@@ -128,7 +128,7 @@ def test_python(monkeypatch):
     assert only(software.python).mark == "ok"
     monkeypatch.setattr(sys, "version_info", (3, 9, 1))
     assert only(software.python) == Finding(
-        "python", "problem", "3.9.1 is too old: 3.10 or newer", ("install Python 3.10",)
+        "python", "problem", "3.9.1 is too old (minimum: 3.10)", ("install Python 3.10",)
     )
 
 
@@ -147,7 +147,7 @@ def test_packages(monkeypatch):
         Finding(
             "packages",
             "problem",
-            "torch 2.5+cu121 is too old: 2.5.1 or newer",
+            "torch 2.5+cu121 is too old (minimum: 2.5.1)",
             ("python -m pip install 'torch>=2.5.1'",),
         ),
         Finding("packages", "problem", "pandas is missing", ("python -m pip install pandas",)),
@@ -403,7 +403,7 @@ def test_cpu_limits(monkeypatch, tmp_path):
     assert only(limits.cpu, system) == Finding(
         "cpu",
         "note",
-        "3 of 64 cores are usable (the cgroup allows the time of 2.5 cores); "
+        "3 of 64 cores are usable (the cgroup limits CPU use to 2.5 cores); "
         "torch uses 16 threads, which will compete for them",
         ("export OMP_NUM_THREADS=3",),
     )
