@@ -131,10 +131,10 @@ SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,
             b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n",
             "labels 'dog' (row 1) and 'dog ' (row 2) differ only in whitespace", 0, "in column 'label'",
         ),
-        (HEADER + b"a,1\n", "1 row with a number of fields other than the header's 3: line 2 has 2", 2, "double quotes"),
+        (HEADER + b"a,1\n", "1 row without the header's 3 fields: line 2 has 2", 2, "double quotes"),
         (
             HEADER + GOOD + SHORT_AND_LONG,
-            "11 rows with a number of fields other than the header's 3: line 502 has 2, line 505 has 4, line 507 has 2, "
+            "11 rows without the header's 3 fields: line 502 has 2, line 505 has 4, line 507 has 2, "
             "line 508 has 2, line 509 has 2, …", 502, "double quotes",
         ),
         (
