@@ -21,9 +21,9 @@ USAGE = """\
 usage: python -m harness.apex [OPTIONS] SCRIPT [ARGS...]
        python -m harness.apex [OPTIONS] -m MODULE [ARGS...]
 
-Run a training script written for NVIDIA Apex without changes: its imports of apex resolve to harness.apex.
+Run, without changes, a training script written for NVIDIA Apex: its imports of apex resolve to harness.apex.
 
-  --device cpu         run the script's CUDA and NCCL calls on the CPU and gloo, and list them on stderr at exit
+  --device cpu         run the script's CUDA calls on the CPU and its NCCL calls on gloo; list both on stderr at exit
   --modernize          restore what Python, numpy, torch and other libraries have removed; list on stderr what was used
   --trust-checkpoints  let torch.load read files that are not plain data, such as whole models; they can run code
   --local-rank N       set by torch.distributed.launch; the script gets it in the spelling that it declares

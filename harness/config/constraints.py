@@ -83,7 +83,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     if (schedule.name == "step") != bool(schedule.milestones):
         yield Conflict(
             ("schedule.name", "schedule.milestones"),
-            f"schedule {schedule.name} cannot have milestones {list(schedule.milestones)}",
+            f"schedule.name={schedule.name} contradicts schedule.milestones={list(schedule.milestones)}",
             "use both or neither: schedule.name=step with milestones, such as schedule.milestones=[30,60]",
         )
     if list(schedule.milestones) != sorted(set(schedule.milestones)):
@@ -92,7 +92,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     if (schedule.name == "cosine_restarts") != (schedule.cycle_epochs is not None):
         yield Conflict(
             ("schedule.name", "schedule.cycle_epochs"),
-            f"schedule {schedule.name} cannot have cycle_epochs {schedule.cycle_epochs}",
+            f"schedule.name={schedule.name} contradicts schedule.cycle_epochs={schedule.cycle_epochs}",
             "use both or neither: schedule.name=cosine_restarts with the length of a period, such as "
             "schedule.cycle_epochs=10",
         )
@@ -103,7 +103,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             (warmups[0], "schedule.name"),
             "one_cycle has a warm-up of its own",
-            "set this one to 0, and use schedule.pct_start, the share of all updates that it takes",
+            "set this one to 0, and use schedule.pct_start, the share of all updates that one_cycle's warm-up takes",
         )
     if schedule.name == "one_cycle" and schedule.cycle_momentum:
         yield from _cycled_momentum(config)
@@ -201,14 +201,14 @@ def _parallel(config: Config) -> Iterator[Conflict]:
     if strategy == "dp" and config.model.activation_checkpointing:
         yield Conflict(
             ("parallel.strategy", "model.activation_checkpointing"),
-            "dp copies modules to each device, but one that runs again in the backward pass is bound to its own device",
+            "dp copies modules to each device, but one that runs again in the backward pass stays on its own device",
             "use parallel.strategy=ddp, with one process per device",
         )
     types = [key for key in ("param_dtype", "reduce_dtype") if getattr(config.parallel, key) != "float32"]
     if types and strategy != "fsdp":
         yield Conflict(
             (f"parallel.{types[0]}", "parallel.strategy"),
-            f"{types[0]} is the dtype that fsdp sends between ranks, but the strategy is {strategy}",
+            f"{types[0]} is the dtype in which fsdp sends data between ranks, but the strategy is {strategy}",
             "remove it, or use parallel.strategy=fsdp; otherwise precision.opt_level sets the dtypes",
         )
     if strategy == "dp" and config.parallel.sync_batchnorm:
@@ -287,8 +287,8 @@ def _fsdp(config: Config) -> Iterator[Conflict]:
     if precision.opt_level in ("O2", "O3", "O5") or cast or precision.master_weights:
         yield Conflict(
             ("parallel.strategy", "precision.opt_level"),
-            "fsdp shards float32 weights, but this level keeps the model in half precision, with float32 masters",
-            "use precision.opt_level=O1 (float16) or O4 (bfloat16), whose weights are the masters; or O0. O4 with "
+            "fsdp shards float32 weights, but these settings keep the model in half precision, with float32 masters",
+            "use precision.opt_level=O1 (float16) or O4 (bfloat16), where the weights are the masters, or O0; O4 with "
             "parallel.param_dtype=bfloat16 corresponds to O5",
         )
     if config.model.channels_last:

@@ -14,7 +14,7 @@ _RENAMED = {
     "tuple_type": "it should be a list",
     "list_type": "it should be a list",
     "string_type": "it should be text; put it in quotes if necessary",
-    "invalid_key": "keys must be text; put it in quotes",
+    "invalid_key": "keys must be text; put this key in quotes",
 }
 
 

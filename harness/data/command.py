@@ -16,23 +16,27 @@ _DERIVED = ("digit_canvases", "rotated_digits", "character_names")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="dataset", required=True, metavar="WHAT")
     folder = verbs.add_parser(
-        "folder", help="write a table of images that are in one folder per class, or of new images"
+        "folder", help="write a table of images sorted into one folder per class, or of images without labels"
     )
     folder.add_argument(
-        "folder", type=Path, help="folder with one folder of images per class, or with images (--no-labels)"
+        "folder",
+        type=Path,
+        help="folder that contains one folder of images per class; with --no-labels, any folder of images",
     )
     folder.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
     folder.add_argument(
         "--no-labels", action="store_true", help="write only the paths of all images in the folder, for harness predict"
     )
     tar = verbs.add_parser(
-        "tar", help="write a table of the images in tar archives (WebDataset's layout), and their index"
+        "tar", help="write a table of the images in tar archives (WebDataset's layout), and an index of each archive"
     )
     tar.add_argument("folder", type=Path, metavar="tars", help="an archive, or a folder of archives")
     tar.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
     tar.add_argument("--image", metavar="ENDING", help="ending of the image file, if samples have several images")
     tar.add_argument(
-        "--label", metavar="NAME", help="ending of the member with the label, or a key of KEY.json (default: cls)"
+        "--label",
+        metavar="NAME",
+        help="ending of the label member, or a key in the sample's JSON member (default: cls)",
     )
     tar.add_argument("--cache-dir", type=Path, metavar="DIR", help="data.cache_dir of the run, if it is set")
     hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face data set")
@@ -46,10 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval", type=_share, required=True, metavar="SHARE", help="share of evaluation rows, such as 0.1"
     )
     split.add_argument(
-        "--by", metavar="COLUMN", help="keep rows with equal values of this column, such as patient, in the same file"
+        "--by", metavar="COLUMN", help="column, such as patient; rows with the same value in it stay in the same file"
     )
     split.add_argument(
-        "--stratify", metavar="COLUMN", help="spread the values of this column, such as label, evenly over both files"
+        "--stratify",
+        metavar="COLUMN",
+        help="column, such as label, whose values should have about the same shares in both files",
     )
     split.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the split (default: 0)")
     split.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the table)")

@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
     )
     parser.add_argument(
-        "--node-rank", type=int, metavar="R", help="number of this machine, from 0 (default: in the order of addresses)"
+        "--node-rank",
+        type=int,
+        metavar="R",
+        help="number of this machine, from 0 (default: machines are numbered in the order of their addresses)",
     )
     parser.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler, such as tcp://10.0.0.1:8786")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, without starting it")
@@ -40,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=EXIT_STOPPED,
         metavar="N",
         help="exit code for a run that was stopped with a checkpoint (default: 75; "
-        "Kubernetes restarts pods that exit with 128 or more)",
+        "use 128 or more on Kubernetes, which then restarts the pod)",
     )
 
 

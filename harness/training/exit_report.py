@@ -142,7 +142,7 @@ class ExitReporter:
             return None, Paused(
                 f"this process was suspended for {pause_s:.0f} s and lost contact with the other ranks, which wait "
                 f"at most {self._runtime.timeout_s:g} s (runtime.timeout_s)",
-                hint="something stopped the process or its machine; the same command resumes from the last checkpoint",
+                hint="the process or its machine was suspended; the same command resumes from the last checkpoint",
             )
         if missing := watchdog.missing(stack.raised_at(error), "imed out" in lost):
             return missing, TrainingError(f"lost contact with rank {missing.rank}")

@@ -47,7 +47,9 @@ try:
 except ImportError:  # Windows, where a mapped file cannot be deleted anyway
     fcntl = None  # type: ignore[assignment]
 
-_HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with room for about the size of the CSV"
+_HINT = (
+    "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with about as much free space as the CSV needs"
+)
 
 
 @dataclass(frozen=True)

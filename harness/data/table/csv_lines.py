@@ -59,7 +59,7 @@ def bad_utf8(path: Path) -> tuple[int, str] | None:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
                 around = line[max(0, error.start - 20) : error.end + 20].decode("latin-1").strip()
-                return number, f"byte 0x{line[error.start]:02x} (in Latin-1, part of {around!r})"
+                return number, f"byte 0x{line[error.start]:02x} (read as Latin-1, it is part of {around!r})"
     return None
 
 

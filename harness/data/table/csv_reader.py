@@ -156,7 +156,7 @@ def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: b
         return DataError(f"the CSV cannot be parsed: {message}", where=name)
     seen = ", ".join(f"line {line} has {fields}" for line, fields in first)
     return DataError(
-        f"{count} row{'s' * (count > 1)} without the header's {len(columns)} fields: {seen}"
+        f"{count} row{'s' * (count > 1)} with more or fewer fields than the header's {len(columns)}: {seen}"
         + (", …" if count > len(first) else ""),
         where=f"{name}:{first[0][0]}",
         hint="put a field that contains a comma into double quotes; leave a missing field empty",

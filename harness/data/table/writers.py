@@ -173,7 +173,7 @@ class TagWriter(CodeWriter):
 class NumberWriter:
     """Writes float64 numbers (rows, columns), and their mean and standard deviation per column."""
 
-    bad_means = "have no finite number in {column}"
+    bad_means = "have a value that is not a finite number in {column}"
     remedy = "write plain numbers such as 1.5 or -2e3 (no units, no thousands separators), or remove the rows"
 
     def __init__(self, path: Path, label: LabelColumns, where: str) -> None:

@@ -131,15 +131,15 @@ SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,
             b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n",
             "labels 'dog' (row 1) and 'dog ' (row 2) differ only in whitespace", 0, "in column 'label'",
         ),
-        (HEADER + b"a,1\n", "1 row without the header's 3 fields: line 2 has 2", 2, "double quotes"),
+        (HEADER + b"a,1\n", "1 row with more or fewer fields than the header's 3: line 2 has 2", 2, "double quotes"),
         (
             HEADER + GOOD + SHORT_AND_LONG,
-            "11 rows without the header's 3 fields: line 502 has 2, line 505 has 4, line 507 has 2, "
+            "11 rows with more or fewer fields than the header's 3: line 502 has 2, line 505 has 4, line 507 has 2, "
             "line 508 has 2, line 509 has 2, …", 502, "double quotes",
         ),
         (
             HEADER + GOOD + "q,1,caf\xe9 au lait\n".encode("latin-1"),
-            "the file is not UTF-8: byte 0xe9 (in Latin-1, part of 'q,1,café au lait')", 502, "iconv",
+            "the file is not UTF-8: byte 0xe9 (read as Latin-1, it is part of 'q,1,café au lait')", 502, "iconv",
         ),
         ("path,label,größe\na,1,2\n".encode("latin-1"), "the file is not UTF-8: byte 0xf6", 1, "iconv"),
     ],
@@ -273,8 +273,8 @@ def test_rows_without_labels_or_numbers(refused):
     numbers = LabelColumns("numbers", ("x", "y"))
     message, line, hint = refused(b"x,y\n1,2\n3,\n4,ten\n\nnan,1\n1,-inf\n1e39,0\n1,5 kg\n0,0\n", label=numbers)
     assert message == (
-        "6 of 8 rows have no finite number in 'x' or 'y': row 1 (line 3): '', row 2 (line 4): 'ten', "
-        "row 3 (line 6): 'nan', row 4 (line 7): '-inf', row 5 (line 8): '1e39', …"
+        "6 of 8 rows have a value that is not a finite number in 'x' or 'y': row 1 (line 3): '', "
+        "row 2 (line 4): 'ten', row 3 (line 6): 'nan', row 4 (line 7): '-inf', row 5 (line 8): '1e39', …"
     )
     assert (line, "plain numbers" in hint) == ("3", True)
     assert "no column 'z'" in refused(b"x,y\n1,2\n", label=LabelColumns("numbers", ("x", "z")))[0]
