@@ -12,7 +12,7 @@ CACHE = "O1 casts a weight at each use, so gradients of its uses add up in float
 OPERATION = "O1 decides by operation, not by name"
 FLOAT64 = "O1 leaves float64 alone"
 IN_PLACE = "O1 leaves in-place operations to torch"
-BROKEN = "fails, or is not cast, in the original with this version of torch"
+BROKEN = "operations and classes that fail, or are not cast, in the original with this version of torch"
 RESUME = "fixed bug 1: O2 resumes exactly"
 FIRST = "fixed bug 18: delay_unscale before the masters exist"
 STATIC = "fixed bug 7: static scale of 1 with masters"
@@ -21,7 +21,7 @@ WIDE_STATE = "fused optimizers keep float32 state for float16 weights"
 NO_BUFFER = "FusedSGD keeps no momentum buffer without momentum"
 LAMB_GRADIENTS = "FusedLAMB does not overwrite gradients"
 FIRST_NORM = "FusedNovoGrad computes its first norm like the later ones"
-HALF_SUM = "O3 adds float16 gradients like the original's Python fallback, not like its kernel"
+HALF_SUM = "O3 adds float16 gradients as the original's Python fallback does, not as its kernel does"
 STATISTICS = "SyncBatchNorm computes like the original's CUDA kernels"
 
 # Pattern of names of cells -> reason. The first pattern that fits counts.
