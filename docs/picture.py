@@ -86,10 +86,10 @@ def _terminal(folder: Path) -> str:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     (folder / "data").mkdir()
     (folder / "digits").rename(folder / "data" / "digits")
-    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node=2"]
-    command = [*launcher, str(ROOT / "driver.py"), "-c", str(ROOT / "configs" / "digits.yaml")]
+    config = str(ROOT / "configs" / "digits.yaml")
+    command = [sys.executable, "-m", "harness", "launch", "-c", config, "--nproc", "2"]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=True)
-    lines = [line for line in done.stderr.splitlines() if "  step " not in line and "run.py" not in line]
+    lines = [line for line in done.stderr.splitlines() if "  step " not in line]
     epochs = [index for index, line in enumerate(lines) if line.startswith("epoch ")]
     shown = lines[: epochs[4]] + ["…"] + lines[epochs[-2] :]
     return "\n".join(["$ make train", *shown])

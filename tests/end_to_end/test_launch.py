@@ -345,7 +345,9 @@ def test_interrupt_before_the_run_begins(tmp_path, data, engine):
 # Without a terminal
 
 
-@pytest.mark.parametrize("words", [[DRIVER], ["-m", "harness", "launch", "--nproc", "2"]])
+@pytest.mark.parametrize(
+    "words", [pytest.param([DRIVER], marks=pytest.mark.slow), ["-m", "harness", "launch", "--nproc", "2"]]
+)
 def test_lost_terminal_does_not_end_a_run(tmp_path, data, words):
     """The terminal closes while it shows the progress bar; the log goes on."""
     config = write_config(tmp_path, data, **{**SLOW, "data": {"num_workers": 0}})
@@ -389,7 +391,9 @@ def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data):
     assert checkpoint_of(run_folder(config)) == max(steps(run_folder(config)))
 
 
-@pytest.mark.parametrize(("signalled", "every_steps", "code"), [(0, 1, EXIT_STOPPED), (1, None, 143)])
+@pytest.mark.parametrize(
+    ("signalled", "every_steps", "code"), [pytest.param(0, 1, EXIT_STOPPED, marks=pytest.mark.slow), (1, None, 143)]
+)
 def test_stop_while_one_of_several_ranks_gets_no_data(tmp_path, data, signalled, every_steps, code):
     """The other rank waits for it in the gradient exchange, also if it is the only one that got the signal."""
     settings = {**SLOW, "runtime": {"device": "cpu", "timeout_s": 30}, "checkpoint": {"every_steps": every_steps}}

@@ -46,6 +46,7 @@ def trained(arguments: list[str]) -> tuple[set[str], set[str]]:
     return audit.found, audit.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_shipped_configuration(tmp_path, name):
     """Forward, backward, exchange, update, evaluation, metrics and checkpoint of two steps."""
