@@ -5,9 +5,10 @@ Each kernel casts its arguments, then calls the operation with the key excluded,
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from harness.apex.amp import cast_lists
 from harness.apex.amp.model_casts import REDUCED
 
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+# Older torch lacks it, and warns about each replaced kernel.
+_OVERRIDE = (
+    {"allow_override": True} if "allow_override" in inspect.signature(torch.library.Library.impl).parameters else {}
+)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -60,14 +65,13 @@ def register(key: str, dtype: torch.dtype, allow_banned: bool) -> torch.library.
     return library
 
 
-def _functional_overloads(name: str) -> Iterator[Any]:
-    """Yield the overloads of an ATen operation that return new tensors; none if this torch lacks the operation."""
+@functools.cache
+def _functional_overloads(name: str) -> tuple[Any, ...]:
+    """The overloads of an ATen operation that return new tensors; none if this torch lacks the operation."""
     packet = getattr(torch.ops.aten, name, None)
-    for overload in packet.overloads() if packet is not None else ():
-        op = getattr(packet, overload)
-        # Overloads on plain numbers belong to TorchScript alone and have no kernels.
-        if not op._schema.is_mutable and torch._C._dispatch_has_kernel(op.name()):
-            yield op
+    ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    # Overloads on plain numbers belong to TorchScript alone and have no kernels.
+    return tuple(op for op in ops if not op._schema.is_mutable and torch._C._dispatch_has_kernel(op.name()))
 
 
 def implement(
@@ -75,11 +79,8 @@ def implement(
 ) -> None:
     """Make ``kernel`` that of ``op`` under the dispatch key ``key``, also if there is one."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # older torch has no allow_override and warns about each replaced kernel
-        if "allow_override" in inspect.signature(library.impl).parameters:
-            library.impl(op, kernel, key, with_keyset=with_keyset, allow_override=True)
-        else:
-            library.impl(op, kernel, key, with_keyset=with_keyset)
+        warnings.simplefilter("ignore")
+        library.impl(op, kernel, key, with_keyset=with_keyset, **_OVERRIDE)
 
 
 def _float32_kernel(op: Any, below: Any) -> Callable[..., Any]:
