@@ -105,10 +105,10 @@ def draw(record: list[dict], killed: list[dict], kills: list[tuple[int, int]], t
         terminal,
         transform=text.transAxes,
         family="monospace",
-        size=6.6,
+        size=6.4,
         color="#e8ebf2",
         va="top",
-        linespacing=1.35,
+        linespacing=1.2,
     )
 
     steps = [line["step"] for line in record if line["split"] == "train"]
