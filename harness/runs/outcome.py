@@ -39,6 +39,10 @@ _WORDS = {
     Cause.DONE: "done", Cause.STOPPED: "stopped", Cause.ERROR: "failed", Cause.PEER_LOST: "lost contact",
     Cause.LAUNCHER_LOST: "lost contact with the launcher", Cause.HUNG: "hung",
 }  # fmt: skip
+_SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "sent by the OOM killer, a user or a scheduler",
+    signal.SIGABRT: "a C++ library aborted; see its log. With gloo, usually because ranks called different collectives",
+}
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,7 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     # After a rank that ended without a record, the engine itself kills the others.
     killed = first(Cause.SIGNAL, Cause.ERROR, has_step=False)
     if killed is not None and killed.cause is Cause.SIGNAL and not (stopped and consequence is None):
-        by = "sent by the OOM killer, a user or a scheduler"
-        reason = by if killed.exit_code == -signal.SIGKILL else "see its log"
-        if killed.exit_code == -signal.SIGABRT:
-            reason = "a C++ library aborted; see its log. With gloo, usually because ranks called different collectives"
+        reason = _SIGNALS.get(-killed.exit_code, "see its log")
         message = f"the process received {signal_name(-killed.exit_code)} ({reason})"
         return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
     if lost := first(Cause.NODE_LOST, has_step=False) or first(Cause.NODE_LOST):

@@ -18,7 +18,7 @@ from harness.apex.amp import cast_lists
 from harness.apex.amp.model_casts import REDUCED
 
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
-# Older torch lacks it, and warns about each replaced kernel.
+# Older torch has no allow_override, and warns about each replaced kernel.
 _OVERRIDE = (
     {"allow_override": True} if "allow_override" in inspect.signature(torch.library.Library.impl).parameters else {}
 )
