@@ -201,7 +201,7 @@ def _parallel(config: Config) -> Iterator[Conflict]:
     if strategy == "dp" and config.model.activation_checkpointing:
         yield Conflict(
             ("parallel.strategy", "model.activation_checkpointing"),
-            "dp copies modules to each device, but one that runs again in the backward pass stays on its own device",
+            "dp copies modules to each device, but a module recomputed in the backward pass stays on its own device",
             "use parallel.strategy=ddp, with one process per device",
         )
     types = [key for key in ("param_dtype", "reduce_dtype") if getattr(config.parallel, key) != "float32"]
@@ -209,7 +209,7 @@ def _parallel(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             (f"parallel.{types[0]}", "parallel.strategy"),
             f"{types[0]} is the dtype in which fsdp sends data between ranks, but the strategy is {strategy}",
-            "remove it, or use parallel.strategy=fsdp; otherwise precision.opt_level sets the dtypes",
+            "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
         )
     if strategy == "dp" and config.parallel.sync_batchnorm:
         yield Conflict(

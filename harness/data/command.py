@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="ending of the label member, or a key in the sample's JSON member (default: cls)",
     )
-    tar.add_argument("--cache-dir", type=Path, metavar="DIR", help="data.cache_dir of the run, if it is set")
+    tar.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="cache folder; give that of the run if it sets data.cache_dir"
+    )
     hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face data set")
     hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")
     hub.add_argument("folder", type=Path, help="folder to write SPLIT.csv and images to")

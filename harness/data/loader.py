@@ -72,7 +72,9 @@ class _Fetch(torch.utils.data.Dataset):
             return sent(self._batch(request))
         except (SystemExit, KeyboardInterrupt) as error:
             what = f"the dataset raised {type(error).__name__} ({error}) in a loader worker"
-            return sent(LoadError.of(TrainingError(what, hint="raise an error instead")))
+            return sent(
+                LoadError.of(TrainingError(what, hint="raise an ordinary exception, such as ValueError, instead"))
+            )
         except Exception as error:
             return sent(LoadError.of(error))
 

@@ -42,7 +42,9 @@ def split(
     wanted = round(rows * fraction)
     if not 0 < wanted < rows:
         raise ConfigError(
-            f"{fraction:g} of {rows} rows is {wanted}: one part would be empty", where="--eval", hint="use 0.1 or 0.5"
+            f"{fraction:g} of {rows} rows is {wanted}: one part would be empty",
+            where="--eval",
+            hint="choose a share that leaves at least one row in each file, such as 0.5",
         )
     generator = np.random.default_rng(seed)
     strata = codes[-1] if stratify else np.zeros(rows, np.int32)

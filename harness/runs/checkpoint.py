@@ -223,8 +223,8 @@ def require_same_format(where: str, usable: str, refused: Mapping[str, str]) -> 
             raise CheckpointError(
                 problem,
                 where=f"{where}/{name}",
-                hint=f"or continue from the older {usable} without the later steps: remove {name}, or start a new run "
-                f"with name=NAME {shlex.quote(f'checkpoint.resume={where}/{usable}')}",
+                hint=f"to continue from the older {usable} instead, without the later steps, remove {name}, or start a "
+                f"new run with name=NAME {shlex.quote(f'checkpoint.resume={where}/{usable}')}",
             )
 
 

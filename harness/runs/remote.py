@@ -50,7 +50,7 @@ def run_folder(config: Config) -> RunFolder:
     if is_url(config.output):
         if config.checkpoint.format == "sharded":
             raise ConfigError(
-                "all ranks write a sharded checkpoint into one folder, but with output at a URL, machines share none",
+                "all ranks write a sharded checkpoint into one folder, but machines share none if output is a URL",
                 where="checkpoint.format",
                 hint="use checkpoint.format=whole, or set output to a folder that all machines share",
             )

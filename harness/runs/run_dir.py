@@ -158,7 +158,7 @@ class RunFolder:
             )
         if layout.CONFIG not in held and not scratch:
             raise ConfigError(
-                f"the recipe of the results in this folder ({shown}) is unknown, since config.yaml is missing",
+                f"config.yaml is missing, so the recipe of the results in this folder ({shown}) is unknown",
                 where=self.where,
                 hint=f"restore config.yaml; or {FROM_SCRATCH}",
             )

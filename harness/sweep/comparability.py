@@ -52,7 +52,7 @@ def confounders(
     if len(_distinct(trials, "train.evaluate_every")) > 1:
         yield Confounder(
             False,
-            "trials are evaluated at different intervals; more evaluations give a better best value by chance",
+            "trials are evaluated at different intervals; more evaluations tend to give a better best value by chance",
             "set: {train.evaluate_every: 1}",
         )
     if len(_distinct(trials, "task.name")) > 1:

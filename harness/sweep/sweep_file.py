@@ -103,7 +103,11 @@ def _kind_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
         if spec.trials is None:
             yield Conflict(("sampler", "trials"), "a search needs a number of trials", "for example trials: 20")
         if spec.seeds:
-            yield Conflict(("seeds", "sampler"), "a search trains each draw once, with one seed", "set: {seed: 0}")
+            yield Conflict(
+                ("seeds", "sampler"),
+                "a search trains each draw once, with one seed",
+                "replace seeds with set: {seed: 0}",
+            )
     else:
         for key in ("trials", "sampler_args"):
             if getattr(spec, key):

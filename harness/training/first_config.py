@@ -58,7 +58,9 @@ def write(sources: Sequence[str], out: Path | None) -> str:
     out = out or Path(f"{name}.yaml")
     if missing := train.columns.keys() - evaluation.columns.keys():
         raise DataError(
-            f"it has no column {', '.join(sorted(missing))}", where=evaluation.source, hint=f"{train.source} has it"
+            f"it has no column {', '.join(sorted(missing))}",
+            where=evaluation.source,
+            hint=f"add every column that {train.source} has",
         )
     lines, file = list(_task(train, evaluation)), shlex.quote(str(out))
     text = _TEXT.format(
@@ -246,7 +248,7 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
             f"no column looks like labels; besides {inputs} there is {', '.join(shown.values()) or 'none'}, "
             f"in {rows.num_rows} rows",
             where=rows.source,
-            hint="add a column such as label, with one of a few values per row, several of them, or a number",
+            hint="add a column such as label that holds one class, several labels or a number in each row",
         )
     names = list(rows.columns)
     best = min(found, key=lambda name: (

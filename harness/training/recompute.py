@@ -36,7 +36,7 @@ def apply(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
     found = blocks(model) if isinstance(wanted, bool) else _matching(names, wanted)
     if wanted is True and not found:
         raise ConfigError(
-            "the model has no blocks: no Sequential, ModuleList or ModuleDict has an element with parts of its own",
+            "the model has no blocks: no element of a Sequential, ModuleList or ModuleDict has submodules",
             where=_KEY,
             hint=f"name the modules to run again, such as {_KEY}=[{next(iter(names.values()), 'layers')}]",
         )
