@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _REPORT = r"""
 import re, sys
 from pathlib import Path
-from harness.report import main as report
+from harness.tools.report import main as report
 report.main([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3], None)
 print(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text()).group(1))
 """

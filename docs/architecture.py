@@ -35,9 +35,9 @@ class Package:
 
 
 def packages(page: str) -> dict[str, Package]:
-    """The table of packages in the text of the page, in its order."""
-    rows = re.findall(r"^\| `(\w+)` \| \*\*(.+?)\*\*.*?\|([^|]*)\|$", page, re.M)
-    return {name: Package(name, short.rstrip("."), tuple(re.findall(r"`(\w+)`", last))) for name, short, last in rows}
+    """The tables of packages in the text of the page, in their order; "tools.NAME" is a package in harness/tools."""
+    rows = re.findall(r"^\| `([\w.]+)` \| \*\*(.+?)\*\*.*?\|([^|]*)\|$", page, re.M)
+    return {name: Package(name, short.rstrip("."), tuple(re.findall(r"`([\w.]+)`", last))) for name, short, last in rows}
 
 
 def reachable(table: dict[str, Package], name: str) -> set[str]:
@@ -105,7 +105,7 @@ def positions(table: dict[str, Package]) -> dict[str, tuple[float, float]]:
 
 def draw(page: str) -> str:
     """The picture, as SVG text, of the table in the text of the page."""
-    table = packages(page)
+    table = {name: package for name, package in packages(page).items() if "." not in name}
     at, parts = positions(table), []
     for path in paths(table):
         x, y = at[path[0]][0], at[path[0]][1] + BOX_HEIGHT / 2

@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from harness.report import main as report
+from harness.tools.report import main as report
 
 ROOT = Path(__file__).resolve().parents[1]
 DESKTOP, PHONE = (1280, 1500), (390, 844)

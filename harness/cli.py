@@ -1,5 +1,5 @@
 """The command line: ``driver.py``, and ``harness VERB``. Only wiring: each verb is implemented in its package's
-``command.py``.
+``command.py``, in ``harness/PACKAGE/`` or ``harness/tools/PACKAGE/``.
 
 A command module is cheap to import (``run`` imports what it needs) and has
 
@@ -129,8 +129,10 @@ class _Version(argparse.Action):
 
 def _commands(words: Sequence[str]) -> dict[str, Any]:
     """{verb: command module} of all built-in verbs, and of the user's own verb if ``words`` starts with one."""
-    files = Path(__file__).parent.glob("*/*command.py")
-    modules = [importlib.import_module(f"harness.{file.parent.name}.{file.stem}") for file in files]
+    here = Path(__file__).parent
+    files = [file for pattern in ("*/*command.py", "tools/*/*command.py") for file in here.glob(pattern)]
+    names = [".".join(("harness", *file.relative_to(here).with_suffix("").parts)) for file in files]
+    modules = [importlib.import_module(name) for name in names]
     found: dict[str, Any] = {module.VERB: module for module in modules}
     if words and "." in words[0] and not words[0].startswith("-"):
         found[words[0]] = plugins.import_own("verb", words[0], "harness")

@@ -14,7 +14,7 @@ gc.disable()  # as in ``harness train``
 
 for module in pkgutil.walk_packages(harness.__path__, "harness."):
     # What these import is slow or starts threads.
-    if not module.name.startswith(("harness.engines.", "harness.trackers.", "harness.sweep.", "harness.__main__")):
+    if not module.name.startswith(("harness.engines.", "harness.trackers.", "harness.tools.sweep.", "harness.__main__")):
         with suppress(ImportError):  # an extra that is not installed
             importlib.import_module(module.name)
 
@@ -23,10 +23,10 @@ for name in (
     "encodings.idna",
     "encodings.utf_8_sig",
     "harness.engines.command",
-    "harness.sweep.command",
-    "harness.sweep.main",
-    "harness.sweep.runner",
-    "harness.sweep.schema_command",
+    "harness.tools.sweep.command",
+    "harness.tools.sweep.main",
+    "harness.tools.sweep.runner",
+    "harness.tools.sweep.schema_command",
     "multiprocessing.synchronize",
     "numpy.ctypeslib",
     "pandas.io.formats.csvs",

@@ -59,7 +59,9 @@ def imported(name: str, for_types: bool = True) -> Iterator[str]:
 
 
 def package(name: str) -> str:
-    return name.partition(".")[0]
+    """The package of a module as docs/architecture.md names it: "data", or "tools.report"."""
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "tools" else 1])
 
 
 def calls(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from benchmarks.campaign import plan, verdict
 from benchmarks.campaign.job import End, Job
 from benchmarks.campaign.plan import Chain
 from benchmarks.campaign.trigger import Kill
-from harness.compare.exactness import differences
+from harness.tools.compare.exactness import differences
 from harness.runs.files import write_atomically
 
 Result = dict[str, Any]

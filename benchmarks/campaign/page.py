@@ -14,7 +14,7 @@ _OF_KILLS = ("signal", "target", "place", "operation")
 
 _EXPLANATION = """\
 A chain is one configuration that is killed up to six times and then finished. It is compared with an uninterrupted
-run, bit for bit, by `harness.compare.exactness` and by digests that share no code with it: weights, optimizer, loss
+run, bit for bit, by `harness.tools.compare.exactness` and by digests that share no code with it: weights, optimizer, loss
 scale, moving average, random streams, position, log, summary, predictions. A stray file is any file that the
 uninterrupted run does not leave. An end is the time from the signal until the last process has exited, including loader
 workers; 30 s are allowed. The operation is the one that the kill interrupts; an interrupted write stays incomplete.

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torchvision.io import write_png
 
-from harness.compare.exactness import differences
+from harness.tools.compare.exactness import differences
 from harness.runs import checkpoint
 from harness.trackers.metrics_log import TIMES
 from tests.end_to_end.processes import drive_in_terminal

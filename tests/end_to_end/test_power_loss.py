@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from harness.compare.exactness import differences
+from harness.tools.compare.exactness import differences
 from harness.errors import CheckpointError
 from harness.runs.checkpoint import Checkpoints, read
 from tests.end_to_end.experiment import Kill, run, write_config

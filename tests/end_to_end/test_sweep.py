@@ -24,7 +24,7 @@ from tests.end_to_end.processes import (
 )
 from tests.engines import slurm_cluster
 from tests.ranks import wait_for
-from tests.sweep.sweeping import table, trial_folder
+from tests.tools.sweep.sweeping import table, trial_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SPACE = [{"launch.nproc": 2, "optimizer.lr": 0.05}, {"launch.nproc": 1, "optimizer.lr": 0.2}]

@@ -12,7 +12,7 @@ import pytest
 
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.errors import EXIT_STOPPED, ConfigError
-from harness.explain import facts
+from harness.tools.explain import facts
 from harness.runs import exit_files, reader, trained_run
 
 TRAIN = {"split": "train", "step": 10, "epoch": 0, "loss": 2, "lr": 0.1, "samples": 640, "wall_s": 1.5}

@@ -1,0 +1,266 @@
+"""The comparison as text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from harness.tools.compare.comparison import Comparison
+from harness.tools.compare.equality import Equality, LogComparison
+from harness.tools.compare.results import Metric, PairedPredictions, Spread, Throughput
+from harness.tools.compare.saved_state import StateDifference
+from harness.tools.compare.settings import Code, Differences, SettingsComparison, with_defaults
+from harness.tools.compare.significance import LEVEL
+from harness.tools.report import formatting
+from harness.runs.reader import Record
+
+VERDICTS = {
+    "equal": "Bitwise equal: weights, newest checkpoint and log.",
+    "equal so far": "Bitwise equal as far as both runs go; the missing parts are listed below.",
+    "different": "Not equal.",
+    "unknown": "Cannot tell whether they are equal: there is nothing to compare.",
+}
+_SHOWN_ELSEWHERE = ("name", "output", "launch")  # as paths, and as the ranks of the topology
+_MAX_WIDTH = 48  # characters of a value; longer ones are cut
+
+
+def render(found: Comparison) -> str:
+    """Sides, recipe, equality, results and circumstances, separated by empty lines."""
+    results = _pair_results(found) if found.equality else _group_results(found)
+    parts = [_sides(found), _recipe(found.settings), _equality(found), results, _circumstances(found.settings)]
+    return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
+
+
+def _sides(found: Comparison) -> Iterator[str]:
+    for label, side in (("A", found.one), ("B", found.other)):
+        if len(side.runs) == 1:
+            yield f"{label}  {side.runs[0].path}  ({_state(side.runs[0])})"
+        else:
+            yield f"{label}  {side.path}  ({len(side.runs)} runs, seeds {', '.join(map(str, side.seeds))})"
+        yield from (f"     {problem}" for problem in side.problems)
+
+
+def _state(record: Record) -> str:
+    return record.state + (f", {formatting.ranks(record.ranks)}" if record.ranks else "")
+
+
+# Equality
+
+
+def _equality(found: Comparison) -> Iterator[str]:
+    if pair := found.equality:
+        yield f"{VERDICTS[pair.verdict]} {_divergence(pair)}".rstrip()
+        yield f"  weights      {_weights(pair)}"
+        yield f"  checkpoints  {_checkpoints(pair)}"
+        yield from (f"               {problem}" for problem in pair.checkpoints.refused)
+        yield from (f"  {'log' if not number else '':<11}  {line}" for number, line in enumerate(_log(pair.log)))
+        yield from _world_sizes(found, pair)
+    elif not found.by_seed:
+        yield "Not equal: the groups have no seed in common."
+    for seed, equal in found.by_seed.items():
+        yield f"seed {seed}: {VERDICTS[equal.verdict]} {_divergence(equal)}".rstrip()
+
+
+def _divergence(equality: Equality) -> str:
+    if equality.divergence is None:
+        return ""
+    low, high = equality.divergence
+    if low == high:
+        return f"They diverge at step {low}."
+    if not low:
+        return "They diverge in the first step." if high == 1 else f"They diverge within the first {high} steps."
+    return f"They diverge between step {low} and step {high}."
+
+
+def _world_sizes(found: Comparison, pair: Equality) -> Iterator[str]:
+    """The reasons why runs with different numbers of ranks diverge."""
+    one, other = found.one.runs[0].ranks, found.other.runs[0].ranks
+    if pair.verdict != "different" or not one or not other or one == other:
+        return
+    yield f"  On {one} and on {formatting.ranks(other)}, sums are taken in another order, so the last digits differ."
+    shards = {with_defaults(side.runs[0].config)["data"]["shard"] for side in (found.one, found.other)}
+    if shards != {"global"}:
+        yield "  The batches hold different rows, too; data.shard=global makes them equal for any number of ranks."
+
+
+def _weights(equality: Equality) -> str:
+    weights = equality.weights
+    if weights.same is None:
+        return f"not compared: {weights.why}"
+    at = f" (saved at step {weights.steps[0]})" if weights.steps[0] is not None else ""
+    return f"{'equal' if weights.first is None else _first(weights.first)}{at}"
+
+
+def _checkpoints(equality: Equality) -> str:
+    found = equality.checkpoints
+    if not found.steps:
+        newest = ", ".join(
+            f"{label} {'has none' if step is None else f'ends with step {step}'}"
+            for label, step in zip("AB", found.newest, strict=True)
+        )
+        return f"not compared: no step in common ({newest})"
+    equal = f"equal at step{'s' if len(found.equal) > 1 else ''} {', '.join(map(str, found.equal))}"
+    parts = [equal] if found.equal else []
+    if found.first is not None:
+        parts.append(f"at step {found.differs} {_first(found.first)}")
+    return "; ".join(parts) or "not compared"
+
+
+def _first(part: StateDifference) -> str:
+    if part.values is not None:
+        return f"first difference in {part.name}: {part.values[0]} and {part.values[1]}"
+    return f"first difference in {part.name}, " + (f"up to {part.by:.3g}" if part.by is not None else "in its shape")
+
+
+def _log(log: LogComparison) -> Iterator[str]:
+    if not log.compared:
+        yield f"not compared: no entries for the same steps ({log.lines[0]} and {log.lines[1]} entries)"
+        return
+    yield f"{log.equal} of {log.compared} entries for the same steps are equal, times excluded"
+    alone = [f"{label} has {lines - log.compared} more" for label, lines in zip("AB", log.lines, strict=True)
+             if lines > log.compared]  # fmt: skip
+    if alone:
+        yield f"{', '.join(alone)} (A ends at step {log.last_steps[0]}, B at step {log.last_steps[1]})"
+    if log.first:
+        start, end = log.first.steps
+        yield f"first difference: {log.first.split}, {f'step {end}' if start == end else f'steps {start} to {end}'}"
+        for name, pair in log.first.fields.items():
+            yield f"  {name}  {_short(pair[0])}  {_short(pair[1])}"
+        if log.loss and log.loss[0]:
+            yield f"largest difference of the training loss: {log.loss[0]:.3g}, at step {log.loss[1]}"
+
+
+# Settings
+
+
+def _recipe(settings: SettingsComparison) -> Iterator[str]:
+    """The settings that change what is trained."""
+    yield from settings.missing
+    if not settings.recipe:
+        yield "Recipe: cannot be compared" if settings.recipe is None else "Recipe: equal"
+        return
+    yield "Recipe"
+    yield from _table([("", "A", "B"), *((key, *map(_short, pair)) for key, pair in settings.recipe.items())], "  ")
+
+
+def _circumstances(settings: SettingsComparison) -> Iterator[str]:
+    yield "Circumstances"
+    other = settings.other
+    if other is not None:
+        other = {key: pair for key, pair in other.items() if key.split(".")[0] not in _SHOWN_ELSEWHERE}
+    rows: list[Sequence[str]] = [("", "", "A", "B")]
+    rows += _differences("other settings", other)
+    rows += _differences("packages", settings.packages)
+    rows += _differences("topology", settings.topology)
+    yield from _table(rows, "  ")
+    if settings.code:
+        yield f"  code: {_code(settings.code)}"
+
+
+def _differences(title: str, differences: Differences | None) -> Iterator[Sequence[str]]:
+    if not differences:
+        yield title, "cannot be compared" if differences is None else "equal", "", ""
+    for number, (key, pair) in enumerate((differences or {}).items()):
+        yield title if not number else "", key, *map(_short, pair)
+
+
+def _code(code: Code) -> str:
+    names = [", then ".join(commit[:12] if commit else "no repository" for commit in side) for side in code.commits]
+    if code.same:
+        return f"the same commit, {names[0]}"
+    if code.same is False:
+        dirty = [" with uncommitted changes" if changed else "" for changed in code.changed]
+        return f"A {names[0]}{dirty[0]}; B {names[1]}{dirty[1]}"
+    if not any(code.changed):
+        return "unknown: the runs were started outside a repository"
+    whose = "both" if all(code.changed) else "A" if code.changed[0] else "B"
+    return f"the same commit, {names[0]}, but {whose} had uncommitted changes: the code may differ"
+
+
+# Results
+
+
+def _pair_results(found: Comparison) -> Iterator[str]:
+    yield "Results"
+    one, other = found.evaluations
+    missing = [label for label, run in (("A", one), ("B", other)) if not run.final]
+    if missing:
+        yield f"  no metrics to compare: {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no evaluation"
+    else:
+        yield f"  newest evaluation (A: step {one.step}, B: step {other.step})"
+        yield from _table([("", "A", "B", "B - A"), *_metrics(found.metrics, "final")])
+        if one.best_step is not None and other.best_step is not None:
+            yield f"  best evaluation (A: step {one.best_step}, B: step {other.best_step})"
+            yield from _table([("", "A", "B", "B - A"), *_metrics(found.metrics, "best")])
+    yield from _predictions(found.predictions, found.why_no_predictions)
+    yield from _throughput(*found.throughput)
+    yield "  One run each does not show how much the seed changes these numbers: compare folders of several seeds."
+
+
+def _metrics(metrics: Sequence[Metric], of: str) -> Iterator[Sequence[str]]:
+    for metric in metrics:
+        one, other = getattr(metric, of)
+        gap = f"{other - one:+.6g}" if one is not None and other is not None else ""
+        yield metric.name, *("-" if value is None else f"{value:.6g}" for value in (one, other)), gap
+
+
+def _predictions(found: PairedPredictions | None, why: str) -> Iterator[str]:
+    if found is None:
+        yield f"  predictions of the best weights cannot be compared: {why}"
+        return
+    low, high = found.interval
+    yield (
+        f"  predictions of the best weights, {found.rows} rows: {found.both} correct in both, "
+        f"{found.only_one} only in A, {found.only_other} only in B, {found.neither} in neither"
+    )
+    chance = ": these rows do not show a difference" if found.p >= 1 - LEVEL else ""
+    yield (
+        f"    accuracy, B - A: {found.difference:+.4f}, {LEVEL:.0%} interval {low:+.4f} to {high:+.4f}; "
+        f"McNemar's exact test: p = {found.p:.3g}{chance}"
+    )
+
+
+def _throughput(one: Throughput, other: Throughput) -> Iterator[str]:
+    rows: list[tuple[str, float | None, float | None]] = [
+        ("total seconds", one.wall_s, other.wall_s), ("rows per second", one.rows_per_s, other.rows_per_s),
+    ]  # fmt: skip
+    rows += [
+        (name.replace("time_", "share: ", 1), share, other.shares[name])
+        for name, share in one.shares.items()
+        if name in other.shares
+    ]
+    yield "  time"
+    cells = [(name, *(f"{value:.4g}" if value is not None else "-" for value in values)) for name, *values in rows]
+    yield from _table([("", "A", "B"), *cells])
+
+
+def _group_results(found: Comparison) -> Iterator[str]:
+    yield f"Results over {len(found.one.runs)} and {len(found.other.runs)} seeds: mean ± standard error"
+    if not found.spreads["final"]:
+        yield "  nothing to compare: no metric is in all of the runs"
+    for title, spreads in found.spreads.items():
+        if spreads:
+            yield f"  {'newest' if title == 'final' else title} evaluation of each run"
+            yield from _table([("", "A", "B", "B - A", f"{LEVEL:.0%} interval (Welch)"), *map(_spread, spreads)])
+
+
+def _spread(spread: Spread) -> Sequence[str]:
+    means = [f"{mean:.6g}" + (f" ± {error:.2g}" if error is not None else " (one seed)")
+             for mean, error in zip(spread.means, spread.errors, strict=True)]  # fmt: skip
+    interval = "{:+.4g} to {:+.4g}".format(*spread.interval) if spread.interval else "needs two seeds"
+    return spread.name, *means, f"{spread.difference:+.6g}", interval
+
+
+# Columns
+
+
+def _table(rows: Sequence[Sequence[str]], indent: str = "    ") -> Iterator[str]:
+    """Rows with each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 1]}…"

@@ -1,0 +1,161 @@
+"""``harness verify-resume``: compare an uninterrupted run with the same run killed several times, and find the cause if
+they differ."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.tools.compare import diagnosis, kill_plan, starts
+from harness.tools.compare.exactness import Difference, differences
+from harness.tools.compare.first_difference import FirstDifference
+from harness.tools.compare.kill_plan import Progress
+from harness.tools.compare.starts import Starts
+from harness.config import loader
+from harness.config.schema import Config
+from harness.errors import ConfigError, plural
+from harness.runs import layout
+from harness.runs.files import is_url
+from harness.runs.probe_plan import Kill, ProbePlan
+
+UNINTERRUPTED, KILLED, AGAIN = "uninterrupted", "killed", "uninterrupted-again"
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """The arguments of the command."""
+
+    path: str
+    overrides: list[str]
+    kills: int
+    steps: int | None = None
+    full: bool = False
+    seed: int = 0
+    folder: Path | None = None
+
+
+def verify(request: VerifyRequest) -> bool:
+    """Run and compare; print what happens. True if the killed run equals the uninterrupted one bit for bit.
+
+    Raises HarnessError if the configuration is wrong, or if a run fails without a kill.
+    """
+    config = loader.load(request.path, request.overrides)
+    world_size = config.launch.nnodes * config.launch.nproc
+    folder = _folder(request.folder)
+    same = False
+    try:
+        same = _verify(request, config, world_size, folder)
+    finally:
+        if same and request.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _print(f"the runs are in {folder / 'runs'}, their output in {folder / 'output.txt'}")
+    return same
+
+
+def _folder(wanted: Path | None) -> Path:
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    if wanted.exists() and any(wanted.iterdir()):
+        raise ConfigError("the folder is not empty", where=str(wanted), hint="choose a new one with --folder")
+    wanted.mkdir(parents=True, exist_ok=True)
+    return wanted.resolve()
+
+
+def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Path) -> bool:
+    ranks = f"{plural(world_size, 'rank')}"
+    _print(f"{request.path} on {ranks}, engine {config.launch.engine}: one uninterrupted run, then the same run killed "
+         f"{request.kills} times (seed {request.seed})")  # fmt: skip
+    length = starts.examine(request.path, request.overrides, world_size)
+    changes = {} if request.full else starts.shortened(config, request.overrides, length, request.steps)
+    for key, (was, now) in changes.items():
+        _print(f"  shortened: {key} {was} -> {now}")
+    if not request.full and "train.max_steps" in changes and int(changes["train.max_steps"][1]) < length.per_epoch:
+        _print(f"  an epoch has {length.per_epoch} steps, so no epoch ends; --steps N trains longer")
+    words = [*request.overrides, *(f"{key}={now}" for key, (_, now) in changes.items())]
+    runs = Starts(request.path, words, folder, config)
+    first = runs.finish(UNINTERRUPTED)
+    done = Progress(runs.folder_of(UNINTERRUPTED))
+    runs.limit(first.wall_s)
+    _print(f"uninterrupted: {done}, in {first.wall_s:.1f} s")
+    startup_s = max(0.0, first.wall_s - done.wall_s)  # including the exit
+    _print(f"about {_minutes((request.kills + 1) * startup_s + 1.5 * done.wall_s)} remaining")
+    chance = random.Random(request.seed)
+    kills = kill_plan.choose(done, request.kills, world_size, startup_s, is_url(config.output), chance)
+    num_kills = _killed(runs, kills, world_size)
+    found = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(KILLED))
+    if not found:
+        if not num_kills:
+            _print("not tested: the run ended before the first kill; train longer with --steps N")
+            return False
+        compared = f"{len(done.checkpoints)} checkpoints, {done.lines} log lines, summary, best weights"
+        compared += ", predictions" if done.predicts else ""
+        times = f"{plural(num_kills, 'time')}"
+        _print(f"exact: killed {times}, the run equals the uninterrupted one bit for bit ({compared})")
+        return True
+    _report(runs, found, done)
+    return False
+
+
+def _killed(runs: Starts, kills: list[Kill], world_size: int) -> int:
+    """Kill the run at each moment, then let it finish; return the number of kills that happened."""
+    happened = 0
+    for number, kill in enumerate(kills, 1):
+        mark = runs.folder / f"mark-{number}.json"
+        ended = runs.start(KILLED, ProbePlan(str(mark), kill))
+        if not mark.exists():
+            if ended.code:
+                raise starts.failed(KILLED, ended, runs.log)
+            _print(f"kill {number} of {len(kills)}: the run ended first (planned: {kill.where} of step {kill.step})")
+            return happened
+        happened += 1
+        content = json.loads(mark.read_text(encoding="utf-8"))
+        newest = _newest(runs.folder_of(KILLED))
+        _print(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}; {newest}")
+    last = runs.finish(KILLED)
+    _print(f"finished after {happened} kills, in {last.wall_s:.1f} s")
+    return happened
+
+
+def _newest(folder: Path) -> str:
+    try:
+        name = (folder / layout.CHECKPOINTS / layout.LATEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        return "no checkpoint yet"
+    return f"newest checkpoint: {name}"
+
+
+def _report(runs: Starts, found: list[Difference], done: Progress) -> None:
+    """Print where the runs first differ, and look for the cause."""
+    first = FirstDifference(found, done.checkpoints)
+    _print("not exact: the killed run differs from the uninterrupted one")
+    for line in first.lines():
+        _print(f"  {line}")
+    _print("training a second uninterrupted run, to find out whether runs also differ without a kill")
+    runs.finish(AGAIN)
+    again = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(AGAIN))
+    if again:
+        _print("two uninterrupted runs differ, so the training is not deterministic; the resume is not the cause")
+        first = FirstDifference(again, done.checkpoints)
+        for line in first.lines():
+            _print(f"  {line}")
+        causes = diagnosis.of_chance(runs, first)
+    else:
+        _print("two uninterrupted runs are equal, so a kill loses state that no checkpoint holds")
+        causes = diagnosis.of_loss(runs, first, done)
+    if not causes:
+        _print("no cause was found in the user's code")
+    for cause in causes:
+        _print(f"  {cause}")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,19 @@
+"""``harness doctor``: check whether this machine is ready to train."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+VERB = "doctor"
+HELP = "check whether this machine is ready to train"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from harness.tools.doctor import examine
+
+    return examine.main(os.environ, arguments.json)

@@ -1,0 +1,196 @@
+"""Python, the required packages, and the Apex that ``import apex`` would find."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from harness.tools.doctor.findings import Finding, System
+
+DISTRIBUTION = "apex-harness"
+OLDEST_PYTHON = (3, 10)
+
+
+def python(system: System) -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        yield Finding("python", "problem", f"{version} is too old (minimum: {oldest})", (f"install Python {oldest}",))
+    else:
+        yield Finding("python", "ok", f"{version}, {sys.executable}")
+
+
+def packages(system: System) -> Iterator[Finding]:
+    """The packages that setup.cfg requires, checked by their metadata without importing them."""
+    try:
+        required = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        text = "apex-harness is not installed (it runs from its folder), so its requirements are unknown"
+        yield Finding("packages", "note", text, ("python -m pip install -e .",))
+        return
+    wrong, fine = [], 0
+    for name, oldest in (_parse(line) for line in required if ";" not in line):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append((name, oldest, f"{name} is missing"))
+            continue
+        if _numbers(version) < _numbers(oldest):
+            wrong.append((name, oldest, f"{name} {version} is too old (minimum: {oldest})"))
+        fine += 1
+    for name, oldest, text in wrong:
+        wanted = f"'{name}>={oldest}'" if oldest else name
+        yield Finding("packages", "problem", text, (f"python -m pip install {wanted}",))
+    if not wrong:
+        yield Finding("packages", "ok", f"all {fine} required packages are installed")
+
+
+def torch(system: System) -> Iterator[Finding]:
+    try:
+        found = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing or incompatible
+        remedy = "python -m pip install --force-reinstall torch torchvision"
+        yield Finding("torch", "problem", f"cannot be imported: {error}", (remedy,))
+        return
+    yield Finding("torch", "ok", str(found.__version__))
+
+
+def torchvision(system: System) -> Iterator[Finding]:
+    try:
+        found = importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: built for another torch
+        remedy = "python -m pip install --force-reinstall torch torchvision  # together, so that their versions match"
+        yield Finding("torchvision", "problem", f"cannot be imported: {error}", (remedy,))
+        return
+    yield Finding("torchvision", "ok", str(found.__version__))
+
+
+def _parse(requirement: str) -> tuple[str, str]:
+    """("torch", "2.6") from "torch>=2.6"; an empty version if there is no minimum."""
+    match = re.match(r"\s*([\w.-]+)[^>]*(?:>=\s*([\w.]+))?", requirement)
+    return (match.group(1), match.group(2) or "") if match else (requirement, "")
+
+
+def _numbers(version: str) -> list[int]:
+    """[2, 6, 1] from "2.6.1+cu121"; trailing zeros are removed."""
+    numbers = [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
+
+
+# Apex: identified from files and metadata, because importing PyPI's apex fails
+
+_PARTS = [
+    *("amp", "parallel", "optimizers", "normalization", "multi_tensor_apply"),
+    *("fp16_utils", "mlp", "fused_dense", "contrib", "transformer"),
+]
+_EXTENSIONS = ["apex_C", "amp_C", "syncbn", "fused_layer_norm_cuda"]
+_SCRIPTS = "python -m harness.apex SCRIPT ARGS  # runs scripts that use `from apex import amp` unmodified"
+
+Kind = Literal["none", "ours", "nvidia", "rocm", "pypi", "folder", "unknown"]
+
+
+@dataclass(frozen=True)
+class InstalledApex:
+    """The installed ``apex``: its origin, version, folder and parts."""
+
+    kind: Kind
+    version: str = "of unknown version"
+    folder: str = ""
+    parts: tuple[str, ...] = ()
+
+    @property
+    def has_amp(self) -> bool:
+        return "amp" in self.parts and "parallel" in self.parts
+
+
+def find_apex() -> InstalledApex:
+    """The ``apex`` that an import would find."""
+    if getattr(sys.modules.get("apex"), "__harness__", False):
+        return InstalledApex("ours")
+    try:
+        spec = importlib.util.find_spec("apex")
+    except (ImportError, ValueError):  # partly imported, without a spec
+        spec = None
+    if spec is None:
+        return InstalledApex("none")
+    places = list(spec.submodule_search_locations or [])
+    folder = Path(places[0] if places else spec.origin or "")
+    version, requirements = _metadata()
+    parts = tuple(part for part in _PARTS if (folder / part).is_dir() or (folder / f"{part}.py").is_file())
+    kind: Kind
+    if "multi_tensor_apply" in parts or "amp" in parts:
+        kind = "rocm" if _is_rocm(folder, version) else "nvidia"
+    elif spec.origin is None:
+        kind = "folder"
+    else:
+        kind = "pypi" if "pyramid" in requirements else "unknown"
+    return InstalledApex(kind, version, str(folder), parts)
+
+
+def _metadata() -> tuple[str, str]:
+    """(version, requirements in lower case) of the distribution named apex."""
+    try:
+        distribution = importlib.metadata.distribution("apex")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version", ""
+    return distribution.version, " ".join(distribution.requires or []).lower()
+
+
+def _is_rocm(folder: Path, version: str) -> bool:
+    """ROCm's Apex has annotations for bfloat16, NVIDIA's has not."""
+    exports = folder / "amp" / "__init__.py"
+    text = exports.read_text(encoding="utf-8", errors="replace") if exports.is_file() else ""
+    return "bfloat16_function" in text or "rocm" in version
+
+
+def apex(system: System) -> Iterator[Finding]:
+    found = find_apex()
+    at = f"{found.version}, in {found.folder}"
+    if found.kind == "none":
+        yield Finding("apex", "ok", "not installed, and not needed")
+    elif found.kind == "ours":
+        yield Finding("apex", "ok", "harness.apex itself, through harness.apex.install()")
+    elif found.kind == "pypi":
+        text = f"PyPI's apex {at}: a toolkit for the Pyramid web framework that cannot be imported, not NVIDIA's Apex"
+        yield Finding("apex", "problem", text, ("python -m pip uninstall apex", _SCRIPTS))
+    elif found.kind == "folder":
+        text = f"the folder {found.folder} hides any installed apex (is it a clone of NVIDIA's repository?)"
+        yield Finding("apex", "note", text, (f"mv {found.folder} {found.folder}-source", _SCRIPTS))
+    elif found.kind == "unknown":
+        yield Finding("apex", "note", f"not NVIDIA's Apex but another package: {at}", ("python -m pip uninstall apex",))
+    else:
+        yield from _genuine(found, at)
+
+
+def _genuine(found: InstalledApex, at: str) -> Iterator[Finding]:
+    origin = {"nvidia": "NVIDIA's", "rocm": "ROCm's"}[found.kind]
+    extensions = [name for name in _EXTENSIONS if importlib.util.find_spec(name) is not None]
+    text = f"{origin} {at}; has {', '.join(found.parts)}; extensions: {', '.join(extensions) or 'none'}"
+    if found.has_amp:
+        yield Finding("apex", "ok", text)
+    else:
+        absent = " and ".join(part for part in ("amp", "parallel") if part not in found.parts)
+        yield Finding("apex", "note", f"{text}; without {absent}, which NVIDIA removed after 25.05", (_SCRIPTS,))
+
+
+def backend(system: System) -> Iterator[Finding]:
+    """The backend that ``precision.backend: auto`` selects. Imports an installed Apex only if it has amp."""
+    import torch
+
+    from harness.config.schema import PrecisionSection
+    from harness.training import precision
+
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda and find_apex().has_amp else "cpu")
+    chosen = precision.choose(PrecisionSection(), device).backend
+    why = "" if on_cuda else " (always on the CPU)"
+    yield Finding("backend", "ok", f"precision.backend=auto uses {chosen}{why}")

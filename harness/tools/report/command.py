@@ -1,0 +1,32 @@
+"""``harness report``: one file on runs or a sweep."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from harness.config import arguments as shared
+
+VERB = "report"
+HELP = "write one page about runs or a sweep: curves, speed-up, and where the time went"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", metavar="RUN_OR_SWEEP", help="run folders, or the folder of a sweep")
+    parser.add_argument("--format", choices=["html", "md", "csv"], default="html", help="kind of file (default: html)")
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="file to write (default: report.FORMAT in the first folder)"
+    )
+    parser.add_argument(
+        "--target", type=float, metavar="VALUE", help="also report the time to reach this value of the metric"
+    )
+    shared.add_trust(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from harness.tools.report import main
+    from harness.runs import fetched
+
+    fetched.require_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
+    paths = [fetched.local_copy(place) for place in arguments.paths]
+    return main.main(paths, arguments.out, arguments.format, arguments.target, arguments.trust)

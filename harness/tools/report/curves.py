@@ -1,0 +1,97 @@
+"""Learning curves: which runs are drawn, and the points of each line.
+
+Runs that differ only by seed are one line, their mean, in a band from the smallest to the largest value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.tools.report.history import AXES, Curve
+from harness.tools.report.run_set import ReportedRun, RunSet, SeedGroup
+
+MAX_LINES = 24
+NUM_COLORS = 8  # of the page's palette
+DASHES = ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
+_BAND_POINTS = 100
+
+
+@dataclass(frozen=True)
+class CurveLine:
+    """``color``: an index into the palette. Dash and symbol distinguish lines without color."""
+
+    label: str
+    group: SeedGroup
+    color: int
+    dash: str
+    symbol: str
+
+    @property
+    def first(self) -> ReportedRun:
+        return self.group.runs[0]
+
+
+def choose(runs: RunSet) -> list[CurveLine]:
+    """The best runs, MAX_LINES at most: a color and a symbol for each recipe, a dash for each world size."""
+    drawn = [group for group in runs.seed_groups if any(_has_points(run) for run in group.runs)][:MAX_LINES]
+    recipes = list(dict.fromkeys(group.runs[0].recipe for group in drawn))
+    worlds = sorted({group.runs[0].record.ranks for group in drawn}, key=lambda ranks: (len(ranks), ranks))
+    found = []
+    for group in drawn:
+        run = group.runs[0]
+        place = recipes.index(run.recipe)
+        dash = worlds.index(run.record.ranks) + place // NUM_COLORS
+        label = run.label if len(group.runs) == 1 else _label(runs, group)
+        color, symbol = place % NUM_COLORS, SYMBOLS[place % len(SYMBOLS)]
+        found.append(CurveLine(label, group, color, DASHES[dash % len(DASHES)], symbol))
+    return found
+
+
+def _has_points(run: ReportedRun) -> bool:
+    return bool(len(run.history.train) or len(run.history.validation))
+
+
+def _label(runs: RunSet, group: SeedGroup) -> str:
+    run = group.runs[0]
+    several = len({other.ranks for other in runs.runs}) > 1
+    ranks = f" · {run.ranks}" if several and run.ranks else ""
+    return f"{runs.describe(run)}{ranks} · mean of {group.size}"
+
+
+def points(line: CurveLine) -> dict[str, Any]:
+    """The line for the page: {train, validation: {at: {axis: [...]}, values, low, high: {name: [...]}}}."""
+    found: dict[str, Any] = {"label": line.label, "color": line.color, "dash": line.dash, "symbol": line.symbol}
+    for part in ("train", "validation"):
+        curves = [getattr(run.history, part) for run in line.group.runs]
+        found[part] = _band([curve for curve in curves if len(curve)])
+    return found
+
+
+def _band(curves: Sequence[Curve]) -> dict[str, Any]:
+    if len(curves) < 2:
+        curve = curves[0] if curves else None
+        at = {axis: rounded(curve.at[axis]) for axis in AXES} if curve else {}
+        return {"at": at, "values": {name: rounded(values) for name, values in curve.values.items()} if curve else {}}
+    last = min(curve.steps[-1] for curve in curves)
+    grid = curves[0].steps[curves[0].steps <= last]
+    if len(grid) > _BAND_POINTS:
+        grid = grid[np.unique(np.linspace(0, len(grid) - 1, _BAND_POINTS).astype(int))]
+    at = {axis: rounded(np.mean([np.interp(grid, c.steps, c.at[axis]) for c in curves], axis=0)) for axis in AXES}
+    band: dict[str, Any] = {"at": at, "values": {}, "low": {}, "high": {}}
+    for name in curves[0].values:
+        if all(name in curve.values for curve in curves):
+            stacked = np.array([np.interp(grid, curve.steps, curve.values[name]) for curve in curves])
+            sides = {"values": stacked.mean(0), "low": stacked.min(0), "high": stacked.max(0)}
+            for side, values in sides.items():
+                band[side][name] = rounded(values)
+    return band
+
+
+def rounded(values: np.ndarray) -> list[float | None]:
+    """Six significant digits, more than a screen shows; None for values that are not finite."""
+    return [None if value != value or abs(value) == np.inf else float(f"{value:.6g}") for value in values.tolist()]

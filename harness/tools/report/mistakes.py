@@ -1,0 +1,277 @@
+"""Errors of a model: its confusion matrix, or its metrics by label or column, and the validation rows it was most wrong
+about: wrong labels with the highest scores, or numbers with the largest errors.
+
+Images are searched under ``task.root``, from the working folder and from the folders above the run. Images that cannot
+be found or read, or are outside of that folder, are left out: predictions.csv may have been written by someone else.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+from PIL import Image
+
+from harness.errors import require_regular_file
+from harness.tools.report.formatting import number, percent
+from harness.tools.report.run_set import ReportedRun
+from harness.runs import layout
+from harness.runs.files import read_text
+
+MAX_CLASSES = 60  # of a matrix that is drawn; larger ones only have a list of pairs
+MAX_SHOWN = 24  # mistakes
+MAX_PAIRS = 10
+_PIXELS = 96  # longer side of an image on the page
+_PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """``counts[label][prediction]``. ``of_best``: of the best weights, like the list of mistakes; otherwise of the
+    newest evaluation."""
+
+    classes: list[str]
+    counts: list[list[int]]
+    of_best: bool = False
+
+    @property
+    def pairs(self) -> list[tuple[str, str, int]]:
+        """(label, prediction, rows) of the pairs that were confused, the most frequent first."""
+        wrong = [
+            (self.classes[row], self.classes[column], count)
+            for row, line in enumerate(self.counts)
+            for column, count in enumerate(line)
+            if count and row != column
+        ]
+        return sorted(wrong, key=lambda pair: -pair[2])[:MAX_PAIRS]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A validation row, by its id or its text. ``score``: the probability of the wrong prediction, or the error of a
+    number; ``image``: a data URI, or empty."""
+
+    row: str
+    label: str
+    prediction: str
+    score: float
+    image: str
+    is_number: bool = False
+    is_text: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The score in words."""
+        if self.is_number:
+            return f"off by {number(abs(self.score))}"
+        return percent(self.score) if self.score else ""
+
+
+def confusion(run: ReportedRun) -> Confusion | None:
+    """Counted from ``predictions.csv``, which the best weights wrote at the end of the run; before that, the matrix of
+    the newest evaluation. None if ``confusion.csv``, which lists the classes, does not exist or is not a square of
+    counts."""
+    try:
+        header, *lines = csv.reader(io.StringIO(read_text(run.record.path / layout.CONFUSION), newline=""))
+        counts = [[int(cell) for cell in line[1:]] for line in lines]
+    except (OSError, ValueError):
+        return None
+    classes = header[1:]
+    square = len(counts) == len(classes) and all(len(line) == len(classes) for line in counts)
+    if not square or not classes:
+        return None
+    best = _counted(read_predictions(run.record.path / layout.PREDICTIONS), classes)
+    return Confusion(classes, counts if best is None else best, best is not None)
+
+
+def _counted(table: pa.Table | None, classes: list[str]) -> list[list[int]] | None:
+    """The confusion matrix of ``table``; None if it has no rows, or other classes."""
+    if table is None:
+        return None
+    known = table.filter(pc.and_(pc.is_valid(table["label"]), pc.is_valid(table["prediction"])))
+    true, predicted = (pc.index_in(known[name], pa.array(classes)) for name in ("label", "prediction"))
+    if not len(known) or true.null_count or predicted.null_count:
+        return None
+    cells = true.to_numpy().astype(np.int64) * len(classes) + predicted.to_numpy()
+    counts: list[list[int]] = np.bincount(cells, minlength=len(classes) ** 2).reshape(len(classes), -1).tolist()
+    return counts
+
+
+def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:
+    """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels. Of numbers,
+    every row is a mistake, and the largest errors come first."""
+    table = read_predictions(run.record.path / layout.PREDICTIONS)
+    if table is None:
+        return [], 0, 0
+    wrong = table.filter(
+        pc.and_kleene(pc.is_valid(table["prediction"]), pc.not_equal(table["prediction"], table["label"]))
+    )
+    separator = str(run.settings.get("task.labels.separator") or "")
+    scores = _errors(wrong) if "error" in wrong.column_names else _scores(wrong, separator)
+    order = np.argsort(-np.abs(scores), kind="stable")[:MAX_SHOWN]
+    find = _images(run) if with_images else lambda name: ""
+    found = []
+    for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
+        name = str(row.get("id", ""))
+        text = row.get("text")
+        shown = str(row["label"]), str(row["prediction"]), score, find(name)
+        found.append(Mistake(str(text or name), *shown, "error" in row, text is not None))
+    return found, len(wrong), len(table)
+
+
+def read_predictions(path: Path) -> pa.Table | None:
+    """The table at ``path`` with ids, predictions and labels as text; None if it is missing or has other columns.
+
+    A row whose input could not be read has no prediction. A class may be named "NA" or "null".
+    """
+    options = pyarrow.csv.ConvertOptions(
+        column_types=dict.fromkeys(("id", "prediction", "label"), pa.string()),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
+    try:
+        require_regular_file(path)
+        table = pyarrow.csv.read_csv(path, convert_options=options)
+    except (OSError, pa.ArrowInvalid):
+        return None
+    if not {"prediction", "label"} <= set(table.column_names):
+        return None
+    scores = next((table[name] for name in table.column_names if name.startswith("score")), None)
+    if scores is not None:  # a row with several labels may have none of them, and is then empty, but has scores
+        for name in ("prediction", "label"):
+            filled = pc.if_else(pc.is_valid(scores), pc.fill_null(table[name], ""), table[name])
+            table = table.set_column(table.column_names.index(name), name, filled)
+    return table
+
+
+def by_name(run: ReportedRun) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of the metrics of each label or column of the newest evaluation, the worst first; empty if there
+    are none."""
+    evaluation = run.record.summary.get("evaluation")
+    for key, title, worst in (("by_label", "label", "f1"), ("by_column", "column", "r2")):
+        found = evaluation.get(key) if isinstance(evaluation, dict) else None
+        if not (isinstance(found, dict) and found and all(isinstance(each, dict) for each in found.values())):
+            continue
+        names = list(next(iter(found.values())))
+        numbers = {name: [_real(each.get(metric)) for metric in names] for name, each in found.items()}
+        place = names.index(worst) if worst in names else 0
+        order = sorted(numbers, key=lambda name: _nan_last(numbers[name][place]))
+        return [title, *names], [[name, *map(number, numbers[name])] for name in order[:MAX_SHOWN]]
+    return [], []
+
+
+def _real(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _errors(table: pa.Table) -> np.ndarray:
+    """The error of each number; 0 if it is not one."""
+    if not pa.types.is_floating(table.schema.field("error").type):
+        return np.zeros(len(table))
+    return np.nan_to_num(table["error"].to_numpy().astype(float))
+
+
+def _scores(wrong: pa.Table, separator: str) -> np.ndarray:
+    """The probability of each prediction; 0 if the table has none. With a ``separator``, rows have several labels: the
+    largest probability of a label that is wrong, or that a missing label was given of being absent."""
+    if "score" in wrong.column_names:  # with many classes, predictions.csv has only the five best
+        columns = ["score"]
+    else:
+        columns = [name for name in wrong.column_names if name.startswith("score_")]
+    numbers = [name for name in columns if pa.types.is_floating(wrong.schema.field(name).type)]
+    if not numbers or not len(wrong):
+        return np.zeros(len(wrong))
+    scores = np.nan_to_num(np.stack([wrong[name].to_numpy().astype(float) for name in numbers]))
+    if separator and numbers != ["score"]:
+        labels = [set(text.split(separator)) for text in wrong["label"].to_pylist()]
+        true = np.asarray([[name.removeprefix("score_") in each for each in labels] for name in numbers])
+        scores = np.where(true, 1 - scores, scores)
+    best: np.ndarray = scores.max(axis=0)
+    return best
+
+
+# Images
+
+
+def _images(run: ReportedRun) -> Callable[[str], str]:
+    """A function from a row's id to its image as a data URI, empty if there is none."""
+    task = str(run.settings.get("task.name", ""))
+    root = str(run.settings.get("task.root") or "")
+    if task in _PUBLISHED:
+        rows = _published(run, Path(root) / _PUBLISHED[task] / "raw" / "t10k-images-idx3-ubyte")
+        if rows is None:
+            return lambda name: ""
+        return lambda name: _uri(Image.fromarray(rows[int(name)])) if _is_below(name, len(rows)) else ""
+
+    def find(name: str) -> str:
+        if Path(name).suffix.lower() not in Image.registered_extensions():
+            return ""
+        for place in _places(run):
+            try:
+                if (path := _inside(place / root, name)) is None:
+                    continue
+                with Image.open(path) as image:
+                    image.draft("RGB", (_PIXELS, _PIXELS))
+                    return _uri(image)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+                continue
+        return ""
+
+    return find
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """The file ``name`` in ``folder``; None if it is outside, even through a link, or not a regular file (such as a
+    pipe)."""
+    root, path = folder.resolve(), (folder / name).resolve()
+    inside = ".." not in Path(name).parts and root != Path(root.anchor) and path.is_relative_to(root)
+    return path if inside and path.is_file() else None
+
+
+def _is_below(name: str, num_rows: int) -> bool:
+    return name.isdecimal() and int(name) < num_rows
+
+
+def _places(run: ReportedRun) -> Iterator[Path]:
+    """Folders that relative paths may start from: the working folder, and the folders above the run."""
+    yield Path()
+    yield from run.record.path.resolve().parents[:4]
+
+
+def _published(run: ReportedRun, path: Path) -> np.ndarray | None:
+    """Memory-mapped images of an IDX file, (rows, height, width); None if it is missing or incomplete."""
+    for place in _places(run):
+        try:
+            if not (place / path).is_file():
+                continue
+            header = np.fromfile(place / path, dtype=">u4", count=4)
+            shape = tuple(int(number) for number in header[1:])
+            if len(header) == 4 and (place / path).stat().st_size == 16 + math.prod(shape):
+                return np.memmap(place / path, dtype=np.uint8, mode="r", offset=16, shape=shape)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _uri(image: Any) -> str:
+    """A small PNG as a data URI."""
+    small = image.convert("L" if image.mode in ("1", "L", "I;16", "I") else "RGB")
+    small.thumbnail((_PIXELS, _PIXELS))
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

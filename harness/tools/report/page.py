@@ -1,0 +1,223 @@
+"""The report as a page: one HTML file that contains its scripts, figures and images, and makes no request."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from harness.errors import ConfigError, plural
+from harness.tools.report import charts, curves, formatting, reproduce, scaling, sections, tables
+from harness.tools.report.charts import Chart
+from harness.tools.report.curves import CurveLine
+from harness.tools.report.run_set import ReportedRun, RunSet
+from harness.tools.report.scaling import ScalingSeries, Target
+from harness.version import __version__
+
+MAX_PROBLEMS = 30  # runs whose problems are listed above the table
+MAX_CHIPS = 10
+_DASHES = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4"}
+
+
+def render(runs: RunSet, target: Target | None) -> str:
+    """The text of the page. Raises ConfigError without plotly."""
+    scaled = scaling.series(runs, target.value if target else None)
+    lines = curves.choose(runs)
+    curve_charts, groups, left_out = sections.choose(runs, target, scaled, lines)
+    plotly, packed, num_bytes = plotly_source()
+    script = _file("page.js")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    text: str = environment.from_string(_file("page.html")).render(
+        _facts(runs, target, scaled),
+        policy=_policy([plotly, script]),
+        style=Markup(_file("page.css")),
+        curves=curve_charts,
+        lines=lines,
+        dashes=_DASHES,
+        metrics=[(name, formatting.metric(name)) for name in sections.metrics(runs, lines)],
+        undrawn=sections.undrawn(runs, lines),
+        groups=groups,
+        links=_links(runs, lines, groups),
+        left_out=left_out,
+        percent=formatting.percent,
+        data=_json(_data(runs, lines, [*curve_charts, *sections.all_charts(groups)])),
+        plotly=Markup(packed),
+        plotly_bytes=num_bytes,
+        script=Markup(script),
+    )
+    return text
+
+
+def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries]) -> dict[str, Any]:
+    """Everything except figures."""
+    best = runs.best
+    troubled = [(run, tables.problems(run)) for run in runs.ranked if tables.has_problem(run)]
+    swept = all(run.record.sweep for run in runs.runs)
+    return {
+        "runs": runs,
+        "kind": "Sweep" if swept else "Run" if len(runs.runs) == 1 else "Comparison",
+        "lead": _headline(runs),
+        "best": best,
+        "cards": _cards(runs, best, target, scaled) if best else [],
+        "chips": _chips(runs, best) if best else [],
+        "commands": reproduce.commands(best) if best else [],
+        "caveats": reproduce.caveats(best) if best else [],
+        "config": _config(best) if best else "",
+        "provenance": reproduce.provenance(best or runs.runs[0]),
+        "differences": reproduce.differences(runs.runs),
+        "problems": [
+            {"state": run.record.state, "shown": formatting.STATES[run.record.state], "label": run.label,
+             "lines": [formatting.without_working_folder(line) for line in found] + [f"in {run.path}"]}
+            for run, found in troubled[:MAX_PROBLEMS]
+        ],
+        "more_problems": max(0, len(troubled) - MAX_PROBLEMS),
+        "table": tables.all_runs(runs, target),
+        "made": time.strftime("%Y-%m-%d"),
+        "version": __version__,
+        "source": plural(len(runs.runs), "run folder"),
+    }  # fmt: skip
+
+
+def _headline(runs: RunSet) -> str:
+    text = f"{plural(len(runs.runs), 'run')}: {tables.states(runs.runs)}."
+    if runs.best is None:
+        return text + " None of them has an evaluation yet."
+    better = "higher" if runs.direction == "max" else "lower"
+    return f"{text} Ranked by validation {formatting.metric(runs.metric)}; {better} is better."
+
+
+def _cards(
+    runs: RunSet, best: ReportedRun, target: Target | None, scaled: Sequence[ScalingSeries]
+) -> list[dict[str, str]]:
+    group = next(group for group in runs.seed_groups if best in group.runs)
+    over = ""
+    if group.spread is not None:
+        mean, spread = formatting.number(group.mean, 5), formatting.number(group.spread, 2)
+        over = f"; {mean} ± {spread} over {group.size}"
+    figure = formatting.number(best.best, formatting.BEST_DIGITS)
+    cards = [
+        {"title": f"best {formatting.metric(runs.metric)}", "figure": figure,
+         "note": f"after epoch {formatting.number(best.at_best('epoch'))}{over}"}
+    ]  # fmt: skip
+    if target and (at := scaling.reached(best, target.value, runs.direction)):
+        cards.append(
+            {"title": f"time to {formatting.at_least(runs.direction, target.value)}",
+             "figure": formatting.duration(at.seconds), "note": f"{formatting.count(at.samples)} rows; {target.why}"}
+        )  # fmt: skip
+    most = max((each.points[-1].world for each in scaled), default=0)
+    tops = [point.speed_up for each in scaled if (point := each.points[-1]).world == most and point.speed_up]
+    if tops:
+        spread = f"from {formatting.times(min(tops))} to {formatting.times(max(tops))}"
+        several = f"median of {len(tops)} recipes, {spread}"
+        cards.append(
+            {"title": f"speed-up on {plural(most, 'rank')}",
+             "figure": formatting.times(statistics.median(tops)),
+             "note": several if len(tops) > 1 else "in rows per second, relative to the smallest number of ranks"}
+        )  # fmt: skip
+    ranks = best.ranks or "an unknown number of ranks"
+    cards.append(
+        {"title": "training speed", "figure": f"{formatting.count(best.history.rows_per_s)} rows/s",
+         "note": f"on {ranks}; total time {formatting.duration(best.history.wall_s)}"}
+    )  # fmt: skip
+    return cards
+
+
+def _chips(runs: RunSet, best: ReportedRun) -> list[tuple[str, str]]:
+    keys = [key for key in runs.varied if key in best.settings][:MAX_CHIPS]
+    keys += [key for key in tables.MAIN_SETTINGS if key not in keys and best.settings.get(key) is not None]
+    chips = [(formatting.key(key), formatting.setting(best.settings[key])) for key in keys]
+    return [*chips, ("ranks", best.record.ranks)] if best.ranks else chips
+
+
+def _config(best: ReportedRun) -> str:
+    if not best.record.config:
+        return ""
+    text = yaml.safe_dump(best.record.config, sort_keys=False, allow_unicode=True)
+    return formatting.without_working_folder(text)
+
+
+def _links(runs: RunSet, lines: Sequence[CurveLine], groups: Sequence[sections.ReportSection]) -> list[tuple[str, str]]:
+    """(key, title) of the sections, for the navigation bar."""
+    found = [("best", "Best run" if len(runs.runs) > 1 else "Run")] if runs.best else []
+    if any(tables.has_problem(run) for run in runs.runs):
+        found.append(("problems", "Problems"))
+    found += [("curves", "Curves")] if lines else []
+    found += [(group.key, group.title) for group in groups]
+    return [*found, ("runs", "All runs"), ("provenance", "Provenance")]
+
+
+# The file
+
+
+def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> dict[str, Any]:
+    """The data that the page's script draws."""
+    parts: dict[str, dict[str, Any]] = {
+        "validation": {"part": "validation", "choice": "metric", "value": runs.metric},
+        "training": {"part": "train", "choice": "quantity", "value": "loss"},
+        "scale": {"part": "train", "value": "loss_scale", "powers": _powers(lines), "shape": "hv"},
+    }
+    metrics = sections.metrics(runs, lines)
+    if runs.metric not in metrics and metrics:
+        parts["validation"]["value"] = metrics[0]
+    return {
+        "lines": [curves.points(line) | {"shown": charts.plain(line.label)} for line in lines],
+        "charts": {chart.key: parts.get(chart.key) or {"data": chart.data, "layout": chart.layout} for chart in shown},
+        "names": {name: charts.plain(formatting.metric(name)) for name in metrics}
+        | {"lr": "learning rate", "loss_scale": "loss scale", "loss": "loss"},
+    }
+
+
+def _powers(lines: Sequence[CurveLine]) -> list[int]:
+    """About ten powers of two around the loss scales: the ticks of the axis."""
+    scales = [scale for line in lines for scale in line.first.history.loss_scales or () if scale >= 1]
+    if not scales:
+        return []
+    low, high = math.floor(math.log2(min(scales))), math.ceil(math.log2(max(scales)))
+    return [2**power for power in range(low, high + 1, max(1, (high - low) // 8))]
+
+
+def _json(content: Any) -> Markup:
+    """JSON that cannot close the element that contains it."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _file(name: str) -> str:
+    return resources.files("harness.tools.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def plotly_source() -> tuple[str, str, int]:
+    """plotly.js; the same as base85 of gzip, which is 1.8 MB instead of 4.8; the size of the gzip data."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ConfigError(
+            "the page's figures need plotly, which is not installed",
+            where="--format html",
+            hint="pip install 'apex-harness[report]', or --format md",
+        ) from None
+    source: str = get_plotlyjs()
+    packed = gzip.compress(source.encode(), mtime=0)
+    return source, base64.b85encode(packed, pad=True).decode(), len(packed)
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """A Content-Security-Policy that allows the page's own scripts and no request."""
+    allowed = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "connect-src 'none'; base-uri 'none'; form-action 'none'"
+    )

@@ -1,0 +1,183 @@
+"""The commands that reproduce a run, and its provenance."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from harness.config.schedule import SPAN_THE_RUN
+from harness.errors import plural
+from harness.tools.report import formatting
+from harness.tools.report.run_set import ReportedRun, devices
+from harness.runs import layout
+from harness.runs.reader import over_starts
+
+
+def commands(run: ReportedRun) -> list[str]:
+    """Check out the commit of the working folder, then train the same configuration under a new name."""
+    start = _newest(run)
+    lines = []
+    git = start.get("git")
+    if isinstance(git, dict) and git.get("commit"):
+        lines.append(f"git checkout {shlex.quote(str(git['commit'])[:12])}")
+    if run.record.sweep is not None:
+        return [*lines, trial_command(run.record.sweep.path, run.record.sweep.name, run.record.path)]
+    config = shlex.quote(formatting.path(run.record.path / layout.CONFIG))
+    name = shlex.quote(f"name={run.record.name}_again")
+    ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
+    hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
+    world = (run.record.world_sizes or [1])[-1]
+    if len(hosts) > 1:
+        nodes = f"--nnodes={len(hosts)} --node-rank=0 --master-addr=NODE0 --master-port=PORT"
+        train = f"torchrun {nodes} --nproc-per-node={world // len(hosts)} -m harness.train -c {config} {name}"
+        lines.append(f"{train}   # on each node")
+    elif world > 1:
+        lines.append(f"harness launch -c {config} --nproc {world} {name}")
+    else:
+        lines.append(f"harness train -c {config} {name}")
+    return lines
+
+
+def trial_command(sweep: Path, name: str, run: Path) -> str:
+    """The command that trains the trial at ``run`` again, with its ranks, threads and engine, into a folder next to
+    the sweep: a sweep folder holds only its own trials."""
+    own = [f"output={formatting.path(sweep.parent)}", f"name={name}-{run.name}"]
+    return shlex.join(["harness", "launch", "-c", formatting.path(run / layout.CONFIG), *own])
+
+
+def caveats(run: ReportedRun) -> list[str]:
+    """Reasons why these commands may give other numbers."""
+    start = _newest(run)
+    found = []
+    git = start.get("git")
+    if not isinstance(git, dict) or not git.get("commit"):
+        found.append("The commit is unknown.")
+    elif any(_commit(start) != _commit(before) for before in run.record.provenance):
+        found.append(f"The code changed at a resume ({commit(run)}); these commands use the last commit.")
+    elif git.get("changed"):
+        found.append("The code had uncommitted changes, so the commit may give different numbers.")
+    if len(run.record.provenance) > 1:
+        text = f"The run was resumed from a checkpoint ({plural(len(run.record.provenance), 'start')})"
+        changed = len(run.record.world_sizes) > 1
+        found.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
+    if (schedule := run.settings.get("schedule.name")) in SPAN_THE_RUN:
+        for key, lengths in run.record.lengths.items():
+            for (_, before), (step, after) in pairwise(lengths):
+                change = f"from {formatting.setting(before)} to {formatting.setting(after)} at step {step}"
+                found.append(
+                    f"{key} changed {change}, and the {schedule} schedule spans the whole run: these commands, "
+                    "which use the last value from the start, give different learning rates."
+                )
+    on_gpu = set(devices(run.record)) != {"cpu"}
+    if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):
+        found.append(
+            f"Training was not deterministic (train.deterministic: {str(level).lower()}): expect similar numbers, not "
+            "equal ones."
+        )
+    return found
+
+
+def provenance(run: ReportedRun) -> list[tuple[str, str]]:
+    """(title, value): time and command of the newest start, and facts over all starts."""
+    start, starts = _newest(run), run.record.provenance
+    if not start:
+        return []
+    first = f" (the first of {len(starts)}: {_when(starts[0].get('started'))})" if len(starts) > 1 else ""
+    facts = {"started": _when(start.get("started")) + first, "command": _command(start.get("command"))}
+    facts |= _over_starts(map(_facts, starts)) | {"ranks": run.record.ranks or formatting.NOTHING}
+    packages = _over_starts(map(_packages, starts))
+    facts["packages"] = "; ".join(f"{name} {version}" for name, version in packages.items())
+    return list(facts.items())
+
+
+def _facts(start: dict[str, Any]) -> dict[str, str]:
+    return {
+        "git commit": _commit(start),
+        "harness": _harness(start),
+        **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
+        "machine": machine(start.get("ranks")),
+        "launched by": str(start.get("launched_by", formatting.NOTHING)),
+        "amp": str(start.get("amp", formatting.NOTHING)),
+        "Python": str(start.get("python", formatting.NOTHING)),
+        "CUDA": str(start.get("cuda") or "none"),
+    }
+
+
+def _over_starts(starts: Iterable[dict[str, str]]) -> dict[str, str]:
+    found = list(starts)
+    titles = dict.fromkeys(title for facts in found for title in facts)
+    return {title: str(over_starts(facts.get(title, formatting.NOTHING) for facts in found)) for title in titles}
+
+
+def differences(runs: Sequence[ReportedRun]) -> list[tuple[str, list[tuple[str, int]]]]:
+    """(title, [(value, number of runs)]) for everything in which the provenance of the runs differs."""
+    found: dict[str, Counter[str]] = {}
+    for run in runs:
+        if not run.record.provenance:
+            continue
+        facts = _over_starts(_facts(start) | _packages(start) for start in run.record.provenance)
+        facts["device"] = ", ".join(sorted(set(devices(run.record))))
+        del facts["machine"]
+        for title, value in facts.items():
+            found.setdefault(title, Counter())[value] += 1
+    return [(title, counts.most_common()) for title, counts in found.items() if len(counts) > 1]
+
+
+def commit(run: ReportedRun) -> str:
+    return str(over_starts(map(_commit, run.record.provenance or [{}])))
+
+
+def _newest(run: ReportedRun) -> dict[str, Any]:
+    return run.record.provenance[-1] if run.record.provenance else {}
+
+
+def _commit(start: dict[str, Any]) -> str:
+    git = start.get("git")
+    if not isinstance(git, dict) or not git.get("commit"):
+        return "unknown"
+    return str(git["commit"])[:12] + (" with changes" if git.get("changed") else "")
+
+
+def _harness(start: dict[str, Any]) -> str:
+    """ "0.1.0, commit 0123456789ab" """
+    harness = start.get("harness")
+    if not isinstance(harness, dict):
+        return "unknown"
+    return f"{harness.get('version')}, commit {_commit(harness)}"
+
+
+def _own_code(start: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    own = start.get("own_code")
+    return (
+        [(folder, entry) for folder, entry in own.items() if isinstance(entry, dict)] if isinstance(own, dict) else []
+    )
+
+
+def _when(started: Any) -> str:
+    return re.sub(r"T(\d\d:\d\d):\d\d", r" \1 ", str(started)) if started else "unknown"
+
+
+def _command(command: Any) -> str:
+    """The command line, without the interpreter's folder and the working folder."""
+    parts = [str(word) for word in command] if isinstance(command, list) else []
+    if not parts:
+        return formatting.NOTHING
+    parts[0] = os.path.basename(parts[0])
+    return formatting.without_working_folder(shlex.join(parts))
+
+
+def machine(ranks: Any) -> str:
+    """ "2 × host: cuda (NVIDIA H100)" """
+    kinds = Counter(re.sub(r"cuda:\d+", "cuda", str(rank)) for rank in ranks) if isinstance(ranks, list) else Counter()
+    return ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or formatting.NOTHING
+
+
+def _packages(start: dict[str, Any]) -> dict[str, str]:
+    packages = start.get("packages")
+    return {str(name): str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}

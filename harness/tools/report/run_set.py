@@ -1,0 +1,299 @@
+"""The runs of a report side by side: the deciding metric, the best run, the settings that vary, repeats by seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from harness.config.schema import NOT_THE_RECIPE, flatten
+from harness.errors import plural
+from harness.tools.report import formatting, history
+from harness.tools.report.history import Direction, History
+from harness.runs.reader import Record
+
+MAX_IN_LABEL = 4  # settings in a run's label; runs that differ in more are named by their folders
+LENGTH = ("train.epochs", "train.max_steps")  # may change on resume, but not between runs that are compared
+_SMALLER_IS_BETTER = re.compile(r"loss|nll|perplexity|error|entropy|(^|_)(mae|mse|rmse|wer|cer|bpc)(_|$)", re.I)
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """``label``: unique in the report. ``settings``: the flat configuration. ``recipe``: equal text for runs that
+    differ only by seed and world size. ``best``: of the deciding metric."""
+
+    record: Record
+    label: str
+    path: str
+    settings: dict[str, Any]
+    recipe: str
+    history: History
+    best: float | None
+
+    @property
+    def world(self) -> int | None:
+        """The number of ranks; None if it is unknown or changed at a resume."""
+        return self.record.world_size
+
+    @property
+    def ranks(self) -> str:
+        """ "2 ranks", "1, then 2 ranks"; empty if unknown."""
+        return formatting.ranks(self.record.ranks) if self.record.ranks else ""
+
+    @property
+    def place(self) -> str:
+        """ "trial 3", or the run folder."""
+        return f"trial {self.record.trial.number}" if self.record.trial else self.path
+
+    @property
+    def batch(self) -> int | None:
+        """Rows per optimizer step over all ranks."""
+        return global_batch(self.settings, self.world)
+
+    @property
+    def lr(self) -> float | None:
+        rate = self.settings.get("optimizer.lr")
+        return float(rate) if isinstance(rate, int | float) else None
+
+    @property
+    def seed(self) -> Any:
+        return self.settings.get("seed")
+
+    def at_best(self, axis: str) -> float | None:
+        """The position of the best evaluation on an axis."""
+        improvements = self.history.improvements
+        return float(improvements.at[axis][-1]) if len(improvements) else None
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """Runs of one recipe and world size, which differ by seed or not at all. Repeats of a seed count once, with their
+    mean. The spread is the sample standard deviation over seeds."""
+
+    runs: list[ReportedRun]
+
+    @cached_property
+    def by_seed(self) -> dict[str, float]:
+        bests: dict[str, list[float]] = {}
+        for run in self.runs:
+            if run.best is not None:
+                bests.setdefault(str(run.seed), []).append(run.best)
+        return {seed: statistics.fmean(values) for seed, values in sorted(bests.items())}
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.by_seed.values())
+
+    @property
+    def size(self) -> str:
+        """ "3 seeds", "2 repeats" of one seed, "2 seeds, 3 runs"."""
+        seeds = len({str(run.seed) for run in self.runs})
+        if seeds == len(self.runs):
+            return plural(seeds, "seed")
+        runs = len(self.runs)
+        return f"{seeds} seeds, {runs} runs" if seeds > 1 else plural(runs, "repeat")
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def spread(self) -> float | None:
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True)
+class RunSet:
+    """All runs of a report. ``varied``: dotted keys of the settings in which they differ. ``trust``: show images also
+    of runs that are not this user's own."""
+
+    title: str
+    runs: list[ReportedRun]
+    metric: str | None
+    direction: Direction
+    varied: list[str]
+    trust: bool = False
+
+    @cached_property
+    def ranked(self) -> list[ReportedRun]:
+        """The best run first; runs without an evaluation last. Of runs whose best values look equal in the report, the
+        one that reached it sooner comes first: a difference beyond the digits shown means nothing."""
+        sign = -1.0 if self.direction == "max" else 1.0
+
+        def order(run: ReportedRun) -> tuple[bool, float, float]:
+            shown = float(f"{run.best or 0.0:.{formatting.BEST_DIGITS}g}")
+            seconds = run.at_best("seconds")
+            return run.best is None, sign * shown, math.inf if seconds is None else seconds
+
+        return sorted(self.runs, key=order)
+
+    @property
+    def best(self) -> ReportedRun | None:
+        return next((run for run in self.ranked if run.best is not None), None)
+
+    @cached_property
+    def seed_groups(self) -> list[SeedGroup]:
+        """All runs, the group with the best run first."""
+        found: dict[tuple[str, str], list[ReportedRun]] = {}
+        for run in self.ranked:
+            found.setdefault((run.recipe, run.record.ranks), []).append(run)
+        return [SeedGroup(runs) for runs in found.values()]
+
+    def describe(self, run: ReportedRun, without: Sequence[str] = ("seed",)) -> str:
+        """The varied settings of ``run``; its label if that is too long, its name if nothing is varied."""
+        keys = [key for key in self.varied if key not in without]
+        return describe(run.settings, keys) or (run.label if keys else _title([run.record]))
+
+
+def build(records: Sequence[Record], metric: str | None = None, trust: bool = False) -> RunSet:
+    """Read the histories of ``records``, several at once."""
+    metric = metric or deciding_metric(records)
+    direction = direction_of(metric, records)
+    flat = [flatten(record.config) or (dict(record.trial.params) if record.trial else {}) for record in records]
+    varied = varied_settings(records, flat)
+    labels = _labels(records, flat, varied)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # arrow reads without the GIL
+        histories = list(pool.map(lambda record: history.read(record, metric, direction), records))
+    runs = [
+        ReportedRun(record, label, formatting.path(record.path), settings, recipe(record, settings), past, _best(past))
+        for record, settings, label, past in zip(records, flat, labels, histories, strict=True)
+    ]
+    return RunSet(_title(records), runs, metric, direction, varied, trust)
+
+
+def _best(past: History) -> float | None:
+    return float(past.improvements.values["value"][-1]) if len(past.improvements) else None
+
+
+def _title(records: Sequence[Record]) -> str:
+    """The first three names; the number of the other runs, or of all runs if these share their names."""
+    names = [record.sweep.name if record.sweep else record.name for record in records]
+    shown = list(dict.fromkeys(names))[:3]
+    if others := sum(name not in shown for name in names):
+        return f"{', '.join(shown)} and {plural(others, 'more run')}"
+    swept = all(record.sweep for record in records)
+    return ", ".join(shown) + (f" ({len(names)} runs)" if len(shown) < len(names) and not swept else "")
+
+
+# The metric that decides
+
+
+def deciding_metric(records: Sequence[Record]) -> str | None:
+    """The metric of the sweep, or the one that most runs chose their best weights by."""
+    found: Counter[str] = Counter(
+        name for record in records if (name := record.sweep.metric if record.sweep else None)
+    ) or Counter(name for record in records for name in _own_metrics(record))
+    return found.most_common(1)[0][0] if found else None
+
+
+def _own_metrics(record: Record) -> list[str]:
+    best = record.summary.get("best")
+    named = [str(name) for name in best if name != "step"] if isinstance(best, dict) else []
+    configured = record.config.get("checkpoint")
+    if not named and isinstance(configured, dict) and isinstance(configured.get("best_metric"), str):
+        named = [configured["best_metric"]]
+    return named[:1]
+
+
+def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:
+    """Taken from the sweep, otherwise from how the runs chose their best evaluation, otherwise from the name."""
+    for record in records:
+        if record.sweep and record.sweep.direction and record.sweep.metric == metric:
+            return record.sweep.direction
+    votes: Counter[Direction] = Counter()
+    for record in records:
+        best, past = record.summary.get("best"), record.summary.get("history")
+        if isinstance(best, dict) and isinstance(past, list):
+            values = [entry.get(metric) for entry in past if isinstance(entry, dict)]
+            known = [value for value in values if isinstance(value, int | float)]
+            if len(set(known)) > 1 and best.get(metric) in (max(known), min(known)):
+                votes["max" if best[metric] == max(known) else "min"] += 1
+    if votes:
+        return votes.most_common(1)[0][0]
+    return "min" if _SMALLER_IS_BETTER.search(metric or "") else "max"
+
+
+# What differs
+
+
+def global_batch(settings: dict[str, Any], world: int | None) -> int | None:
+    whole, share = settings.get("batch.global"), settings.get("batch.per_rank")
+    if isinstance(whole, int):
+        return whole
+    return share * world if isinstance(share, int) and world else None
+
+
+def recipe(record: Record, settings: dict[str, Any]) -> str:
+    """Equal text for comparable runs: everything that matters to training and the kind of device, except seed and world
+    size. Batches count over all ranks."""
+    if not settings:
+        return str(record.path)
+    kept = {key: value for key, value in settings.items() if _is_recipe(key) and key != "seed"}
+    if whole := global_batch(settings, record.world_size):
+        kept["batch.global"], kept["batch.per_rank"] = whole, None
+    kept["devices"] = sorted(set(devices(record)))
+    kept["lengths"] = {key: values for key, values in record.lengths.items() if len(values) > 1}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def devices(record: Record) -> list[str]:
+    """The kind of device of each rank of each start, such as "cpu" or "NVIDIA H100"."""
+    ranks = [start["ranks"] for start in record.provenance if isinstance(start.get("ranks"), list)]
+    kinds = [re.search(r"\((.*)\)\s*$", str(rank)) for of_start in ranks for rank in of_start]
+    return [kind.group(1) for kind in kinds if kind]
+
+
+def _is_recipe(key: str) -> bool:
+    return key in LENGTH or not (key in NOT_THE_RECIPE or key.split(".")[0] in NOT_THE_RECIPE)
+
+
+def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -> list[str]:
+    """Keys for which the runs have different values; those that a sweep searched come first."""
+    searched = list(dict.fromkeys(key for record in records if record.trial for key in record.trial.params))
+    known = [settings for settings in flat if settings]
+    keys = dict.fromkeys([*searched, *(key for settings in known for key in settings)])
+    return [
+        key for key in keys
+        if _is_recipe(key) and len({str(settings[key]) for settings in known if key in settings}) > 1
+    ]  # fmt: skip
+
+
+def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
+    """ "lr 0.004 · batch 1024"; empty if that would be long."""
+    parts = [f"{formatting.key(key)} {_value(settings.get(key))}" for key in keys]
+    return " · ".join(parts) if len(parts) <= MAX_IN_LABEL else ""
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
+    """A short unique name for each run: its settings, the number of ranks if that differs, its folder."""
+    worlds = {record.ranks for record in records}
+    labels = []
+    for record, settings in zip(records, flat, strict=True):
+        label = describe(settings, varied) if settings and (record.sweep or len(varied) <= MAX_IN_LABEL) else ""
+        if label and len(worlds) > 1 and record.ranks:
+            label += f" · {formatting.ranks(record.ranks)}"
+        labels.append(label or _name(record))
+    for distinction in (_name, lambda record: formatting.path(record.path)):
+        seen = Counter(labels)
+        for place, record in enumerate(records):
+            if seen[label := labels[place]] > 1:
+                labels[place] = distinction(record) if label == _name(record) else f"{label} ({distinction(record)})"
+    return labels
+
+
+def _name(record: Record) -> str:
+    return f"{record.sweep.name}/{record.path.name}" if record.sweep else record.name

@@ -1,0 +1,223 @@
+"""The tables of a report, for the page, for Markdown and for CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.errors import plural
+from harness.tools.report import formatting, reproduce
+from harness.tools.report.run_set import ReportedRun, RunSet
+from harness.tools.report.scaling import ScalingSeries, Target, reached
+
+MAX_COLUMNS = 8  # of varied settings
+MAX_ROWS = 50  # of a table in Markdown
+
+
+MAIN_SETTINGS = (
+    "model.name", "batch.global", "batch.per_rank", "optimizer.name", "optimizer.lr", "precision.opt_level",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``order``: the sort key, empty if unknown. ``state``: of a run, otherwise empty."""
+
+    text: str
+    order: Any = None
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class RunTable:
+    header: list[str]
+    rows: list[list[Cell]]
+
+
+def all_runs(runs: RunSet, target: Target | None) -> RunTable:
+    """One row per run, the best first."""
+    common = _common_settings(runs)
+    varied = [key for key in runs.varied if key in common][:MAX_COLUMNS]
+    keys, metric = [formatting.key(key) for key in varied], formatting.metric(runs.metric)
+    header = ["run", "state", "ranks", *keys, metric, "best at epoch", "epochs"]
+    header += [f"to {formatting.number(target.value)}"] if target else []
+    header += ["time", "rows/s", "skipped", "commit", "folder"]
+    rows = []
+    for run in runs.ranked:
+        past = run.history
+        ends = past.validation.at["epoch"]
+        cells = [
+            Cell(run.label),
+            Cell(formatting.STATES[run.record.state], run.record.state, run.record.state),
+            Cell(run.record.ranks or formatting.NOTHING, run.record.world_sizes[-1] if run.ranks else ""),
+            *(_setting(run.settings.get(key)) for key in varied),
+            _number(run.best, lambda value: formatting.number(value, formatting.BEST_DIGITS)),
+            _number(run.at_best("epoch"), formatting.number),
+            _number(float(ends[-1]) if len(ends) else None, formatting.number),
+        ]
+        if target:
+            at = reached(run, target.value, runs.direction)
+            cells.append(_number(at.seconds if at else None, formatting.duration))
+        cells += [
+            _number(past.wall_s, formatting.duration),
+            _number(past.rows_per_s, formatting.count),
+            _number(past.skipped, formatting.count),
+            Cell(reproduce.commit(run)),
+            Cell(run.path),
+        ]
+        rows.append(cells)
+    return RunTable(header, rows)
+
+
+def _common_settings(runs: RunSet) -> set[str]:
+    """Settings that most runs have; those of a single task mean nothing to the other runs."""
+    counts = Counter(key for run in runs.runs for key in run.settings)
+    return {key for key, count in counts.items() if 2 * count > len(runs.runs)}
+
+
+def _number(value: float | None, shown: Any) -> Cell:
+    return Cell(shown(value), "" if value is None or value != value else value)
+
+
+def _setting(value: Any) -> Cell:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Cell(formatting.setting(value), value)
+    return Cell(formatting.setting(value))
+
+
+def scaling_rows(scaling: Sequence[ScalingSeries]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): each world size compared with the smallest of its recipe, and the runs compared."""
+    header = ["recipe", "ranks", "rows/s", "speed-up", "efficiency", "to target", "sooner", "runs compared"]
+    rows = []
+    for each in scaling:
+        base = each.points[0]
+        for point in each.points:
+            pair = ", ".join(run.place for run in point.runs)
+            pair += "" if point is base else f" with {', '.join(run.place for run in base.runs)}"
+            rows.append(
+                [each.label, str(point.world), formatting.count(point.rows_per_s), formatting.times(point.speed_up),
+                 formatting.percent(point.efficiency), formatting.duration(point.seconds),
+                 formatting.times(point.times_sooner), pair]
+            )  # fmt: skip
+    return header, rows
+
+
+def seeds_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): mean and spread of recipes with several seeds."""
+    header = ["recipe", "ranks", "seeds", "mean", "spread", "min", "max"]
+    rows = []
+    for group in runs.seed_groups:
+        if len(group.values) > 1:
+            run = group.runs[0]
+            values = group.values
+            numbers = [formatting.number(value, 5) for value in (group.mean, min(values), max(values))]
+            rows.append(
+                [runs.describe(run), run.record.ranks or formatting.NOTHING, ", ".join(group.by_seed), numbers[0],
+                 f"± {formatting.number(group.spread, 2)}", *numbers[1:]]
+            )  # fmt: skip
+    return header, rows
+
+
+def states(runs: Sequence[ReportedRun]) -> str:
+    """ "3 finished, 1 failed" """
+    counts: Counter[str] = Counter(run.record.state for run in runs)
+    return ", ".join(f"{counts[state]} {state}" for state in formatting.STATES if counts[state])
+
+
+def problems(run: ReportedRun) -> list[str]:
+    """Why a run did not finish, and which files are missing or damaged; empty if all is well."""
+    failure, lines = run.record.failure, []
+    if failure:
+        reason = str(failure.get("message") or "").strip().splitlines()
+        where = f"rank {failure.get('rank')} at step {failure.get('step')}"
+        lines.append(f"{failure.get('error') or 'failed'} ({where}): {reason[0] if reason else 'no message'}")
+    elif run.record.trial and run.record.trial.error:
+        lines.append(run.record.trial.error.strip().splitlines()[0])
+    return [*lines, *run.record.problems]
+
+
+def has_problem(run: ReportedRun) -> bool:
+    """True if there is a problem to report; a pruned or waiting trial of a sweep is not a problem."""
+    return run.record.state not in ("finished", "pruned", "waiting") or bool(problems(run))
+
+
+# Markdown and CSV
+
+
+def markdown(runs: RunSet, target: Target | None, scaling: Sequence[ScalingSeries]) -> str:
+    """The best run, the commands that reproduce it, and the tables."""
+    lines = [f"## {_cell(runs.title)}", "", f"{plural(len(runs.runs), 'run')}: {states(runs.runs)}."]
+    if best := runs.best:
+        metric = formatting.metric(runs.metric)
+        figure = formatting.number(best.best, formatting.BEST_DIGITS)
+        lines[-1] += f" Best {metric}: **{figure}** by `{_code(best.label)}` (`{_code(best.path)}`)."
+        values = [(key, best.settings.get(key)) for key in MAIN_SETTINGS]
+        facts = [
+            f"{formatting.key(key)} {_code(formatting.setting(value))}" for key, value in values if value is not None
+        ]
+        facts += [best.ranks] if best.ranks else []
+        lines += ["", f"{', '.join(facts)}."] if facts else []
+        lines += ["", "```bash", *reproduce.commands(best), "```"]
+    table = all_runs(runs, target)
+    rows = [[cell.text for cell in row] for row in table.rows[:MAX_ROWS]]
+    lines += ["", *_markdown(table.header, rows)]
+    if len(table.rows) > MAX_ROWS:
+        lines += ["", f"and {len(table.rows) - MAX_ROWS} more runs."]
+    header, rows = seeds_rows(runs)
+    lines += ["", "### Seeds", "", *_markdown(header, rows)] if rows else []
+    header, rows = scaling_rows(scaling)
+    lines += ["", "### Scaling", "", *_markdown(header, rows)] if rows else []
+    bad = [(run, found) for run in runs.runs if (found := problems(run))][:MAX_ROWS]
+    lines += ["", "### Problems", ""] if bad else []
+    lines += [f"- `{_code(run.label)}` ({run.record.state}): {_cell('; '.join(found))}" for run, found in bad]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(_cell(text) for text in line) + " |" for line in lines]
+
+
+def _cell(text: str) -> str:
+    """Text escaped so that it stays in its cell and is not read as markup."""
+    for sign in ("\\", "|", "<", "`", "*", "[", "]"):
+        text = text.replace(sign, "\\" + sign)
+    return " ".join(text.split())
+
+
+def _code(text: str) -> str:
+    return " ".join(text.replace("`", "'").split())
+
+
+def csv_text(runs: RunSet, target: Target | None) -> str:
+    """One row per run, numbers unrounded, settings under their dotted keys."""
+    metrics = list(dict.fromkeys(name for run in runs.runs for name in run.history.last))
+    rows = []
+    for run in runs.runs:
+        past, trial = run.history, run.record.trial
+        at = reached(run, target.value, runs.direction) if target else None
+        row: dict[str, Any] = {
+            "run": run.path, "name": run.record.name, "state": run.record.state,
+            "sweep": run.record.sweep.name if run.record.sweep else None, "trial": trial.number if trial else None,
+            "world_size": run.record.ranks, "global_batch": run.batch, "seed": run.seed, "metric": runs.metric,
+            "best": run.best, "best_epoch": run.at_best("epoch"), "best_seconds": run.at_best("seconds"),
+            "best_samples": run.at_best("samples"), "target": target.value if target else None,
+            "seconds_to_target": at.seconds if at else None, "samples_to_target": at.samples if at else None,
+            "steps": past.steps, "samples": past.samples, "skipped": past.skipped, "wall_s": past.wall_s,
+            "samples_skipped": past.samples_skipped,
+            "train_s": past.train_s, "rows_per_s": past.rows_per_s, "commit": reproduce.commit(run),
+            "problems": "; ".join(problems(run)),
+        }  # fmt: skip
+        row |= {f"last_{name}": past.last.get(name) for name in metrics}
+        row |= {f"time_{phase}": share for phase, share in past.shares.items()}
+        row |= {key: run.settings.get(key) for key in runs.varied if key != "seed"}
+        rows.append(row)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,172 @@
+"""``harness sweep`` from the sweep file to the final table. The same command resumes a sweep after a stop or kill."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import logging
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.distributed import signals
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
+from harness.tools.report.reproduce import trial_command
+from harness.runs import layout
+from harness.runs.run_dir import cannot_write
+from harness.tools.sweep import display, process, results, sweep_file
+from harness.tools.sweep.plan import Plan, make
+from harness.tools.sweep.progress import TrialLogReader
+from harness.tools.sweep.slots import Machine
+from harness.tools.sweep.space import typed
+from harness.training import console
+
+if TYPE_CHECKING:
+    from harness.tools.sweep.study import SweepTrial
+
+log = logging.getLogger("harness")
+
+_WAIT_S = 120.0  # for trials of a killed sweep to exit with a checkpoint
+
+
+def main(
+    path: str,
+    overrides: Sequence[str],
+    engine: str | None,
+    parallel: int | None,
+    dry_run: bool,
+    retry_failed: bool = False,
+) -> int:
+    """Run or resume the sweep of ``path``.
+
+    Returns 0 if every trial finished, 70 if some failed, 75 if the sweep was stopped. Raises ConfigError with all
+    problems before anything is started.
+    """
+    console.to_terminal(0)
+    file = sweep_file.load(path, overrides)
+    plan = make(file, engine, parallel, Machine.this(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    for note in plan.notes:
+        log.warning("comparability: %s\n  -> %s", note.message, note.hint)
+    if dry_run:
+        print(*_commands(plan), sep="\n")
+        return EXIT_DONE
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError("a sweep needs Optuna, which is not installed", hint="pip install 'apex-harness[sweep]'")
+    folder = file.spec.folder
+    if (folder / layout.CONFIG).exists():
+        raise ConfigError(
+            "this is the folder of a run", where=str(folder), hint="give the sweep another name: name=NAME"
+        )
+    try:
+        (folder / layout.TRIALS).mkdir(parents=True, exist_ok=True)
+        with _locked(folder) as lock, signals.counted() as requests:
+            return _run(plan, lock, requests, retry_failed)
+    except OSError as error:
+        raise cannot_write(Path(error.filename or folder), error) from None
+
+
+def _run(plan: Plan, lock: int, requests: signals.Requests, retry_failed: bool) -> int:
+    # Imported here because they need Optuna.
+    from harness.tools.sweep.runner import Runner
+    from harness.tools.sweep.study import Study, storage_must_work
+
+    folder = plan.file.spec.folder
+    with storage_must_work(folder):
+        study = Study(plan, folder)
+        if study.resumed:
+            log.info("resuming %s: %s", folder, display.counts(study.trials(), plan.total))
+        if others := study.num_others():
+            log.info("earlier trials outside the current space: %d; they are kept but not listed", others)
+        if retry_failed and (count := study.retry_failed()):
+            log.info("retrying failed trials: %d", count)
+        runner = Runner(plan, study, display.Display(plan), os.environ, lock, requests)
+        requests.obeyed = True
+        done = runner.run()
+    trials = results.ranked(runner.trials, plan.direction)
+    seen = {}
+    for trial in trials:
+        reader = TrialLogReader(results.run_folder(folder, trial.number), plan.metric)
+        reader.read()
+        seen[trial.number] = reader.progress
+    print(*display.table(trials, plan, seen, shutil.get_terminal_size((160, 24)).columns), sep="\n")
+    print(*_best(plan, trials), sep="\n")
+    if failed := sum(trial.state == "failed" for trial in trials):
+        print(f"{failed} of {len(trials)} trials failed; to retry them, add --retry-failed to the same command")
+    print(f"sweep folder: {folder}")
+    if not done:
+        log.info("stopped; run the same command to resume")
+        return EXIT_STOPPED
+    return EXIT_FAILURE if failed else EXIT_DONE
+
+
+def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
+    """The means over seeds if there are several, the best trial, and the command that trains it again."""
+    groups = results.over_seeds(trials, plan.direction)
+    if not groups:
+        return
+    spec, several = plan.file.spec, len(plan.file.spec.seeds) > 1
+    for group in groups if several else ():
+        spread = "" if group.deviation is None else f" ± {group.deviation:.2g}"
+        words = " ".join(typed(group.settings))
+        yield f"over {len(group.trials)} of {len(spec.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
+    best = groups[0].trials[0]
+    which = (
+        f", the first of the {len(groups[0].trials)} seeds with the best mean {groups[0].mean:.5g}" if several else ""
+    )
+    yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
+    yield f"  {trial_command(spec.folder, spec.name, results.run_folder(spec.folder, best.number))}"
+
+
+def _commands(plan: Plan) -> Iterator[str]:
+    """The output of a dry run: the command of every trial."""
+    spec = plan.file.spec
+    best = "highest" if plan.direction == "maximize" else "lowest"
+    yield f"# {plan.total} trials in {spec.folder}, at most {plan.parallel} at once, ranked by {best} {plan.metric}"
+    if spec.is_search:
+        yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); examples at the ends of the space:"
+    for number, trial in enumerate(plan.trials):
+        command = process.command(plan.file.base, plan.words(trial.settings), results.run_folder(spec.folder, number))
+        yield shlex.join(["harness", *command[3:]])
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Lock ``folder`` and yield the lock's file descriptor.
+
+    Trials inherit the descriptor, so the lock of a killed sweep is held until its last trial has exited. Raises
+    ConfigError while another sweep runs in the folder.
+    """
+    path = folder / "lock"
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        deadline, reported = time.monotonic() + _WAIT_S, False
+        while not _try_lock(descriptor):
+            holder = path.read_text().strip()
+            if holder.isdigit() and Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
+                raise ConfigError(
+                    "another harness sweep runs in this folder" + (f" (process {holder})" if holder else ""),
+                    where=str(folder),
+                    hint="wait for it, or give this sweep another name: name=NAME",
+                )
+            if not reported:
+                log.info("waiting for the trials of a killed sweep to exit with a checkpoint")
+            reported = True
+            time.sleep(0.2)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""The process of a running trial, a ``harness launch`` with its own run folder and log.
+
+It never outlives the sweep: if the sweep dies, the kernel sends the trial SIGTERM, and it exits with a checkpoint.
+Orphans of a killed trial are adopted and ended by the sweep (harness.distributed.processes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.distributed.rank_exit import Cause
+from harness.distributed.stack import signal_name
+from harness.distributed.worker_group import Worker, WorkerGroup
+from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
+from harness.runs import layout
+from harness.runs.files import identity, read_json
+from harness.tools.sweep.space import typed
+
+How = Literal["done", "interrupted", "failed"]
+
+
+def command(base: str, words: Sequence[str], folder: Path) -> list[str]:
+    """The command that trains the experiment ``base`` with the settings ``words`` into the run folder ``folder``."""
+    own = typed({"output": str(folder.parent), "name": folder.name})
+    return [sys.executable, "-m", "harness", "launch", "-c", base, *words, *own]
+
+
+class TrialProcess:
+    """A started trial. Poll ``ended`` until it returns a result."""
+
+    def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], keep: Sequence[int]) -> None:
+        """``keep``: file descriptors that stay open as long as the trial runs."""
+        self._folder, self._log = folder, folder.with_name(f"{folder.name}.log")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._earlier_failure = identity(folder / layout.FAILURE)
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        self._stopped = False
+        self.killed = False
+        # Without a grace period of its own: the runner kills trials that do not stop.
+        self._group = WorkerGroup(
+            {0: Worker(command, environ, output=self._log)}, math.inf, stdin=subprocess.DEVNULL, pass_fds=keep,
+            ends_with_parent=True,
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._group.processes[0].pid
+
+    def stop(self) -> None:
+        """Ask the trial to exit with a checkpoint."""
+        if not self._stopped:
+            self._stopped = True
+            self._group.stop()
+
+    def kill(self) -> None:
+        """Kill the trial. The runner ends the orphans that it leaves."""
+        self._stopped = self.killed = True
+        self._group.kill()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the trial has exited; kill it after ``timeout_s``."""
+        until = time.monotonic() + timeout_s
+        self._group.wait(lambda: self.kill() if time.monotonic() > until else None)
+
+    def ended(self) -> tuple[How, str] | None:
+        """None while the trial runs, then how it ended and the reason."""
+        if not self._group.poll():
+            return None
+        code, failure = self._group.exits[0], self._failure()
+        message = next(iter(str(failure.get("message", "")).strip().splitlines()), "")
+        if code == EXIT_DONE:
+            return "done", ""
+        if code < 0:
+            return "interrupted", f"killed by {signal_name(-code)}"
+        if code == EXIT_STOPPED:
+            return "interrupted", "stopped with a checkpoint"
+        if code in EXITS_BY_SIGNAL or (self._stopped and not failure):
+            return "interrupted", "stopped before its first checkpoint"
+        if failure.get("cause") in (Cause.SIGNAL, Cause.NODE_LOST):
+            return "interrupted", message or "a rank was killed"
+        return "failed", message or self._last_error() or f"exit code {code}"
+
+    def _failure(self) -> dict[str, Any]:
+        """The content of failure.json if this start of the trial wrote it."""
+        path = self._folder / layout.FAILURE
+        if identity(path) == self._earlier_failure:
+            return {}
+        with contextlib.suppress(OSError, ValueError):
+            content = read_json(path)
+            return content if isinstance(content, dict) else {}
+        return {}
+
+    def _last_error(self) -> str:
+        """The last error message in the log of this start, or its last line."""
+        with contextlib.suppress(OSError), open(self._log, "rb") as log:
+            log.seek(self._log_start)
+            lines = [line.strip() for line in log.read().decode(errors="replace").strip().splitlines()]
+            errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+            if errors:  # with the hint on the next line
+                return " ".join(lines[errors[-1] : errors[-1] + 2]).removeprefix("error: ")
+            exceptions = [line for line in lines if re.search(r"Error\b", line)]
+            return (exceptions or lines or [""])[-1]
+        return ""

@@ -1,0 +1,113 @@
+"""``sweep.json`` with the state of every trial, and the ranking of trials."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.runs import layout
+from harness.runs.files import finite, write_atomically
+from harness.tools.sweep.plan import Plan
+from harness.tools.sweep.space import Settings, identity, values_of
+from harness.tools.sweep.spec import Range
+
+if TYPE_CHECKING:
+    from harness.tools.sweep.study import SweepTrial
+
+
+def run_name(number: int) -> str:
+    """The name of the run folder of trial ``number``."""
+    return f"{number:04d}"
+
+
+def run_folder(sweep: Path, number: int) -> Path:
+    return sweep / layout.TRIALS / run_name(number)
+
+
+def write(path: Path, plan: Plan, trials: Sequence[SweepTrial]) -> None:
+    """Replace ``sweep.json`` atomically."""
+    content = {
+        "name": plan.file.spec.name,
+        "direction": plan.direction,
+        "metric": plan.metric,
+        "base": plan.file.base,
+        "space": _space(plan),
+        "trials": [_trial(trial, plan) for trial in trials],
+    }
+    write_atomically(path, json.dumps(finite(content), indent=1) + "\n")
+
+
+def _trial(trial: SweepTrial, plan: Plan) -> dict[str, Any]:
+    launch = plan.config_like(trial.settings).launch
+    nproc = trial.settings.get("launch.nproc", launch.nproc)
+    return {
+        "number": trial.number,
+        "run": f"{layout.TRIALS}/{run_name(trial.number)}",
+        "params": trial.settings,
+        "world": int(nproc) * int(trial.settings.get("launch.nnodes", launch.nnodes)),
+        "state": trial.state,
+        "value": trial.value,
+        "error": trial.error,
+    }
+
+
+def _space(plan: Plan) -> dict[str, Any]:
+    """{setting: its values, or {low, high, ...}}."""
+    spec = plan.file.spec
+    if isinstance(spec.space, list):
+        found: dict[str, dict[str, Any]] = {key: {} for key in spec.axes}
+        for trial in plan.trials:
+            for key, value in trial.settings.items():
+                found[key][identity(value)] = value
+        return {key: list(values.values()) for key, values in found.items()}
+    space: dict[str, Any] = {
+        key: axis.model_dump(exclude_none=True) if isinstance(axis, Range) else values_of(axis)
+        for key, axis in spec.space.items()
+    }
+    return {**space, "seed": spec.seeds} if spec.seeds else space
+
+
+def ranked(trials: Sequence[SweepTrial], direction: str) -> list[SweepTrial]:
+    """Finished trials, the best first, then pruned, running, failed and waiting ones."""
+    order = {"finished": 0, "pruned": 1, "running": 2, "failed": 3, "waiting": 4}
+    sign = -1.0 if direction == "maximize" else 1.0
+
+    def place(trial: SweepTrial) -> tuple[int, float, int]:
+        value = sign * trial.value if trial.value is not None else float("inf")
+        return order[trial.state], value, trial.number
+
+    return sorted(trials, key=place)
+
+
+@dataclass(frozen=True)
+class SeedMean:
+    """Finished trials that differ only in their seed. ``deviation``: of the sample, None for a single trial."""
+
+    settings: Settings
+    trials: list[SweepTrial]
+    mean: float
+    deviation: float | None
+
+
+def over_seeds(trials: Sequence[SweepTrial], direction: str) -> list[SeedMean]:
+    """One entry per setting that has finished trials. Those with the most come first, in the order of their means: a
+    setting whose other seeds failed must not win by the luckiest one."""
+    groups: dict[str, list[SweepTrial]] = {}
+    for trial in trials:
+        if trial.state == "finished" and trial.value is not None:
+            groups.setdefault(identity(_without_seed(trial)), []).append(trial)
+    found = []
+    for group in groups.values():
+        values = [trial.value for trial in group if trial.value is not None]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        found.append(SeedMean(_without_seed(group[0]), group, statistics.mean(values), deviation))
+    sign = -1.0 if direction == "maximize" else 1.0
+    return sorted(found, key=lambda entry: (-len(entry.trials), sign * entry.mean))
+
+
+def _without_seed(trial: SweepTrial) -> Settings:
+    return {key: value for key, value in trial.settings.items() if key != "seed"}

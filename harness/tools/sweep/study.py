@@ -1,0 +1,252 @@
+"""The state of a sweep in Optuna's storage: its trials, their results, and which trial is next.
+
+A trial that was started but did not end keeps that state in the storage after any kill. The next start of the
+sweep begins with such trials and their settings. All writes are Optuna's transactions. main.py ensures that only one
+process uses the study.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+import sqlalchemy
+from optuna.trial import TrialState
+
+from harness.config import loader
+from harness.config.schema import NOT_THE_RECIPE, flatten
+from harness.errors import ConfigError, HarnessError, first_line
+from harness.tools.sweep import samplers
+from harness.tools.sweep.plan import Plan
+from harness.tools.sweep.space import Settings, identity
+
+State = Literal["waiting", "running", "finished", "pruned", "failed"]
+_STATES: dict[TrialState, State] = {
+    TrialState.COMPLETE: "finished",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "waiting",  # started by an earlier process; those of this one are in Study._live
+    TrialState.WAITING: "waiting",
+}
+# A resumed run may change these, but trials of one sweep must agree on them.
+_COUNTS = ("train.epochs", "train.max_steps", "train.evaluate_every", "train.patience", "launch.nproc", "launch.nnodes")
+_STORAGE_ERRORS = (optuna.exceptions.OptunaError, sqlalchemy.exc.SQLAlchemyError)
+
+
+@dataclass(frozen=True)
+class SweepTrial:
+    """A trial as stored. ``number`` is that of its run folder; ``value`` is its best value of the sweep's metric."""
+
+    number: int
+    settings: Settings
+    state: State
+    value: float | None = None
+    error: str | None = None
+
+
+class Study:
+    """The trials of ``plan``. ``start_next`` hands out a trial; ``finish``, ``prune`` or ``fail`` ends it.
+
+    ``resumed``: an earlier process has started trials of this study.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        """Open or create the storage. Raises ConfigError if it cannot be opened or holds another experiment."""
+        self._plan, self._spec = plan, plan.file.spec
+        self._seed = plan.trials[0].config.seed
+        self._live: dict[int, optuna.Trial] = {}
+        pruner = samplers.pruner(self._spec, plan.trials[0].config.train.epochs)
+        samplers.sampler(self._spec, self._seed, 0)  # reports wrong arguments before any trial starts
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        own = None if self._spec.storage else folder / "study.db"
+        url = self._spec.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
+        self._study = _open(url, own, self._spec.name, plan.direction, pruner)
+        self._claim()
+        self.resumed = any(frozen.state != TrialState.WAITING for frozen in self._frozen())
+        self._wanted = {identity(trial.settings) for trial in plan.trials}
+        if not self._spec.is_search:
+            known = {identity(trial.settings) for trial in self.trials()}
+            for planned in plan.trials:
+                if identity(planned.settings) not in known:
+                    self._enqueue({"settings": planned.settings})
+
+    def _frozen(self) -> list[optuna.trial.FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _claim(self) -> None:
+        """Store which experiment the study belongs to; refuse to mix two."""
+        kind = "search" if self._spec.is_search else "grid"
+        now = {"kind": kind, "metric": self._plan.metric, **_recipe(self._plan)}
+        before = self._study.user_attrs.get("experiment")
+        varied = sorted({*self._spec.axes, *self._study.user_attrs.get("axes", ())})
+        if before is None:
+            self._study.set_user_attr("experiment", now)
+            before = now
+        changed = {key for key in now.keys() | before.keys() if now.get(key) != before.get(key)}
+        if changed := {key for key in changed if not _is_below(key, varied)}:
+            shown = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(changed)[:4])
+            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+            raise ConfigError(
+                f"the sweep's earlier trials were trained with other settings ({shown}{more})",
+                where=str(self._spec.folder),
+                hint="restore these settings, or give the new sweep a name: name=NAME",
+            )
+        self._study.set_user_attr("axes", varied)
+
+    def trials(self) -> list[SweepTrial]:
+        """The trials of the present space by number; of retried ones, the newest attempt."""
+        found = {}
+        for frozen in self._frozen():
+            settings = frozen.user_attrs.get("settings")
+            if settings is not None and self._belongs(settings) and not frozen.user_attrs.get("dropped"):
+                found[_number(frozen)] = self._trial(frozen, settings)
+        return [found[number] for number in sorted(found)]
+
+    def num_others(self) -> int:
+        """The number of stored trials that are not in the present space."""
+        return sum(self._is_foreign(frozen) for frozen in self._frozen())
+
+    def _trial(self, frozen: optuna.trial.FrozenTrial, settings: Settings) -> SweepTrial:
+        number = _number(frozen)
+        state: State = "running" if number in self._live else _STATES[frozen.state]
+        value = frozen.value if state == "finished" else frozen.user_attrs.get("value")
+        return SweepTrial(number, settings, state, value, frozen.user_attrs.get("error"))
+
+    def _belongs(self, settings: Settings) -> bool:
+        if not self._spec.is_search:
+            return identity(settings) in self._wanted
+        space: Mapping[str, Any] = self._spec.space  # type: ignore[assignment]
+        return settings.keys() == space.keys() and all(samplers.within(settings[key], space[key]) for key in space)
+
+    def _is_foreign(self, frozen: optuna.trial.FrozenTrial) -> bool:
+        settings = frozen.user_attrs.get("settings")
+        return settings is not None and not self._belongs(settings)
+
+    # The life of a trial
+
+    def start_next(self) -> SweepTrial | None:
+        """The next trial: one that was started before, else one that waits, else, in a search, a new draw."""
+        frozen = self._frozen()
+        for each in frozen:
+            if each.state == TrialState.RUNNING and _number(each) not in self._live and not self._is_foreign(each):
+                self._reseed(each.number)
+                return self._take(optuna.Trial(self._study, each._trial_id))  # Optuna has no public way to reopen one
+        while any(each.state == TrialState.WAITING for each in self._frozen()):
+            trial = self._study.ask()  # takes the oldest waiting trial
+            if self._belongs(trial.user_attrs["settings"]):
+                return self._take(trial)
+            trial.set_user_attr("dropped", True)
+            self._study.tell(trial, state=TrialState.FAIL)
+        if not self._spec.is_search or len(self.trials()) >= (self._spec.trials or 0):
+            return None
+        self._reseed(len(frozen))
+        return self._take(self._study.ask())
+
+    def _reseed(self, number: int) -> None:
+        self._study.sampler = samplers.sampler(self._spec, self._seed, number)
+
+    def _take(self, trial: optuna.Trial) -> SweepTrial:
+        if "settings" not in trial.user_attrs:
+            space: Mapping[str, Any] = self._spec.space  # type: ignore[assignment]
+            trial.set_user_attr("settings", {key: samplers.suggest(trial, key, space[key]) for key in space})
+        number = int(trial.user_attrs.get("run", trial.number))
+        self._live[number] = trial
+        return SweepTrial(number, trial.user_attrs["settings"], "running")
+
+    def reported(self, number: int) -> dict[int, float]:
+        """The reported evaluations of a running trial by epoch."""
+        return self._frozen()[self._live[number].number].intermediate_values
+
+    def report(self, number: int, epoch: int, value: float) -> None:
+        self._live[number].report(value, epoch)
+
+    def should_prune(self, number: int) -> bool:
+        """The pruner's decision on the evaluations reported so far."""
+        return self._spec.pruner != "none" and self._live[number].should_prune()
+
+    def finish(self, number: int, value: float) -> None:
+        self._study.tell(self._live.pop(number), value)
+
+    def prune(self, number: int) -> None:
+        """End the trial as pruned; its value is the best reported one."""
+        values = self.reported(number).values()
+        trial = self._live.pop(number)
+        trial.set_user_attr("value", max(values) if self._plan.direction == "maximize" else min(values))
+        self._study.tell(trial, state=TrialState.PRUNED)
+
+    def fail(self, number: int, error: str) -> None:
+        trial = self._live.pop(number)
+        trial.set_user_attr("error", error)
+        self._study.tell(trial, state=TrialState.FAIL)
+
+    def retry_failed(self) -> int:
+        """Enqueue the failed trials again, each with its own run folder; return their number."""
+        failed = [trial for trial in self.trials() if trial.state == "failed"]
+        frozen = {_number(each): each for each in self._frozen()}
+        for trial in failed:
+            old = frozen[trial.number]
+            self._enqueue({"settings": trial.settings, "run": trial.number}, old.params, old.distributions)
+        return len(failed)
+
+    def _enqueue(self, attributes: dict[str, Any], params: Any = None, distributions: Any = None) -> None:
+        self._study.add_trial(
+            optuna.create_trial(
+                state=TrialState.WAITING, user_attrs=attributes, params=params, distributions=distributions
+            )
+        )
+
+
+@contextmanager
+def storage_must_work(folder: Path) -> Iterator[None]:
+    """Turn errors of the storage in the body into a HarnessError with a hint."""
+    try:
+        yield
+    except _STORAGE_ERRORS as error:
+        raise HarnessError(
+            f"the state of the sweep cannot be stored: {first_line(error)}",
+            where=str(folder),
+            hint="fix the cause (a full disk, an unreachable database) and run the same command again to resume",
+        ) from None
+
+
+def _number(frozen: optuna.trial.FrozenTrial) -> int:
+    """The number of the trial's run folder; a retried trial keeps that of its first attempt."""
+    return int(frozen.user_attrs.get("run", frozen.number))
+
+
+def _open(url: str, own: Path | None, name: str, direction: str, pruner: optuna.pruners.BasePruner) -> optuna.Study:
+    """``own``: the SQLite file in the sweep folder, None if the user chose the storage."""
+    try:
+        return optuna.create_study(
+            study_name=name, storage=url, direction=direction, load_if_exists=True, pruner=pruner  # type: ignore[arg-type]
+        )  # fmt: skip
+    except (*_STORAGE_ERRORS, ImportError, ValueError) as error:
+        try:
+            shown = sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
+        except sqlalchemy.exc.ArgumentError:
+            shown = "storage"
+        raise ConfigError(
+            f"cannot open Optuna's storage: {first_line(error)}",
+            where=shown if own is None else str(own),
+            hint="remove storage: to use an SQLite file in the sweep folder, or set a URL such as postgresql://host/db"
+            if own is None
+            else "if the file is damaged, move it away; trials that have ended are then found in their folders",
+        ) from None
+
+
+def _recipe(plan: Plan) -> dict[str, Any]:
+    """The settings that all trials share and that determine their results."""
+    flat = flatten(loader.as_tree(plan.trials[0].config))
+    kept = {
+        key: value for key, value in flat.items() if key in _COUNTS or not {key, key.split(".")[0]} & NOT_THE_RECIPE
+    }
+    return {key: value for key, value in kept.items() if not _is_below(key, plan.file.spec.axes)}
+
+
+def _is_below(key: str, settings: Iterable[str]) -> bool:
+    """True if ``key`` is one of ``settings`` or a part of one."""
+    return any(key == setting or key.startswith(f"{setting}.") for setting in settings)

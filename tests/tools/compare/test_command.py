@@ -1,0 +1,301 @@
+"""``harness compare`` on real runs: equal, another seed, a known divergence, incomplete, another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.cli import main
+from harness.tools.compare import saved_state
+from tests.end_to_end.experiment import Kill, run, write_config, write_images
+
+DIVERGED_AFTER = 10  # the step of the last common checkpoint
+LAST = 24  # steps: 3 epochs of 61 rows in batches of 8
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One experiment: twice, with another seed, on two ranks, and with other images after a resume."""
+    folder = tmp_path_factory.mktemp("compare")
+    data = write_images(folder / "data")
+    settings = {
+        "checkpoint": {"every_steps": DIVERGED_AFTER, "keep": 50},
+        "train": {"epochs": 3, "log_every": 1},
+        "output": str(folder),
+    }
+    config = write_config(folder / "config", data, **settings)
+    assert run(config, 1, "name=one") == [0]
+    assert run(config, 1, "name=again") == [0]
+    assert run(config, 1, "name=seeded", "seed=1") == [0]
+    assert run(config, 2, "name=ranks") == [0, 0]
+    assert run(config, 1, "name=diverged", kill=Kill(0, DIVERGED_AFTER + 1)) == [-signal.SIGKILL]
+    images = sorted((data / "images").glob("train*.png"))
+    originals = [path.read_bytes() for path in images]
+    for path, other in zip(images, originals[1:] + originals[:1], strict=True):
+        path.write_bytes(other)
+    assert run(config, 1, "name=diverged") == [0]
+    for path, original in zip(images, originals, strict=True):
+        path.write_bytes(original)
+    return folder
+
+
+def compare(*paths: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, dict]:
+    """The exit code, text and JSON of ``harness compare``."""
+    words = ["compare", *map(str, paths)]
+    code = main(words)
+    text = capsys.readouterr().out
+    assert main([*words, "--json"]) == code
+    out = capsys.readouterr().out
+    return code, text, json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def copy(folder: Path, runs: Path, name: str) -> Path:
+    return Path(shutil.copytree(runs / name, folder / name))
+
+
+def test_equal_runs(runs, capsys):
+    code, text, plain = compare(runs / "one", runs / "again", capsys=capsys)
+    assert code == 0
+    assert plain["same"] is True
+    assert "Bitwise equal: weights, newest checkpoint and log." in text
+    assert plain["equality"]["verdict"] == "equal"
+    assert plain["equality"]["divergence"] is None
+    assert plain["equality"]["checkpoints"]["equal"] == [8, 10, 16, 20, LAST]
+    assert plain["settings"]["recipe"] == plain["settings"]["packages"] == plain["settings"]["topology"] == {}
+    assert plain["settings"]["other"] == {"name": ["one", "again"]}
+    assert plain["predictions"]["difference"] == 0
+    assert plain["predictions"]["rows"] == 23
+    assert all(metric["final"][0] == metric["final"][1] for metric in plain["metrics"])
+    assert compare(runs / "one", runs / "one", capsys=capsys)[0] == 0
+
+
+def test_runs_with_different_seeds(runs, capsys):
+    code, text, plain = compare(runs / "one", runs / "seeded", capsys=capsys)
+    assert code == 1
+    assert plain["settings"]["recipe"] == {"seed": [0, 1]}
+    assert re.search(r"\nRecipe\n +A +B\n +seed +0 +1\n\nNot equal", text), "the recipe comes first"
+    equality = plain["equality"]
+    assert equality["verdict"] == "different"
+    assert equality["log"]["first"]["steps"] == [1, 1]
+    assert equality["divergence"] == [0, 1]
+    assert "They diverge in the first step." in text
+    top1 = next(metric for metric in plain["metrics"] if metric["name"] == "top1")
+    counts = plain["predictions"]
+    assert sum(counts[key] for key in ("both", "only_one", "only_other", "neither")) == 23
+    assert counts["difference"] == pytest.approx(top1["best"][1] - top1["best"][0])  # of the best weights
+
+
+def test_divergence_at_a_known_step(runs, capsys):
+    """The configuration is equal; the images were exchanged after the checkpoint of step 10."""
+    code, text, plain = compare(runs / "one", runs / "diverged", capsys=capsys)
+    assert code == 1
+    assert plain["settings"]["recipe"] == {}
+    equality = plain["equality"]
+    assert equality["divergence"] == [DIVERGED_AFTER + 1, DIVERGED_AFTER + 1]
+    assert f"They diverge at step {DIVERGED_AFTER + 1}." in text
+    assert equality["checkpoints"]["equal"] == [8, DIVERGED_AFTER]
+    assert equality["checkpoints"]["differs"] == 16
+    assert equality["checkpoints"]["first"]["name"].startswith("model.")
+    assert equality["checkpoints"]["first"]["by"] > 0
+    first = equality["log"]["first"]
+    assert (first["split"], first["steps"]) == ("train", [DIVERGED_AFTER + 1] * 2)
+    lines = [
+        next(line for line in map(json.loads, (runs / name / "metrics.jsonl").open()) if line["step"] == 11)
+        for name in ("one", "diverged")
+    ]
+    assert first["fields"] == {key: [line[key] for line in lines] for key in ("loss", "grad_norm")}
+    assert str(lines[0]["loss"]) in text
+    assert str(lines[1]["loss"]) in text
+
+
+def test_different_world_sizes(runs, capsys):
+    code, text, plain = compare(runs / "one", runs / "ranks", capsys=capsys)
+    assert code == 1
+    assert plain["settings"]["topology"]["world_size"] == [1, 2]
+    assert plain["equality"]["world_sizes"] == [1, 2]
+    assert "Recipe: equal\n" in text
+    assert re.search(r"other settings  equal\n", text)
+    assert re.search(r"ranks +1 × .*cpu.* +2 × .*cpu", text)
+    assert "On 1 and on 2 ranks, sums are taken in another order" in text
+    assert "data.shard=global makes them equal" in text
+    assert "ranks" not in plain["equality"]["checkpoints"]["first"]["name"]
+
+
+def test_different_packages_and_code(runs, tmp_path, capsys):
+    other = copy(tmp_path, runs, "again")
+    starts = json.loads((other / "provenance.json").read_text())
+    starts[-1]["packages"]["torch"] = "2.6.0"
+    starts[-1]["git"] = {"commit": "f" * 40, "changed": False}
+    (other / "provenance.json").write_text(json.dumps(starts))
+    code, text, plain = compare(runs / "one", other, capsys=capsys)
+    assert code == 0  # the results are equal
+    assert plain["settings"]["packages"] == {"torch": [torch.__version__.split("+")[0], "2.6.0"]}
+    assert re.search(r"packages +torch +\S+ +2\.6\.0", text)
+    assert plain["settings"]["code"]["same"] is False
+    assert "B ffffffffffff" in text
+
+
+def test_killed_run_is_equal_so_far(runs, tmp_path, capsys):
+    half = copy(tmp_path, runs, "again")
+    whole = (half / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    kept = next(number for number, line in enumerate(whole) if json.loads(line)["step"] == 11)
+    (half / "metrics.jsonl").write_bytes(b"".join(whole[:kept]) + whole[kept][:30])
+    for name in ("summary.json", "weights.safetensors", "predictions.csv"):
+        (half / name).unlink()
+    for step in (16, 20, LAST):
+        shutil.rmtree(half / "checkpoints" / f"step-{step}")
+    code, text, plain = compare(runs / "one", half, capsys=capsys)
+    assert code == 1
+    assert plain["equality"]["verdict"] == "equal so far"
+    assert "Bitwise equal as far as both runs go" in text
+    assert "(unfinished, 1 rank)" in text
+    assert "metrics.jsonl ends mid-line" in text
+    assert "weights      not compared: B has no weights yet" in text
+    assert "equal at steps 8, 10" in text
+    assert f"(A ends at step {LAST}, B at step 10)" in text
+    assert "B has no predictions.csv with" in text
+    assert plain["evaluations"][1]["step"] == 8
+    assert plain["evaluations"][1]["best_step"] is None
+
+
+def test_run_killed_before_its_results_is_equal_so_far(runs, tmp_path, capsys):
+    other = copy(tmp_path, runs, "again")
+    (other / "summary.json").unlink()
+    code, text, plain = compare(runs / "one", other, capsys=capsys)
+    assert (code, plain["equality"]["verdict"]) == (1, "equal so far")
+    assert "(unfinished, 1 rank)" in text
+
+
+def test_damaged_checkpoint_is_reported(runs, tmp_path, capsys):
+    other = copy(tmp_path, runs, "again")
+    state = other / "checkpoints" / f"step-{LAST}" / "state.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(content)
+    code, text, plain = compare(runs / "one", other, capsys=capsys)
+    assert code == 1
+    assert plain["equality"]["verdict"] == "equal so far"
+    assert f"B, step {LAST}: state.pt is damaged" in text
+
+
+def test_run_folder_with_only_a_configuration(runs, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(runs / "one" / "config.yaml", bare)
+    code, text, plain = compare(runs / "one", bare, capsys=capsys)
+    assert code == 1
+    assert plain["equality"]["verdict"] == "unknown"
+    assert "Cannot tell whether they are equal" in text
+    assert "B has no provenance.json" in text
+    assert "no metrics to compare: B has no evaluation" in text
+    assert plain["settings"]["recipe"] == {}
+
+
+def test_one_different_bit_of_one_weight(runs, tmp_path, capsys):
+    other = copy(tmp_path, runs, "again")
+    content = bytearray((other / "weights.safetensors").read_bytes())
+    content[-4] ^= 1
+    (other / "weights.safetensors").write_bytes(content)
+    code, _, plain = compare(runs / "one", other, capsys=capsys)
+    assert code == 1
+    assert plain["equality"]["weights"]["same"] is False
+    assert plain["equality"]["weights"]["first"]["by"] > 0
+
+
+def test_groups_of_seeds(runs, tmp_path, capsys):
+    for group, names in (("a", ("one", "seeded")), ("b", ("again", "seeded"))):
+        for name in names:
+            copy(tmp_path / group, runs, name)
+    code, text, plain = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
+    assert code == 0
+    assert {name: equal["verdict"] for name, equal in plain["by_seed"].items()} == {"0": "equal", "1": "equal"}
+    assert "(2 runs, seeds 0, 1)" in text
+    top1 = plain["spreads"]["best"][0]
+    assert top1["name"] == "top1"
+    assert len(top1["values"][0]) == 2
+    assert top1["interval"][0] < 0 < top1["interval"][1] or top1["errors"] == [0, 0]
+    shutil.rmtree(tmp_path / "b" / "seeded")
+    copy(tmp_path / "b", runs, "ranks")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "differ in more than their seed: number of ranks" in capsys.readouterr().err
+
+
+def test_missing_run_is_a_usage_error(runs, capsys):
+    assert main(["compare", str(runs / "one"), str(runs / "nowhere")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_json_keys(runs, capsys):
+    _, _, plain = compare(runs / "one", runs / "diverged", capsys=capsys)
+    assert set(plain) == {
+        "same", "one", "other", "settings", "equality", "evaluations", "metrics", "throughput", "predictions",
+        "why_no_predictions", "by_seed", "spreads",
+    }  # fmt: skip
+    assert plain["one"]["runs"][0] == {
+        "path": str(runs / "one"), "name": "one", "state": "finished", "seed": 0, "world_size": 1,
+    }  # fmt: skip
+
+
+def test_command_starts_without_torch():
+    code = (
+        "import sys; from harness.tools.compare import command; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_tensors_are_compared_bit_by_bit(kind):
+    one = torch.zeros(3, 2).to(kind)
+    assert list(saved_state.differing("w", one, one.clone())) == []
+    assert list(saved_state.differing("w", one.t(), one.t().contiguous())) == []
+    (part,) = saved_state.differing("w", one, torch.ones(3, 2).to(kind))
+    assert (part.name, part.by) == ("w", 1.0)
+    (part,) = saved_state.differing("w", one, one.reshape(2, 3))
+    assert part.by is None
+
+
+def test_zeros_of_two_signs_differ_and_nan_equals_nan():
+    assert [part.by for part in saved_state.differing("w", torch.tensor([0.0]), torch.tensor([-0.0]))] == [0.0]
+    nan = float("nan")
+    assert list(saved_state.differing("w", torch.tensor([nan]), torch.tensor([nan]))) == []
+    assert list(saved_state.differing("x", nan, float("nan"))) == []
+    assert [part.values for part in saved_state.differing("x", 0.0, -0.0)] == [(0.0, -0.0)]
+
+
+def test_nested_values_are_compared_in_order():
+    one = {"a": [1, {"b": torch.zeros(2)}], "c": "x", "d": 1}
+    other = {"a": [1, {"b": torch.ones(2)}], "c": "y", "e": None}
+    names = [part.name for part in saved_state.differing("state", one, other)]
+    assert names == ["state.a[1].b", "state.c", "state.d", "state.e"]  # a null is not a missing entry
+    assert [part.values for part in saved_state.differing("x", 1, 1.0)] == [(1, 1.0)]
+    assert [part.values for part in saved_state.differing("x", [1], [1, 2])] == [("list of 1", "list of 2")]
+
+
+def test_times_are_not_compared():
+    state = {"step": 3, "wall_s": 1.0, "train_s": 1.0, "segments": [], "skipped": 0}
+    assert saved_state.without_clocks("state", state) == {"step": 3, "segments": [], "skipped": 0}
+    assert saved_state.without_clocks("state", state, same_world=False) == {"step": 3, "skipped": 0}
+    meter = {"rows": 1, "wait_s": 0.5, "forward_s": 0.5}
+    assert saved_state.without_clocks("ranks", [{"rng": 1, "meter": meter}]) == [{"rng": 1, "meter": {"rows": 1}}]
+
+
+def test_checkpoint_of_another_program_is_reported(tmp_path):
+    """Its manifest is intact, but a run would not write it."""
+    from harness.runs.checkpoint import Checkpoints
+
+    for name, content in (("a", {"state": {}, "ranks": [], "world_size": 1}), ("b", {"state": 3, "ranks": 4})):
+        Checkpoints(tmp_path / name / "checkpoints", 3).write(1, content)
+    result = saved_state.checkpoints(tmp_path / "a", tmp_path / "b")
+    assert (result.same, result.equal) == (None, [])
+    assert result.refused == ("step 1: not a checkpoint of this harness",)

@@ -1,0 +1,126 @@
+"""Run folders compared bit for bit: each kind of change to a copy is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from harness.tools.compare.exactness import differences
+from harness.runs.checkpoint import Checkpoints
+from tests.end_to_end.experiment import train, write_images
+
+LAST = 16
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exactness")
+    return train(
+        folder, write_images(folder / "data"), train={"epochs": 2, "log_every": 4}, checkpoint={"every_steps": 5}
+    )
+
+
+def edit_checkpoint(folder, change):
+    """Rewrite the newest checkpoint with ``change`` made to its content, as a valid checkpoint."""
+    content = torch.load(folder / f"checkpoints/step-{LAST}/state.pt", weights_only=True)
+    change(content)
+    Checkpoints(folder / "checkpoints", 9).write(LAST, {key: content[key] for key in content if key != "format"})
+
+
+def edit_lines(folder, change):
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def edit_weights(folder):
+    weights = load_file(folder / "weights.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, folder / "weights.safetensors", {"step": str(LAST)})
+
+
+def last_bit(tensor):
+    """Change the last bit of the first element."""
+    tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+CHANGES = {
+    "a bit of a weight": (
+        lambda folder: edit_checkpoint(folder, lambda content: last_bit(next(iter(content["model"].values())))),
+        f"checkpoints/step-{LAST}: model.",
+    ),
+    "optimizer": (
+        lambda folder: edit_checkpoint(
+            folder, lambda content: last_bit(content["optimizer"]["state"][0]["momentum_buffer"])
+        ),
+        f"checkpoints/step-{LAST}: optimizer.state.0.momentum_buffer",
+    ),
+    "random stream": (
+        lambda folder: edit_checkpoint(folder, lambda content: content["ranks"][0]["rng"]["python"][1].reverse()),
+        f"checkpoints/step-{LAST}: ranks[0].rng.python[1]",
+    ),
+    "position": (
+        lambda folder: edit_checkpoint(folder, lambda content: content["state"].update(epoch=1)),
+        f"checkpoints/step-{LAST}: state.epoch: 2 and 1",
+    ),
+    "entry of its own": (
+        lambda folder: edit_checkpoint(folder, lambda content: content.update(extra=None)),
+        f"checkpoints/step-{LAST}: extra: (absent) and None",
+    ),
+    "loss": (
+        lambda folder: edit_lines(folder, lambda lines: lines[0].update(loss=0.0)),
+        "metrics.jsonl:1: train entry of step 4.loss: ",
+    ),
+    "line": (lambda folder: edit_lines(folder, lambda lines: lines.pop()), "metrics.jsonl: number of lines: "),
+    "best weights": (edit_weights, "weights.safetensors: "),
+    "predictions": (
+        lambda folder: (folder / "predictions.csv").write_text("id\n"), "predictions.csv: first difference: "
+    ),
+    "summary": (lambda folder: (folder / "summary.json").unlink(), "summary.json: summary: "),
+    "truncated": (
+        lambda folder: (folder / f"checkpoints/step-{LAST}/state.pt").write_bytes(b""),
+        f"checkpoints/step-{LAST}: state: intact and state.pt is truncated",
+    ),
+    "newest": (
+        lambda folder: (folder / "checkpoints/latest").write_text("step-8\n"),
+        f"checkpoints: latest: step-{LAST} and step-8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_kind_of_difference_is_named(trained, tmp_path, name):
+    change, expected = CHANGES[name]
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    assert differences(trained, copy) == []
+    change(copy)
+    found = [str(difference) for difference in differences(trained, copy)]
+    assert found, "not found"
+    assert any(line.startswith(expected) for line in found), found
+    assert differences(copy, trained), "only found from one side"
+
+
+def test_times_do_not_count(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+
+    def later(content):
+        content["state"]["wall_s"] += 1
+        content["ranks"][0]["meter"]["wait_s"] += 1
+
+    edit_checkpoint(copy, later)
+    edit_lines(copy, lambda lines: [line.update(wall_s=9.0) for line in lines])
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps({**summary, "wall_s": 9.0}))
+    assert differences(trained, copy) == []
+
+
+def test_empty_folders_are_not_equal(tmp_path):
+    assert [str(found) for found in differences(tmp_path, tmp_path)] == [
+        "metrics.jsonl: lines: (absent) and (absent)",
+        "checkpoints: latest: (absent) and (absent)",
+    ]

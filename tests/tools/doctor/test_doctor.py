@@ -1,0 +1,593 @@
+"""The findings of the doctor on simulated machines: folders as file systems, replaced answers of torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import resource
+import subprocess
+import sys
+import threading
+import warnings
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness import cli
+from harness.distributed import machine
+from harness.tools.doctor import examine, gpus, limits, network, software
+from harness.tools.doctor.findings import Finding, System, output_of, run_check
+from harness.training import precision
+
+GIB, MIB = 2**30, 2**20
+Usage = namedtuple("Usage", "total used free")  # noqa: PYI024
+
+
+def found(check, system=None) -> list[Finding]:
+    return list(check(system or System()))
+
+
+def only(check, system=None) -> Finding:
+    (finding,) = found(check, system)
+    assert finding.check == check.__name__
+    return finding
+
+
+def write(root, files: dict[str, str]) -> System:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return System(root=root)
+
+
+# The report
+
+
+def test_report_on_this_machine(capsys):
+    code = cli.main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"harness", "host", "system", "problems", "findings"}
+    problems = [finding for finding in report["findings"] if finding["mark"] == "problem"]
+    assert report["problems"] == len(problems)
+    assert code == (2 if problems else 0)
+    assert all(finding["remedies"] for finding in problems)
+    checks = {finding["check"] for finding in report["findings"]}
+    assert checks | {"mps"} == {check.__name__ for check in examine.CHECKS}
+    assert not any("the check failed" in finding["text"] for finding in report["findings"])
+
+
+def note(system):
+    yield Finding("note", "note", "it could be better", ("type this",))
+
+
+def problem(system):
+    yield Finding("problem", "problem", f"with {system.variables['NAME']}")
+
+
+def test_text_and_exit_code(capsys):
+    assert examine.main({}, False, [note]) == 0
+    assert capsys.readouterr().out.endswith("\nReady to train. Notes: 1.\n")
+    assert examine.main({"NAME": "x"}, False, [note, problem]) == 2
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "note     note     it could be better",
+        "                    -> type this",
+        "problem  problem  with x",
+        "",
+        "Problems: 1. Notes: 1.",
+    ]
+
+
+def test_check_that_fails_adds_a_finding():
+    def broken(system):
+        yield Finding("broken", "ok", "so far")
+        raise ValueError("no such thing")
+
+    def exits(system):
+        raise SystemExit(3)
+        yield
+
+    def lacks(system):
+        raise ImportError("no torch")
+        yield
+
+    findings = [finding for check in (broken, exits, lacks) for finding in run_check(check, System(), 60)]
+    assert [(f.check, f.mark) for f in findings] == [
+        ("broken", "ok"), ("broken", "problem"), ("exits", "problem"), ("lacks", "note"),
+    ]  # fmt: skip
+    assert findings[1].text == "the check failed: ValueError: no such thing"
+
+
+def test_check_that_hangs_adds_a_finding():
+    release = threading.Event()
+
+    def hangs(system):
+        yield Finding("hangs", "ok", "at first")
+        release.wait(20)
+        yield Finding("hangs", "ok", "too late")
+
+    first, second = run_check(hangs, System(), timeout_s=0.05)
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "doctor-hangs"] == [True]
+    release.set()
+    assert first.text == "at first"
+    assert (second.mark, second.text) == ("problem", "no answer within 0.05 s")
+
+
+def test_doctor_starts_without_torch():
+    program = "import sys\nfrom harness.tools.doctor import examine\nassert not {'torch', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# Software
+
+
+def test_python(monkeypatch):
+    assert only(software.python).mark == "ok"
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert only(software.python) == Finding(
+        "python", "problem", "3.9.1 is too old (minimum: 3.10)", ("install Python 3.10",)
+    )
+
+
+def test_packages(monkeypatch):
+    versions = {"torch": "2.5+cu121", "numpy": "2", "pyarrow": "14.0.1"}
+    required = ["torch>=2.5.1", "numpy>=2.0.0", "pyarrow>=14", "pandas", "pytest; extra == 'test'"]
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert found(software.packages) == [
+        Finding(
+            "packages",
+            "problem",
+            "torch 2.5+cu121 is too old (minimum: 2.5.1)",
+            ("python -m pip install 'torch>=2.5.1'",),
+        ),
+        Finding("packages", "problem", "pandas is missing", ("python -m pip install pandas",)),
+    ]
+    versions |= {"torch": "2.10.0", "pandas": "1"}
+    assert only(software.packages) == Finding("packages", "ok", "all 4 required packages are installed")
+
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", unknown)
+    assert only(software.packages).mark == "note"
+
+
+@pytest.mark.parametrize("check", [software.torch, software.torchvision])
+def test_torch_that_cannot_be_imported(monkeypatch, check):
+    assert only(check).mark == "ok"
+
+    def fails(name):
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    finding = only(check)
+    assert finding.mark == "problem"
+    assert "libcudart.so.13" in finding.text
+    assert "install --force-reinstall torch torchvision" in finding.remedies[0]
+
+
+# Apex
+
+BROKEN = {"apex/__init__.py": "raise ImportError('UnencryptedCookieSessionFactory')"}
+PARTS = BROKEN | {f"apex/{name}/__init__.py": "" for name in ("multi_tensor_apply", "optimizers", "contrib")}
+AMP = {f"apex/{name}/__init__.py": "" for name in ("amp", "parallel")}
+ROCM = {"apex/amp/__init__.py": "from .amp import bfloat16_function"}
+
+
+def metadata(version: str, *requires: str) -> dict[str, str]:
+    lines = ["Metadata-Version: 2.1", "Name: apex", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    return {"apex-1.dist-info/METADATA": "\n".join(lines) + "\n"}
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Writes files into a folder from which Python imports; an apex in it cannot be imported."""
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+
+    def install(files: dict[str, str]) -> None:
+        write(tmp_path, files)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        importlib.invalidate_caches()
+
+    return install
+
+
+@pytest.mark.contract("9")
+@pytest.mark.parametrize(
+    ("files", "mark", "words", "remedy"),
+    [
+        (BROKEN | metadata("0.9.10.dev0", "pyramid", "velruse"), "problem", ["PyPI's apex 0.9.10.dev0"],
+         "python -m pip uninstall apex"),
+        (BROKEN | metadata("3.0", "requests"), "note", ["not NVIDIA's Apex but another package: 3.0"],
+         "python -m pip uninstall apex"),
+        (PARTS | AMP | metadata("0.1") | {"amp_C.py": "raise ImportError"}, "ok",
+         ["NVIDIA's 0.1, in ", "has amp, parallel, optimizers, multi_tensor_apply, contrib; extensions: amp_C"], None),
+        (PARTS, "note", ["of unknown version", "extensions: none; without amp and parallel, which NVIDIA removed"],
+         "python -m harness.apex SCRIPT"),
+        (PARTS | AMP | ROCM | metadata("1.9"), "ok", ["ROCm's 1.9, in "], None),
+        ({"apex/csrc/x.cpp": "", "apex/setup.py": ""}, "note", ["hides any installed apex"], "mv "),
+    ],
+    ids=["PyPI", "other", "NVIDIA", "NVIDIA without amp", "ROCm", "folder"],
+)  # fmt: skip
+def test_apex_is_recognized_without_importing_it(install, files, mark, words, remedy):
+    install(files)
+    finding = only(software.apex)
+    assert finding.mark == mark
+    assert all(word in finding.text for word in words)
+    assert finding.remedies[0].startswith(remedy) if remedy else not finding.remedies
+    assert {"apex", "amp_C"}.isdisjoint(sys.modules)
+
+
+def test_no_apex(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__harness__=True))
+    assert only(software.apex).text == "harness.apex itself, through harness.apex.install()"
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__spec__=None))  # partly imported
+    assert only(software.apex) == Finding("apex", "ok", "not installed, and not needed")
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "files", "device"), [(False, PARTS | AMP, "cpu"), (True, PARTS | AMP, "cuda"), (True, BROKEN, "cpu")]
+)
+def test_backend_imports_only_an_apex_that_has_amp(install, monkeypatch, on_cuda, files, device):
+    install(files)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
+    monkeypatch.setattr(precision, "choose", lambda s, d: asked.append(d.type) or SimpleNamespace(backend="apex 0.1"))
+    assert only(software.backend).text.startswith("precision.backend=auto uses apex 0.1")
+    assert asked == [device]
+
+
+def test_backend_without_apex():
+    if not torch.cuda.is_available():
+        assert "uses harness.apex (always on the CPU" in only(software.backend).text
+
+
+# GPUs
+
+DRIVER = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC"}
+DEVICE = {"dev/nvidia0": ""}
+
+
+@pytest.fixture
+def gpus_of(monkeypatch):
+    def make(*capabilities: tuple[int, int], cuda: str | None = "12.6", warning: str = "") -> None:
+        def is_available():
+            if warning:
+                warnings.warn(warning)
+            return bool(capabilities)
+
+        monkeypatch.setattr(torch.cuda, "is_available", is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_86", "sm_90"])
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda i: SimpleNamespace(
+                name="H200", total_memory=141 * GIB, major=capabilities[i][0], minor=capabilities[i][1]
+            ),
+        )
+
+    return make
+
+
+def test_devices_are_listed(gpus_of, tmp_path, monkeypatch):
+    gpus_of((9, 0), (7, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    first, second, third, _ = found(gpus.cuda, write(tmp_path, DRIVER))
+    assert first.text == "2 devices; torch is built for CUDA 12.6, driver 535.104.05"
+    assert second == Finding("cuda", "ok", "cuda:0 H200, 141.0 GiB, compute capability 9.0")
+    assert third.mark == "problem"
+    assert "compute capability 7.0, for which this torch has no kernels (sm_75 sm_80" in third.text
+
+
+def test_driver_that_is_too_old(gpus_of, tmp_path):
+    gpus_of(cuda="13.2", warning="CUDA initialization: The NVIDIA driver on your system is too old")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finding = only(gpus.cuda, write(tmp_path, DRIVER | DEVICE))
+    assert finding.mark == "problem"
+    assert finding.text.startswith("driver 535.104.05 is too old for CUDA 13.2, which torch ")
+    assert "it needs 580.65.06 or newer" in finding.text
+    assert finding.remedies[0] == "update the NVIDIA driver to 580.65.06 or newer"
+
+
+@pytest.mark.parametrize(
+    ("line", "mark", "words"),
+    [
+        ("0, Enabled, Enabled, 0, 345, 1980, 4, 143771, Default", "ok", "clock 345 of 1980 MHz, ECC Enabled, persist"),
+        ("1, Disabled, [N/A], [N/A], 345, 1980, 4, 24576, Default", "note", "each start of training waits"),
+        ("0, Enabled, Enabled, 3, 345, 1980, 4, 143771, Default", "problem", "; 3 uncorrected memory errors"),
+        ("0, Enabled, Enabled, 0, 345, 1980, 4, 143771, Prohibited", "problem", "its compute mode allows no process"),
+        ("0, Enabled, Enabled, 0, 1980, 1980, 90000, 143771, Default", "note", "90000 of 143771 MiB of its memory"),
+        ("Field is not a valid field to query", None, ""),
+        ("", None, ""),
+    ],
+)
+def test_settings_of_a_gpu(gpus_of, tmp_path, line, mark, words):
+    asked = []
+    gpus_of((9, 0))
+    root = write(tmp_path, DRIVER).root
+    findings = found(gpus.cuda, System(root=root, output_of=lambda command: asked.append(command) or line))
+    assert asked[0][0] == "nvidia-smi"
+    assert asked[0][1].count(",") == 8
+    assert [finding.mark for finding in findings[2:]] == ([mark] if mark else [])
+    assert words in findings[-1].text
+    assert mark in ("ok", None) or findings[-1].remedies
+
+
+@pytest.mark.parametrize(("access", "mark", "words"), [(True, "ok", "all 3"), (False, "note", "0-1, 0-2, 1-2: ")])
+def test_peer_access(gpus_of, monkeypatch, tmp_path, access, mark, words):
+    gpus_of((9, 0), (9, 0), (9, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: access)
+    finding = found(gpus.cuda, System(root=write(tmp_path, DRIVER).root, output_of=lambda command: ""))[-1]
+    assert finding.mark == mark
+    assert words in finding.text
+
+
+def test_command_that_is_missing_fails_or_hangs(monkeypatch):
+    monkeypatch.setattr("harness.tools.doctor.findings.COMMAND_S", 0.1)
+    commands = (["no-such-command-here"], ["false"], ["sleep", "20"], ["echo", "found"])
+    assert [output_of(command) for command in commands] == ["", "", "", "found\n"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((8, 9), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((12, 0), ["sm_120"], True),
+        ((12, 1), ["sm_90", "compute_90"], True),
+        ((7, 0), ["compute_80"], False),
+        ((9, 4), ["gfx942"], True),
+    ],
+)
+def test_builds_and_compute_capabilities(gpus_of, monkeypatch, tmp_path, capability, architectures, runs):
+    gpus_of(capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    _, device = found(gpus.cuda, write(tmp_path, DRIVER))
+    assert device.mark == ("ok" if runs else "problem")
+
+
+@pytest.mark.parametrize(
+    ("files", "cuda", "hidden", "mark", "text", "remedy"),
+    [
+        ({}, "12.6", None, "ok", "no NVIDIA driver: training runs on the CPU (torch is built for CUDA 12.6)", None),
+        (DRIVER, "12.6", None, "note", "has no device: training runs on the CPU", "docker run --gpus all"),
+        (DRIVER | DEVICE, None, None, "problem", "is built for the CPU", "install a CUDA build"),
+        (DRIVER | DEVICE, "12.6", "", "note", "hides all devices", "unset CUDA_VISIBLE_DEVICES"),
+        (DRIVER | DEVICE, "12.6", "-1", "note", "hides all devices", "unset CUDA_VISIBLE_DEVICES"),
+        (DRIVER | DEVICE, "12.6", "0", "problem", "too old (found version 11040)", "nvidia-smi"),
+    ],
+)
+def test_reasons_for_no_device(gpus_of, tmp_path, files, cuda, hidden, mark, text, remedy):
+    gpus_of(cuda=cuda, warning="The NVIDIA driver on your system is too old (found version 11040).")
+    system = System({} if hidden is None else {"CUDA_VISIBLE_DEVICES": hidden}, write(tmp_path, files).root)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finding = only(gpus.cuda, system)
+    assert finding.mark == mark
+    assert text in finding.text
+    assert finding.remedies[0].startswith(remedy) if remedy else not finding.remedies
+
+
+def test_apple_gpus(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert found(gpus.mps) == []
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert only(gpus.mps).mark == "note"
+
+
+# Processor and memory
+
+
+def test_cpu_limits(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert only(limits.cpu, System(root=tmp_path)) == Finding(
+        "cpu", "ok", "16 of 64 cores are usable; torch uses 16 threads"
+    )
+    system = write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"})
+    assert only(limits.cpu, system) == Finding(
+        "cpu",
+        "note",
+        "3 of 64 cores are usable (the cgroup limits CPU use to 2.5 cores); "
+        "torch uses 16 threads, which will compete for them",
+        ("export OMP_NUM_THREADS=3",),
+    )
+
+
+V2 = {
+    "proc/self/cgroup": "0::/job/step\n",
+    "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
+    "sys/fs/cgroup/job/cpu.max": "400000 100000\n",
+    "sys/fs/cgroup/job/step/memory.max": "max\n",
+    "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+    "sys/fs/cgroup/job/step/memory.current": f"{2 * GIB}\n",
+    "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
+}
+V1 = {
+    "proc/self/cgroup": "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n1:name=systemd:/docker/a\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+}
+V1_FREE = V1 | {
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "limit", "used"),
+    [(V2, 4.0, 8 * GIB, 3 * GIB), (V1, 4.0, 8 * GIB, 3 * GIB), (V1_FREE, None, None, 3 * GIB), ({}, None, None, 0)],
+    ids=["v2", "v1", "v1 without limits", "none"],
+)
+def test_control_groups(tmp_path, files, cores, limit, used):
+    system = write(tmp_path, files)
+    assert machine.cpu_quota(system.root) == cores
+    assert machine.memory_limit(system.root) == (limit, used)
+
+
+def meminfo(total: int, available: int) -> dict[str, str]:
+    return {"proc/meminfo": f"MemTotal: {total // 1024} kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "mark", "text"),
+    [
+        (meminfo(64 * GIB, 32 * GIB), "ok", "64.0 GiB, 32.0 GiB free"),
+        (meminfo(64 * GIB, 32 * GIB) | V2, "ok", "8.0 GiB (limit of the cgroup), 5.0 GiB free"),
+        (meminfo(64 * GIB, GIB // 2), "note", "64.0 GiB, 0.5 GiB free"),
+        (meminfo(64 * GIB, 100 * MIB), "problem", "64.0 GiB, 0.1 GiB free"),
+        (meminfo(4 * GIB, 3 * GIB) | V2, "ok", "4.0 GiB, 3.0 GiB free"),
+    ],
+)
+def test_memory(tmp_path, files, mark, text):
+    finding = only(limits.memory, write(tmp_path, files))
+    assert (finding.mark, finding.text) == (mark, text)
+    assert bool(finding.remedies) == (mark != "ok")
+
+
+# Files
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
+@pytest.mark.parametrize(
+    ("total", "free", "mark"), [(64 * MIB, 64 * MIB, "note"), (GIB, MIB, "problem"), (8 * GIB, 8 * GIB, "ok")]
+)
+def test_shared_memory(monkeypatch, total, free, mark):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(total, total - free, free))
+    finding = only(limits.shared_memory)
+    assert finding.mark == mark
+    assert any("--shm-size" in remedy for remedy in finding.remedies) == (mark != "ok")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
+def test_no_shared_memory(tmp_path):
+    finding = only(limits.shared_memory, System(root=tmp_path))
+    assert finding.mark == "problem"
+    assert finding.remedies[-1].startswith("data.num_workers=0")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "mark", "remedies"),
+    [
+        (256, 4096, "note", ("ulimit -n 4096",)),
+        (256, resource.RLIM_INFINITY, "note", ("ulimit -n 65536",)),
+        (1024, 4096, "ok", ()),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "ok", ()),
+    ],
+)
+def test_open_files(monkeypatch, soft, hard, mark, remedies):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    finding = only(limits.open_files)
+    assert (finding.mark, finding.remedies) == (mark, remedies)
+    assert ("any number" in finding.text) == (hard == resource.RLIM_INFINITY)
+
+
+@pytest.mark.parametrize(("free", "mark"), [(100 * MIB, "problem"), (2 * GIB, "note"), (50 * GIB, "ok")])
+def test_free_space_of_the_folder(monkeypatch, tmp_path, free, mark):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(GIB, 0, free))
+    finding = only(limits.folder, System(folder=tmp_path))
+    assert finding.mark == mark
+    assert str(tmp_path) in finding.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_is_not_writable(tmp_path):
+    finding = only(limits.folder, System(folder=tmp_path / "gone"))
+    assert finding.mark == "problem"
+    assert "gone is not writable: No such file" in finding.text
+    assert finding.remedies[0].startswith("output=")
+
+
+# Network
+
+
+def test_collectives(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    assert only(network.collectives).text == "gloo (CPU), nccl 2.27.3 (CUDA)"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert only(network.collectives).mark == "ok"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert only(network.collectives).mark == "problem"
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    assert "no gloo" in only(network.collectives).text
+
+
+@pytest.fixture
+def interfaces(monkeypatch):
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "ib0")])
+    monkeypatch.setattr(network, "address_of", lambda name: "10.0.0.7")
+    asked = []
+
+    def towards(host, outward=False):
+        asked.append(host)
+        return "eth0" if outward else "lo"
+
+    monkeypatch.setattr(network, "interface_towards", towards)
+    return asked
+
+
+def test_network_resolves_no_name(interfaces):
+    finding = only(network.network, System({"MASTER_ADDR": "node-01.example"}))
+    assert finding.text == "ranks on one node connect over lo, on several nodes over eth0 (10.0.0.7)"
+    assert set(interfaces) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "selected"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth1", "eth1"),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", "eth0, ib0"),
+        ("GLOO_SOCKET_IFNAME", "eth", None),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth9", None),
+        ("NCCL_SOCKET_IFNAME", "eth", "eth0, eth1"),
+        ("NCCL_SOCKET_IFNAME", "=eth", None),
+        ("NCCL_SOCKET_IFNAME", "=eth0,ib0", "eth0, ib0"),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", "ib0"),
+        ("NCCL_SOCKET_IFNAME", "^=lo,eth", "eth0, eth1, ib0"),
+        ("NCCL_SOCKET_IFNAME", "bond0", None),
+    ],
+)
+def test_variables_that_select_interfaces(interfaces, variable, value, selected):
+    _, finding = found(network.network, System({variable: value}))
+    if selected:
+        assert finding == Finding("network", "ok", f"{variable}={value} selects {selected}")
+    else:
+        assert finding.mark == "problem"
+        assert finding.text == f"{variable}={value} matches none of the interfaces lo, eth0, eth1, ib0"
+        assert finding.remedies == (f"unset {variable}", f"export {variable}=eth0")
+
+
+@pytest.mark.parametrize(("name", "mark"), [("lo", "note"), (None, "ok")])
+def test_loopback_only_and_unknown_networks(monkeypatch, name, mark):
+    monkeypatch.setattr(network, "interface_towards", lambda host, outward=False: name)
+    assert only(network.network).mark == mark
+
+
+def test_launch():
+    assert only(network.launch).text == "no launcher variables: one process"
+    half = only(network.launch, System({"RANK": "1", "WORLD_SIZE": "2"}))
+    assert half.mark == "problem"
+    assert "found RANK=1, WORLD_SIZE=2; missing LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in half.text
+    assert "unset the variables" in half.remedies[0]
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    finding = only(network.launch, System(whole))
+    assert finding == Finding("launch", "ok", "rank 1 of 2 by RANK and WORLD_SIZE, rendezvous at 10.0.0.1:29500")

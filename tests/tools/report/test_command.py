@@ -1,0 +1,81 @@
+"""``harness report``: the files it writes, and its errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
+from harness import cli
+from harness.errors import ConfigError
+from harness.tools.report import main, page
+from harness.runs import ownership
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize(
+    ("form", "begins"), [("html", "<!doctype html>"), ("md", "## sweep"), ("csv", "run,name,state")]
+)
+def test_each_format_is_written_and_its_path_printed(tmp_path, capsys, form, begins):
+    sweep = write_sweep(tmp_path / "sweep", [Fake(), Fake(world=2)])
+    assert main.main([sweep], None, form, None) == 0
+    assert capsys.readouterr().out == f"{sweep / f'report.{form}'}\n"
+    assert (sweep / f"report.{form}").read_text().startswith(begins)
+    assert main.main([sweep], tmp_path / "mine", form, 0.5) == 0
+    assert (tmp_path / "mine").is_file()
+
+
+@pytest.mark.parametrize(
+    ("run", "out", "message"),
+    [
+        ("run", "nowhere/report.html", "there is no folder"),
+        ("run", ".", "it is a folder"),
+        ("none", None, "there is no such folder"),
+    ],
+)
+def test_wrong_paths_are_errors(tmp_path, run, out, message):
+    write_run(tmp_path / "run", Fake())
+    with pytest.raises(ConfigError, match=message):
+        main.main([tmp_path / run], tmp_path / out if out else None, "md", None)
+
+
+def test_images_of_the_runs_of_others_need_trust(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
+    run = write_run(tmp_path / "run", Fake())
+    (run / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
+    (run / "predictions.csv").write_text("id,prediction,label\na.png,cat,dog\n")
+    (tmp_path / "data").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "data" / "a.png")
+
+    def page_of(*words: str) -> str:
+        assert cli.main(["report", "run", *words]) == 0
+        return (run / "report.html").read_text()
+
+    text = page_of()
+    assert "data:image/png" not in text
+    assert "To show them, add --trust." in text
+    assert "data:image/png" in page_of("--trust")
+    ownership.remember((run / "config.yaml").read_text())
+    assert "data:image/png" in page_of()
+
+
+def test_missing_plotly_is_an_error(tmp_path, monkeypatch):
+    page.plotly_source.cache_clear()
+    for name in ["plotly", *(name for name in sys.modules if name.startswith("plotly."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"apex-harness\[report\]"):
+        main.main([write_run(tmp_path / "run", Fake())], None, "html", None)
+
+
+def test_report_needs_no_torch(tmp_path):
+    run = write_run(tmp_path / "run", Fake())
+    code = (
+        "import sys; from pathlib import Path; from harness.tools.report import main\n"
+        f"for form in ('html', 'md', 'csv'): main.main([Path({str(run)!r})], None, form, None)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=100, capture_output=True).returncode == 0

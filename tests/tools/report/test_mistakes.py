@@ -1,0 +1,199 @@
+"""Confusion matrices and the most confident mistakes of a run, with their images."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks.synthetic_runs import Fake, write_run
+from harness.tools.report import mistakes, run_set, sections
+from harness.runs import exit_files, reader
+from tests.config.test_loader import BOMB
+
+TABLE = """id,prediction,label,score_cat,score_dog
+a.png,cat,cat,0.9,0.1
+b.png,dog,cat,0.2,0.8
+c.png,cat,dog,0.99,0.01
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    return write_run(tmp_path / "runs" / "fake", Fake())
+
+
+def notes(folder):
+    found = run_set.build([reader.read(folder)])
+    groups = sections.choose(found, None, [], [])[1]
+    return next(group for group in groups if group.key == "mistakes").notes[0].partition(". ")[2]
+
+
+def run(folder):
+    return run_set.build([reader.read(folder)]).runs[0]
+
+
+def test_confusion_matrix(folder):
+    (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
+    found = mistakes.confusion(run(folder))
+    assert found.classes == ["cat", "dog"]
+    assert found.pairs == [("dog", "cat", 3), ("cat", "dog", 2)]
+
+
+def test_matrix_and_list_are_from_the_same_weights(folder):
+    """confusion.csv is of the newest evaluation, predictions.csv of the best weights."""
+    newest = [[5, 2], [3, 7]]
+    (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
+    assert mistakes.confusion(run(folder)).counts == newest
+    assert notes(folder) == "The matrix is from its newest evaluation."
+    (folder / "predictions.csv").write_text(TABLE + "unreadable.png,,dog,,\n")
+    assert mistakes.confusion(run(folder)).counts == [[1, 1], [1, 0]]
+    assert notes(folder) == "The matrix and the list are from its best weights."
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"finished": False}))  # resumed with more epochs
+    assert notes(folder) == "The matrix and the list are from its best weights when it last ended."
+    (folder / "predictions.csv").write_text(TABLE.replace("dog", "cow"))  # of another table
+    assert mistakes.confusion(run(folder)).counts == newest
+    assert "newest evaluation, the list from its best weights" in notes(folder)
+
+
+@pytest.mark.parametrize("text", ["", "label,cat\n", "label,cat,dog\ncat,5,2\n", "label,cat\ncat,many\n", "a\0b"])
+def test_damaged_confusion_matrix_is_ignored(folder, text):
+    (folder / "confusion.csv").write_text(text)
+    assert mistakes.confusion(run(folder)) is None
+
+
+def test_most_confident_mistakes_first_with_their_images(folder, tmp_path):
+    (folder / "predictions.csv").write_text(TABLE)
+    Image.new("RGB", (200, 100), (255, 0, 0)).save(tmp_path / "data" / "c.png")
+    shown, wrong, rows = mistakes.most_confident(run(folder))
+    assert (wrong, rows) == (2, 3)
+    assert [(m.row, m.prediction, m.label, m.score) for m in shown] == [
+        ("c.png", "cat", "dog", 0.99),
+        ("b.png", "dog", "cat", 0.8),
+    ]
+    assert shown[1].image == "", "that file is not there"
+    image = Image.open(io.BytesIO(base64.b64decode(shown[0].image.partition(",")[2])))
+    assert image.size == (96, 48)
+    assert image.convert("RGB").getpixel((5, 5)) == (255, 0, 0)
+
+
+def test_images_are_searched_above_the_run_folder(folder, tmp_path, monkeypatch):
+    (folder / "predictions.csv").write_text(TABLE)
+    Image.new("L", (8, 8)).save(tmp_path / "data" / "c.png")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert mistakes.most_confident(run(folder))[0][0].image
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
+def test_unreadable_image_is_left_out(folder, tmp_path, content):
+    (folder / "predictions.csv").write_text(TABLE)
+    (tmp_path / "data" / "c.png").write_bytes(content)
+    assert mistakes.most_confident(run(folder))[0][0].image == ""
+
+
+def test_files_that_are_not_images_are_not_opened(folder, tmp_path):
+    (tmp_path / "secret.txt").write_text("secret")
+    (folder / "predictions.csv").write_text(
+        "id,prediction,label,score\n../secret.txt,a,b,0.9\n,a,b,0.8\n/dev/zero,a,b,0.7\n"
+    )
+    assert [mistake.image for mistake in mistakes.most_confident(run(folder))[0]] == ["", "", ""]
+
+
+def test_images_outside_the_data_folder_are_not_shown(folder, tmp_path):
+    """predictions.csv may have been written by someone else. A pipe would never end."""
+    for name in ("secret.png", "data/here.png"):
+        Image.new("L", (8, 8)).save(tmp_path / name)
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
+    os.mkfifo(tmp_path / "data" / "pipe.png")
+    outside = ["../secret.png", str(tmp_path / "secret.png"), "x/../../secret.png", "link.png", "pipe.png"]
+    inside = ["here.png", str(tmp_path / "data" / "here.png")]
+    lines = [f"{name},a,b,{0.9 - 0.1 * place}" for place, name in enumerate([*outside, *inside])]
+    (folder / "predictions.csv").write_text("\n".join(["id,prediction,label,score", *lines]) + "\n")
+    shown = {mistake.row: bool(mistake.image) for mistake in mistakes.most_confident(run(folder))[0]}
+    assert shown == {**dict.fromkeys(outside, False), **dict.fromkeys(inside, True)}
+    assert not any(mistake.image for mistake in mistakes.most_confident(run(folder), with_images=False)[0])
+
+
+@pytest.mark.timeout(30)
+def test_pipes_and_devices_in_a_run_folder_do_not_block(folder):
+    """None is opened: nobody writes to them."""
+    names = ("predictions.csv", "confusion.csv", "metrics.jsonl", "summary.json", "provenance.json", "config.yaml")
+    for name in (*names, "logs/rank-0.exit.json"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    (folder / "failure.json").symlink_to("/dev/zero")
+    record = reader.read(folder)
+    assert record.state == "unreadable"
+    assert "failure.json cannot be read: it is a" in "; ".join(record.problems)
+    assert len(record.metrics()) == 0
+    assert mistakes.read_predictions(folder / "predictions.csv") is None
+    assert mistakes.confusion(run(folder)) is None
+    assert exit_files.read(folder / "logs") == {}
+
+
+@pytest.mark.timeout(30)
+def test_a_configuration_that_expands_without_end_is_left_out(folder):
+    (folder / "config.yaml").write_text(BOMB)
+    assert "config.yaml cannot be read: its aliases expand to too many values" in reader.read(folder).problems
+
+
+def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    images = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4)
+    (raw / "t10k-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, *images.shape) + images.tobytes())
+    folder = write_run(tmp_path / "fake", Fake(settings={"task.name": "mnist"}))
+    (folder / "predictions.csv").write_text("id,prediction,label,score_0,score_1\n2,0,1,0.7,0.3\n9,0,1,0.6,0.4\n")
+    shown, _, _ = mistakes.most_confident(run(folder))
+    image = Image.open(io.BytesIO(base64.b64decode(shown[0].image.partition(",")[2])))
+    assert np.array_equal(np.asarray(image), images[2])
+    assert shown[1].image == "", "there is no image of that number"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "id,prediction\n1,2\n", "a,b,c\n1\n", "id,prediction,label\n", "id,prediction,label\n1,,cat\n"]
+)
+def test_predictions_without_mistakes(folder, text):
+    (folder / "predictions.csv").write_text(text)
+    assert mistakes.most_confident(run(folder))[0] == []
+
+
+def test_mistakes_without_scores_and_with_a_class_named_na(folder):
+    (folder / "predictions.csv").write_text("id,prediction,label\n1,NA,dog\n")
+    assert [mistake.score for mistake in mistakes.most_confident(run(folder))[0]] == [0.0]
+
+
+def test_several_labels_and_numbers(folder):
+    """A row without a predicted label is a mistake, too; the most confident one is the worst label of a row."""
+    subject = run(folder)
+    subject.settings["task.labels.separator"] = "|"
+    (folder / "predictions.csv").write_text(
+        "id,prediction,label,score_a,score_b,text\n0,a,a|b,0.9,0.4,one\n1,,a,0.05,0.1,two\n2,b,b,0.1,0.9,three\n"
+        "3,a,,0.7,0.0,four\n4,,,0.1,0.1,five\n5,,a,,,\n"
+    )
+    shown, wrong, rows = mistakes.most_confident(subject)
+    assert [(m.row, m.label, m.prediction, m.shown) for m in shown] == [
+        ("two", "a", "", "95.0 %"), ("four", "", "a", "70.0 %"), ("one", "a|b", "a", "60.0 %"),
+    ]  # fmt: skip
+    assert (wrong, rows) == (3, 6)
+
+    (folder / "predictions.csv").write_text("id,prediction,label,error\n0,1.5,1.0,0.5\n1,-3.0,7.0,-10.0\n")
+    shown, _, _ = mistakes.most_confident(run(folder))
+    assert [(m.row, m.prediction, m.shown) for m in shown] == [("1", "-3.0", "off by 10"), ("0", "1.5", "off by 0.5")]
+    summary = {"by_label": {"a": {"f1": 0.9, "rows": 3}, "b": {"f1": None, "rows": 0}, "c": {"f1": 0.2, "rows": 9}}}
+    subject.record.summary["evaluation"] = summary
+    assert mistakes.by_name(subject) == (
+        ["label", "f1", "rows"],
+        [["c", "0.2", "9"], ["a", "0.9", "3"], ["b", "–", "0"]],
+    )

@@ -1,0 +1,125 @@
+"""The commands that reproduce a run, and its provenance."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
+from harness.tools.report import reproduce, run_set
+from harness.runs import reader
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(folder, **start):
+    told = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps([told[0] | start]))
+    return run_set.build([reader.read(folder)]).runs[0]
+
+
+def test_command_for_one_process(place):
+    found = run(write_run(place / "runs" / "fake", Fake()))
+    assert reproduce.commands(found) == [
+        "git checkout 0123456789ab",
+        "harness train -c runs/fake/config.yaml name=fake_again",
+    ]
+    assert reproduce.caveats(found) == []
+
+
+def test_command_for_several_ranks_on_one_machine(place):
+    found = run(write_run(place / "runs" / "fake", Fake(world=4)))
+    assert reproduce.commands(found)[1] == "harness launch -c runs/fake/config.yaml --nproc 4 name=fake_again"
+
+
+def test_command_for_several_machines(place):
+    ranks = [f"{host}: cuda:{card} (NVIDIA H100)" for host in ("one", "two") for card in (0, 1)]
+    found = run(write_run(place / "runs" / "fake", Fake(world=4)), ranks=ranks)
+    assert reproduce.commands(found)[1] == (
+        "torchrun --nnodes=2 --node-rank=0 --master-addr=NODE0 --master-port=PORT --nproc-per-node=2 "
+        "-m harness.train -c runs/fake/config.yaml name=fake_again   # on each node"
+    )
+    assert dict(reproduce.provenance(found))["machine"] == "2 × one: cuda (NVIDIA H100), 2 × two: cuda (NVIDIA H100)"
+
+
+def test_trial_is_reproduced_outside_its_sweep(place):
+    sweep = write_sweep(place / "runs" / "lr", [Fake(name="0000")])
+    found = run_set.build(reader.find([sweep])).runs[0]
+    assert reproduce.commands(found)[1] == (
+        "harness launch -c runs/lr/trials/0000/config.yaml output=runs name=lr-0000"
+    )
+
+
+def test_caveats(place):
+    folder = write_run(place / "runs" / "fake", Fake(settings={"train.deterministic": False}))
+    git = {"commit": "abc", "changed": True}
+    assert "not deterministic" not in " ".join(reproduce.caveats(run(folder, git=git))), "a CPU is exact"
+    text = " ".join(reproduce.caveats(run(folder, git=git, ranks=["here: cuda:0 (NVIDIA H200)"])))
+    assert "uncommitted changes" in text
+    assert "not deterministic" in text
+    assert "commit is unknown" in " ".join(reproduce.caveats(run(folder, git=None)))
+    assert reproduce.commands(run(folder, git=None)) == ["harness train -c runs/fake/config.yaml name=fake_again"]
+
+
+def test_names_are_quoted_for_the_shell(place):
+    found = run(write_run(place / "runs" / "a b;rm", Fake(name="x;y")), git={"commit": "$(reboot)"})
+    assert reproduce.commands(found) == [
+        "git checkout '$(reboot)'",
+        "harness train -c 'runs/a b;rm/config.yaml' 'name=x;y_again'",
+    ]
+
+
+def test_command_is_shown_without_machine_folders(place):
+    words = ["/opt/venv/bin/python", str(place / "driver.py"), "-c", "configs/a b.yaml"]
+    found = run(write_run(place / "runs" / "fake", Fake()), command=words)
+    assert dict(reproduce.provenance(found))["command"] == "python driver.py -c 'configs/a b.yaml'"
+
+
+def test_run_that_resumed_elsewhere_shows_every_start(place):
+    found = run(write_run(place / "runs" / "fake", Fake()))
+    path = found.record.path / "provenance.json"
+    first = json.loads(path.read_text())[0]
+    later = {"git": {"commit": "f" * 40}, "packages": {"torch": "2.7.0"}, "ranks": ["there: cuda:0 (NVIDIA H200)"] * 2,
+             "world_size": 2}  # fmt: skip
+    path.write_text(json.dumps([first, first, first | later]))
+    again = run_set.build([reader.read(found.record.path)]).runs[0]
+    facts = dict(reproduce.provenance(again))
+    assert facts["git commit"] == "0123456789ab, then ffffffffffff" == reproduce.commit(again)
+    assert facts["machine"] == "1 × here: cpu (cpu), then 2 × there: cuda (NVIDIA H200)"
+    assert facts["ranks"] == "1, then 2"
+    assert facts["packages"] == "torch 2.6.0, then 2.7.0; numpy 2.0.0, then –"
+    assert facts["Python"] == "3.11.7"
+    assert "The code changed at a resume (0123456789ab, then ffffffffffff)" in " ".join(reproduce.caveats(again))
+    assert {title for title, _ in reproduce.differences([found, again])} == {"git commit", "torch", "numpy", "device"}
+    assert again.recipe != found.recipe, "another kind of device"
+
+
+def test_caveat_of_a_length_that_changed_at_a_resume(place):
+    def caveats(schedule):
+        folder = write_run(place / schedule, Fake(settings={"schedule.name": schedule, "train.epochs": 12}))
+        (first,) = json.loads((folder / "provenance.json").read_text())
+        lengths = [
+            {"step": step, "train.epochs": epochs, "train.max_steps": None} for step, epochs in [(0, 8), (9, 12)]
+        ]
+        (folder / "provenance.json").write_text(json.dumps([first | {"length": length} for length in lengths]))
+        found = run_set.build([reader.read(folder)]).runs[0]
+        assert found.recipe != run_set.build([reader.read(write_run(place / f"{schedule}_2", Fake(
+            settings={"schedule.name": schedule, "train.epochs": 12})))]).runs[0].recipe  # fmt: skip
+        return " ".join(reproduce.caveats(found))
+
+    text = caveats("cosine")
+    assert "train.epochs changed from 8 to 12 at step 9, and the cosine schedule spans the whole run: these" in text
+    assert "which use the last value from the start, give different learning rates." in text
+    assert "train.epochs" not in caveats("constant"), "which does not depend on the length"
+
+
+def test_differences_between_runs(place):
+    one = run(write_run(place / "one", Fake()))
+    two = run(write_run(place / "two", Fake()), packages={"torch": "2.7.0", "numpy": "2.0.0"})
+    assert reproduce.differences([one, two]) == [("torch", [("2.6.0", 1), ("2.7.0", 1)])]
+    assert reproduce.differences([one]) == []

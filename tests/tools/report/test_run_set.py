@@ -1,0 +1,157 @@
+"""Runs side by side: the deciding metric, varied settings, labels, groups of seeds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
+from harness.tools.report import curves, page, run_set, scaling, tables
+from harness.runs import reader
+
+
+def build(*folders):
+    return run_set.build(reader.find(folders))
+
+
+def test_best_run_first_and_runs_without_evaluation_last(tmp_path):
+    folders = [write_run(tmp_path / str(final), Fake(name=f"r{final}", final=final)) for final in (0.7, 0.9, 0.8)]
+    folders.append(write_run(tmp_path / "none", Fake(name="none", epochs=1, state="unfinished")))
+    found = build(*folders)
+    assert [run.record.name for run in found.ranked] == ["r0.9", "r0.8", "r0.7", "none"]
+    assert found.best.record.name == "r0.9"
+    assert (found.metric, found.direction) == ("top1", "max")
+
+
+def test_of_equal_results_the_sooner_one_is_the_best(tmp_path):
+    """Equal in the digits that the report shows: what differs beyond them means nothing."""
+    slow = write_run(tmp_path / "slow", Fake(name="slow", world=2, efficiency=0.3, final=0.9500001))
+    fast = write_run(tmp_path / "fast", Fake(name="fast", final=0.95))
+    for folders in ((slow, fast), (fast, slow)):
+        assert [run.record.name for run in build(*folders).ranked] == ["fast", "slow"]
+
+
+@pytest.mark.parametrize(
+    ("summary", "metric", "direction"),
+    [
+        ({"best": {"char_loss": 2.0, "step": 1}, "history": []}, "char_loss", "min"),
+        ({"best": {"accuracy": 0.5, "step": 1}, "history": []}, "accuracy", "max"),
+        ({"best": {"score": 2.0}, "history": [{"score": 2.0}, {"score": 3.0}]}, "score", "min"),
+        ({"best": {"loss": 3.0}, "history": [{"loss": 2.0}, {"loss": 3.0}]}, "loss", "max"),
+        ({"best": {"val_mse": 2.0}}, "val_mse", "min"),
+        ({"best": [], "history": 3}, None, "max"),
+    ],
+)
+def test_deciding_metric_and_direction(tmp_path, summary, metric, direction):
+    run = write_run(tmp_path / "run", Fake())
+    (run / "summary.json").write_text(json.dumps(summary))
+    found = build(run)
+    assert (found.metric, found.direction) == (metric, direction)
+
+
+def test_sweep_names_its_metric_and_direction(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", [Fake(final=0.8), Fake(final=0.9, lr=0.2)])
+    content = json.loads((sweep / "sweep.json").read_text())
+    (sweep / "sweep.json").write_text(json.dumps(content | {"metric": "loss", "direction": "minimize"}))
+    found = build(sweep)
+    assert (found.metric, found.direction) == ("loss", "min")
+    assert found.best.settings["optimizer.lr"] == 0.2
+    assert found.title == "sweep"
+
+
+def test_labels_are_the_varied_settings(tmp_path):
+    fakes = [Fake(lr=lr, world=world) for lr in (0.1, 0.001) for world in (1, 2)]
+    found = build(write_sweep(tmp_path / "sweep", fakes))
+    assert [run.label for run in found.runs] == ["lr 0.1 · 1 rank", "lr 0.1 · 2 ranks", "lr 0.001 · 1 rank",
+                                                 "lr 0.001 · 2 ranks"]  # fmt: skip
+    assert found.varied == ["optimizer.lr"]
+
+
+def test_runs_with_equal_name_and_recipe_have_different_labels(tmp_path):
+    found = build(*(write_run(tmp_path / place / "digits", Fake(name="digits")) for place in ("a", "b")))
+    labels = [run.label for run in found.runs]
+    assert len(set(labels)) == 2
+    assert all("digits" in label for label in labels)
+    assert len({run.path for run in found.runs}) == 2
+
+
+def test_runs_with_many_varied_settings_are_labeled_by_name(tmp_path):
+    many = {f"task.option{number}": number for number in range(6)}
+    one = write_run(tmp_path / "one", Fake(name="one"))
+    two = write_run(tmp_path / "two", Fake(name="two", settings={key: value + 1 for key, value in many.items()}))
+    three = write_run(tmp_path / "three", Fake(name="three", settings=many))
+    assert [run.label for run in build(one, two, three).runs] == ["one", "two", "three"]
+
+
+def test_seeds_have_a_mean_and_a_spread(tmp_path):
+    finals = (0.9, 0.92, 0.97)
+    fakes = [Fake(seed=seed, final=final) for seed, final in enumerate(finals)]
+    found = build(write_sweep(tmp_path / "sweep", [*fakes, Fake(lr=0.5)]))
+    by_size = {len(group.runs): group for group in found.seed_groups}
+    bests = [run.best for run in by_size[3].runs]
+    assert by_size[3].mean == pytest.approx(statistics.fmean(bests))
+    assert by_size[3].spread == pytest.approx(statistics.stdev(bests))
+    assert by_size[1].spread is None
+
+
+def test_repeats_of_a_seed_are_not_further_seeds(tmp_path):
+    """They count once, with their mean; alone they have no spread."""
+    finals = {"a": (0, 0.9), "b": (0, 0.92), "c": (1, 0.97)}
+    a, b, c = (
+        write_run(tmp_path / name, Fake(name=name, seed=seed, final=final)) for name, (seed, final) in finals.items()
+    )
+    (group,) = build(a, b).seed_groups
+    assert (group.size, group.spread) == ("2 repeats", None)
+    assert [line.label.rpartition(" · ")[2] for line in curves.choose(build(a, b))] == ["mean of 2 repeats"]
+    assert tables.seeds_rows(build(a, b))[1] == []
+    (group,) = build(a, b, c).seed_groups
+    bests = {run.record.name: run.best for run in group.runs}
+    assert group.size == "2 seeds, 3 runs"
+    assert group.values == pytest.approx([(bests["a"] + bests["b"]) / 2, bests["c"]])
+    assert [row[2] for row in tables.seeds_rows(build(a, b, c))[1]] == ["0, 1"]
+
+
+def test_run_that_resumed_on_other_ranks_shows_all_and_has_no_speed_up(tmp_path):
+    worlds = {"changed": [1, 1, 2], "one": [1], "two": [2, 2]}
+    folders = []
+    for name, starts in worlds.items():
+        folders.append(write_run(tmp_path / name, Fake(name=name, world=starts[-1])))
+        path = folders[-1] / "provenance.json"
+        (start,) = json.loads(path.read_text())
+        path.write_text(json.dumps([start | {"world_size": world} for world in starts]))
+    found = build(*folders)
+    assert [run.ranks for run in found.runs] == ["1, then 2 ranks", "1 rank", "2 ranks"]
+    assert len(found.seed_groups) == 3
+    assert [[run.label for run in point.runs] for point in scaling.series(found, None)[0].points] == [["one"], ["two"]]
+    table = tables.all_runs(found, None)
+    shown = {row[-1].text: row[table.header.index("ranks")].text for row in table.rows}
+    assert shown[found.runs[0].path] == "1, then 2"
+    text = page.render(build(folders[0]), None)
+    assert "on 1, then 2 ranks; total time" in text
+    assert "(3 starts), on 1, then 2 ranks; these commands use the last number" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["a"], "a"), (["a", "b", "c"], "a, b, c"), (["a", "a"], "a (2 runs)"), (["a", "b", "a"], "a, b (3 runs)"),
+        (["a", "b", "c", "d", "d"], "a, b, c and 2 more runs"), (["a", "b", "c", "d"], "a, b, c and 1 more run"),
+    ],
+)  # fmt: skip
+def test_title_counts_runs(tmp_path, names, title):
+    """Runs in different folders may have equal names."""
+    assert build(*(write_run(tmp_path / f"{n}" / name, Fake(name=name)) for n, name in enumerate(names))).title == title
+
+
+def test_unreadable_runs_are_reported_with_their_state(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", [Fake(), Fake(lr=0.2, state="unfinished"), Fake(lr=0.3, state="failed")])
+    content = json.loads((sweep / "sweep.json").read_text())
+    content["trials"].append({"number": 3, "run": "trials/0003", "params": {"optimizer.lr": 0.4}, "state": "waiting"})
+    (sweep / "sweep.json").write_text(json.dumps(content))
+    (sweep / "trials" / "0001" / "config.yaml").write_text("{")
+    found = build(sweep)
+    assert [run.record.state for run in found.runs] == ["finished", "unfinished", "failed", "waiting"]
+    assert found.runs[3].settings == {"optimizer.lr": 0.4}
+    assert len({run.label for run in found.runs}) == 4

@@ -1,0 +1,125 @@
+"""The display of a sweep on a terminal, as lines and as the final table; sweep.json and rankings."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from harness.tools.sweep import display, results
+from harness.tools.sweep.plan import Plan, make
+from harness.tools.sweep.progress import TrialProgress
+from harness.tools.sweep.slots import Machine
+from harness.tools.sweep.study import SweepTrial
+from harness.tools.sweep.sweep_file import load
+from tests.tools.sweep.sweeping import write_base, write_sweep
+
+TRIALS = [
+    SweepTrial(0, {"optimizer.lr": 0.1, "optimizer.name": "sgd"}, "finished", 0.5),
+    SweepTrial(1, {"optimizer.lr": 0.2, "optimizer.name": "sgd"}, "finished", 0.75),
+    SweepTrial(2, {"optimizer.lr": 0.1, "optimizer.name": "adam"}, "failed", None, "the loss\nbecame nan " + 80 * "x"),
+    SweepTrial(3, {"optimizer.lr": 0.2, "optimizer.name": "adam"}, "running"),
+    SweepTrial(4, {"optimizer.lr": 0.3, "optimizer.name": "adam"}, "pruned", 0.25),
+]
+SEEN = {0: TrialProgress(40, 4, 0.5, 0.5, 12.4), 3: TrialProgress(15, 1, 0.9, 0.45, 3.0)}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def plan(tmp_path) -> Plan:
+    write_base(tmp_path)
+    write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2], "optimizer.name": ["sgd", "adam"]})
+    return make(load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
+
+
+def test_table(plan):
+    lines = display.table(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
+    assert [line.split() for line in lines[:3]] == [
+        ["trial", "lr", "name", "state", "top1", "epoch", "seconds"],
+        ["0001", "0.2", "sgd", "finished", "0.75"],
+        ["0000", "0.1", "sgd", "finished", "0.5", "4/4", "12"],
+    ]
+    assert [line.split()[0] for line in lines[1:]] == ["0001", "0000", "0004", "0003", "0002"]
+    assert lines[-1].endswith("…")
+    assert "the loss became nan" in lines[-1]
+    assert max(map(len, display.table(TRIALS, plan, SEEN, 40))) <= 40
+
+
+def test_lowest_value_ranks_first_when_minimizing():
+    assert [trial.number for trial in results.ranked(TRIALS, "minimize")][:2] == [0, 1]
+
+
+def test_table_is_redrawn_on_a_terminal(plan, monkeypatch):
+    monkeypatch.setattr(display, "_DRAW_S", 0.0)
+    monkeypatch.setenv("LINES", "6")
+    monkeypatch.setenv("COLUMNS", "70")
+    stream = Terminal()
+    shown = display.Display(plan, stream)
+    shown.update(TRIALS, SEEN)
+    first = stream.getvalue()
+    assert first.startswith("4 trials: 1 running, 2 finished, 1 pruned, 1 failed\ntrial")
+    assert first.splitlines()[2].split() == ["0003", "0.2", "adam", "running", "0.45", "1/4", "3"]
+    assert first.splitlines()[-1] == "... and 4 more"
+    assert len(first.splitlines()) == 4
+    shown.message("trial 0004 starts")
+    assert stream.getvalue()[len(first) :].startswith("\x1b[4A\r\x1b[Jtrial 0004 starts\n")
+    shown.update(TRIALS, SEEN)
+    shown.close()
+    assert stream.getvalue().endswith("\x1b[4A\r\x1b[J")
+
+
+def test_lines_without_a_terminal(plan, monkeypatch):
+    monkeypatch.setattr(display, "_LINE_S", 0.0)
+    stream = io.StringIO()
+    shown = display.Display(plan, stream)
+    shown.message("trial 0003 starts")
+    shown.update(TRIALS, SEEN)
+    assert stream.getvalue() == "trial 0003 starts\ntrial 0003: epoch 1, step 15, loss 0.9\n"
+
+
+def test_sweep_json(plan, tmp_path):
+    results.write(tmp_path / "sweep.json", plan, TRIALS)
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert {key: content[key] for key in ("name", "direction", "metric", "space")} == {
+        "name": "tried",
+        "direction": "maximize",
+        "metric": "top1",
+        "space": {"optimizer.lr": [0.1, 0.2], "optimizer.name": ["sgd", "adam"]},
+    }
+    assert content["trials"][2] == {
+        "number": 2, "run": "trials/0002", "params": {"optimizer.lr": 0.1, "optimizer.name": "adam"}, "world": 1,
+        "state": "failed", "value": None, "error": "the loss\nbecame nan " + 80 * "x",
+    }  # fmt: skip
+
+
+def test_trials_of_a_list_with_different_settings(tmp_path):
+    write_base(tmp_path)
+    write_sweep(tmp_path, space=[{"launch.nproc": 2, "train.epochs": 9}, {"optimizer.lr": 0.2}], comparable=False)
+    plan = make(load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
+    trials = [SweepTrial(number, planned.settings, "running") for number, planned in enumerate(plan.trials)]
+    results.write(tmp_path / "sweep.json", plan, trials)
+    assert [trial["world"] for trial in json.loads((tmp_path / "sweep.json").read_text())["trials"]] == [2, 1]
+    rows = display.table(trials, plan, {0: TrialProgress(5, 1), 1: TrialProgress(5, 1)}, 120)[1:]
+    assert [row.split()[-1] for row in rows] == ["1/9", "1/4"]
+
+
+def test_over_seeds():
+    trials = [
+        SweepTrial(number, {"optimizer.lr": lr, "seed": seed}, "finished", value)
+        for number, (lr, seed, value) in enumerate([(0.1, 0, 0.5), (0.1, 1, 0.7), (0.2, 0, 0.9), (0.2, 1, 0.1)])
+    ]
+    failed = SweepTrial(4, {"optimizer.lr": 0.3, "seed": 0}, "failed")
+    lucky = SweepTrial(5, {"optimizer.lr": 0.3, "seed": 1}, "finished", 0.95)
+    found = results.over_seeds([*trials, failed, lucky], "maximize")
+    assert [(entry.settings, len(entry.trials)) for entry in found] == [
+        ({"optimizer.lr": 0.1}, 2),
+        ({"optimizer.lr": 0.2}, 2),
+        ({"optimizer.lr": 0.3}, 1),
+    ]
+    assert found[0].mean == pytest.approx(0.6)
+    assert found[0].deviation == pytest.approx(0.1414, abs=1e-4)
