@@ -37,7 +37,9 @@ class Package:
 def packages(page: str) -> dict[str, Package]:
     """The tables of packages in the text of the page, in their order; "tools.NAME" is a package in harness/tools."""
     rows = re.findall(r"^\| `([\w.]+)` \| \*\*(.+?)\*\*.*?\|([^|]*)\|$", page, re.M)
-    return {name: Package(name, short.rstrip("."), tuple(re.findall(r"`([\w.]+)`", last))) for name, short, last in rows}
+    return {
+        name: Package(name, short.rstrip("."), tuple(re.findall(r"`([\w.]+)`", last))) for name, short, last in rows
+    }
 
 
 def reachable(table: dict[str, Package], name: str) -> set[str]:

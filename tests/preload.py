@@ -14,7 +14,9 @@ gc.disable()  # as in ``harness train``
 
 for module in pkgutil.walk_packages(harness.__path__, "harness."):
     # What these import is slow or starts threads.
-    if not module.name.startswith(("harness.engines.", "harness.trackers.", "harness.tools.sweep.", "harness.__main__")):
+    if not module.name.startswith(
+        ("harness.engines.", "harness.trackers.", "harness.tools.sweep.", "harness.__main__")
+    ):
         with suppress(ImportError):  # an extra that is not installed
             importlib.import_module(module.name)
 

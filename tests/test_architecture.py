@@ -56,7 +56,9 @@ def test_packages_import_what_the_table_allows():
 
 def test_table_has_no_unused_entries():
     for name, allowed in MAY_IMPORT.items():
-        used = {package(other) for module in MODULES if f"{module}.".startswith(f"{name}.") for other in imported(module)}
+        used = {
+            package(other) for module in MODULES if f"{module}.".startswith(f"{name}.") for other in imported(module)
+        }
         assert not set(allowed) - used, f"docs/architecture.md allows {name} more than it imports"
 
 

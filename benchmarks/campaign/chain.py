@@ -15,8 +15,8 @@ from benchmarks.campaign import plan, verdict
 from benchmarks.campaign.job import End, Job
 from benchmarks.campaign.plan import Chain
 from benchmarks.campaign.trigger import Kill
-from harness.tools.compare.exactness import differences
 from harness.runs.files import write_atomically
+from harness.tools.compare.exactness import differences
 
 Result = dict[str, Any]
 """A chain's result as plain data: name, traits, kills, problems, wall_s."""

@@ -14,8 +14,8 @@ _OF_KILLS = ("signal", "target", "place", "operation")
 
 _EXPLANATION = """\
 A chain is one configuration that is killed up to six times and then finished. It is compared with an uninterrupted
-run, bit for bit, by `harness.tools.compare.exactness` and by digests that share no code with it: weights, optimizer, loss
-scale, moving average, random streams, position, log, summary, predictions. A stray file is any file that the
+run, bit for bit, by the code of `harness verify-resume` and by digests that share no code with it: weights, optimizer,
+loss scale, moving average, random streams, position, log, summary, predictions. A stray file is any file that the
 uninterrupted run does not leave. An end is the time from the signal until the last process has exited, including loader
 workers; 30 s are allowed. The operation is the one that the kill interrupts; an interrupted write stays incomplete.
 Ranks of the engine `bare` are forked from a process that has imported torch, and read RANK and WORLD_SIZE from the

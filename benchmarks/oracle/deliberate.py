@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 FLOOR = "the loss scale has a floor of 1"
-CACHE = "O1 casts a weight at each use, so gradients of its uses add up in float32"
+CACHE = "O1 casts a weight at each use, so its gradients are summed in float32"
 OPERATION = "O1 decides by operation, not by name"
 FLOAT64 = "O1 leaves float64 alone"
 IN_PLACE = "O1 leaves in-place operations to torch"

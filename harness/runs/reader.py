@@ -1,7 +1,7 @@
 """Reads run folders and sweep folders, for commands that compare or show them.
 
-The meaning of the numbers is in ``harness.tools.report`` and ``harness.tools.compare``. Torch is not needed. Incomplete and damaged
-files are not errors; they are listed in the ``problems`` of the record.
+The meaning of the numbers is in ``harness.tools.report`` and ``harness.tools.compare``. Torch is not needed.
+Incomplete and damaged files are not errors; they are listed in the ``problems`` of the record.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def test_compatibility_page_shows_the_record():
     assert compatibility.PAGE.read_text() == compatibility.page(compatibility.read()), "type: make compatibility"
     share = re.search(r"resume if the script can\*\* \| \*\*(\d+) of (\d+)", compatibility.PAGE.read_text())
     assert share
-    assert f"of the other {share[2]}, {share[1]} train with a falling loss, and resume if the script can" in " ".join(
+    assert f"Of the other {share[2]} projects, {share[1]} train with a falling loss and" in " ".join(
         (ROOT / "README.md").read_text().split()
     )
 

@@ -13,8 +13,8 @@ import torch
 import yaml
 from torchvision.io import write_png
 
-from harness.tools.compare.exactness import differences
 from harness.runs import checkpoint
+from harness.tools.compare.exactness import differences
 from harness.trackers.metrics_log import TIMES
 from tests.end_to_end.processes import drive_in_terminal
 from tests.ranks import free_port, launch_environment, start, wait_for

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from harness.tools.compare.exactness import differences
 from harness.errors import CheckpointError
 from harness.runs.checkpoint import Checkpoints, read
+from harness.tools.compare.exactness import differences
 from tests.end_to_end.experiment import Kill, run, write_config
 from tests.end_to_end.power_loss import Disk, record, write
 from tests.ranks import start, wait_for

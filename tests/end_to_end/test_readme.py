@@ -136,7 +136,7 @@ def test_launch_scripts(tmp_path):
 
     digits.write(tmp_path / "data" / "digits")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    # tests/tools/benchmark runs the benchmark, tests/tools/compare verify-resume, and tests/engines those of harness launch.
+    # tests/tools/benchmark runs the benchmark, tests/tools/compare verify-resume, tests/engines harness launch.
     elsewhere = ("harness launch", "harness bench", "harness verify-resume")
     found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith(elsewhere)]
     assert len(found) == 5

@@ -12,8 +12,8 @@ import pytest
 
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.errors import EXIT_STOPPED, ConfigError
-from harness.tools.explain import facts
 from harness.runs import exit_files, reader, trained_run
+from harness.tools.explain import facts
 
 TRAIN = {"split": "train", "step": 10, "epoch": 0, "loss": 2, "lr": 0.1, "samples": 640, "wall_s": 1.5}
 EVAL = {"split": "eval", "step": 10, "epoch": 1, "top1": 0.5, "class_accuracy": {"cat": 0.25, "dog": None}}

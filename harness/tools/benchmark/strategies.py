@@ -13,16 +13,16 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from harness.tools.benchmark import case as bench_case
-from harness.tools.benchmark import report
-from harness.tools.benchmark.case import Communication
-from harness.tools.benchmark.report import Figures
 from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed import devices
 from harness.distributed.launch_env import local_environment
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import ConfigError, HarnessError, LaunchError
+from harness.tools.benchmark import case as bench_case
+from harness.tools.benchmark import report
+from harness.tools.benchmark.case import Communication
+from harness.tools.benchmark.report import Figures
 
 log = logging.getLogger("harness")
 

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.errors import ConfigError
+from harness.runs import layout
+from harness.runs.reader import Record, find
 from harness.tools.compare import equality, results, settings
 from harness.tools.compare.equality import Equality
 from harness.tools.compare.results import Evaluations, Metric, PairedPredictions, Spread, Throughput
 from harness.tools.compare.settings import SettingsComparison
-from harness.errors import ConfigError
-from harness.runs import layout
-from harness.runs.reader import Record, find
 
 
 @dataclass(frozen=True)

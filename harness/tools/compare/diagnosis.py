@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.runs.probe_plan import Kill, ProbePlan
 from harness.tools.compare.first_difference import FirstDifference
 from harness.tools.compare.kill_plan import Progress
 from harness.tools.compare.starts import Starts
-from harness.runs.probe_plan import Kill, ProbePlan
 
 _SHOWN = 8  # causes of a kind
 _SOURCES = {

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.tools.compare import saved_state
-from harness.tools.compare.saved_state import ABSENT, StateDifference, differing
 from harness.errors import CheckpointError, first_line, require_regular_file
 from harness.runs import checkpoint, layout
 from harness.runs.files import parse_json
+from harness.tools.compare import saved_state
+from harness.tools.compare.saved_state import ABSENT, StateDifference, differing
 from harness.trackers.metrics_log import TIMES
 
 _FILES = (layout.WEIGHTS, layout.PREDICTIONS, layout.CONFUSION, layout.TASK)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from harness.tools.compare.exactness import Difference
 from harness.runs import layout
+from harness.tools.compare.exactness import Difference
 
 _PARTS = {
     "model": "weights", "optimizer": "optimizer state", "amp": "loss scaler", "ema": "moving average",

@@ -10,12 +10,12 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from harness.runs import layout
+from harness.runs.reader import Record
 from harness.tools.compare import significance
 from harness.tools.report import history
 from harness.tools.report.history import NOT_METRICS
 from harness.tools.report.mistakes import read_predictions
-from harness.runs import layout
-from harness.runs.reader import Record
 
 Pair = tuple[float | None, float | None]
 

@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from harness.config.schema import Config, flatten, recipe_difference
-from harness.tools.report.reproduce import machine
-from harness.tools.report.run_set import LENGTH
 from harness.runs import layout
 from harness.runs.reader import Record, changes, over_starts
+from harness.tools.report.reproduce import machine
+from harness.tools.report.run_set import LENGTH
 
 Pair = tuple[Any, Any]
 Differences = dict[str, Pair]

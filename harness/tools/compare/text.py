@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness.runs.reader import Record
 from harness.tools.compare.comparison import Comparison
 from harness.tools.compare.equality import Equality, LogComparison
 from harness.tools.compare.results import Metric, PairedPredictions, Spread, Throughput
@@ -12,7 +13,6 @@ from harness.tools.compare.saved_state import StateDifference
 from harness.tools.compare.settings import Code, Differences, SettingsComparison, with_defaults
 from harness.tools.compare.significance import LEVEL
 from harness.tools.report import formatting
-from harness.runs.reader import Record
 
 VERDICTS = {
     "equal": "Bitwise equal: weights, newest checkpoint and log.",

@@ -10,17 +10,17 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.tools.compare import diagnosis, kill_plan, starts
-from harness.tools.compare.exactness import Difference, differences
-from harness.tools.compare.first_difference import FirstDifference
-from harness.tools.compare.kill_plan import Progress
-from harness.tools.compare.starts import Starts
 from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import ConfigError, plural
 from harness.runs import layout
 from harness.runs.files import is_url
 from harness.runs.probe_plan import Kill, ProbePlan
+from harness.tools.compare import diagnosis, kill_plan, starts
+from harness.tools.compare.exactness import Difference, differences
+from harness.tools.compare.first_difference import FirstDifference
+from harness.tools.compare.kill_plan import Progress
+from harness.tools.compare.starts import Starts
 
 UNINTERRUPTED, KILLED, AGAIN = "uninterrupted", "killed", "uninterrupted-again"
 

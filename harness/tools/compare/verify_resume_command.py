@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from harness.tools.compare.command import EXIT_DIFFERENT
 from harness.config import arguments as shared
 from harness.config import plugins
 from harness.errors import EXIT_DONE
+from harness.tools.compare.command import EXIT_DIFFERENT
 
 VERB = "verify-resume"
 HELP = "kill a short run of a configuration at random moments, and check that it resumes bit for bit"

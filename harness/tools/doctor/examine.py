@@ -7,9 +7,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from harness.errors import EXIT_DONE, EXIT_USAGE
 from harness.tools.doctor import gpus, limits, network, software
 from harness.tools.doctor.findings import Check, System, run_check
-from harness.errors import EXIT_DONE, EXIT_USAGE
 from harness.version import __version__
 
 CHECKS: list[Check] = [

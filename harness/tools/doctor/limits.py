@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 
 from harness.distributed.machine import cpu_quota, memory_of, usable_cores
-from harness.tools.doctor.findings import Finding, System
 from harness.errors import plural
+from harness.tools.doctor.findings import Finding, System
 
 MIB, GIB = 2**20, 2**30
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from harness.distributed.launch_env import detect
 from harness.distributed.network import address_of, interface_towards
-from harness.tools.doctor.findings import Finding, System
 from harness.errors import LaunchError
+from harness.tools.doctor.findings import Finding, System
 
 _HERE = "127.0.0.1"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from harness.config.schema import flatten
 from harness.errors import ConfigError
-from harness.tools.explain import probes
 from harness.runs import layout, reader
+from harness.tools.explain import probes
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")
 _WARM_UP = 4  # log lines, from which on the first is left out: it holds the start of the loaders and of libraries

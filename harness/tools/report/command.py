@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from harness.tools.report import main
     from harness.runs import fetched
+    from harness.tools.report import main
 
     fetched.require_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
     paths = [fetched.local_copy(place) for place in arguments.paths]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import EXIT_DONE
-from harness.tools.report import run_set, scaling, tables
 from harness.runs.files import output_error, require_output, write_atomically
 from harness.runs.reader import find
+from harness.tools.report import run_set, scaling, tables
 
 
 def main(paths: Sequence[Path], out: Path | None, form: str, target: float | None, trust: bool = False) -> int:

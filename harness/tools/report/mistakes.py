@@ -23,10 +23,10 @@ import pyarrow.csv
 from PIL import Image
 
 from harness.errors import require_regular_file
-from harness.tools.report.formatting import number, percent
-from harness.tools.report.run_set import ReportedRun
 from harness.runs import layout
 from harness.runs.files import read_text
+from harness.tools.report.formatting import number, percent
+from harness.tools.report.run_set import ReportedRun
 
 MAX_CLASSES = 60  # of a matrix that is drawn; larger ones only have a list of pairs
 MAX_SHOWN = 24  # mistakes

@@ -13,10 +13,10 @@ from typing import Any
 
 from harness.config.schedule import SPAN_THE_RUN
 from harness.errors import plural
-from harness.tools.report import formatting
-from harness.tools.report.run_set import ReportedRun, devices
 from harness.runs import layout
 from harness.runs.reader import over_starts
+from harness.tools.report import formatting
+from harness.tools.report.run_set import ReportedRun, devices
 
 
 def commands(run: ReportedRun) -> list[str]:

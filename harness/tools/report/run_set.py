@@ -16,9 +16,9 @@ from typing import Any
 
 from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.errors import plural
+from harness.runs.reader import Record
 from harness.tools.report import formatting, history
 from harness.tools.report.history import Direction, History
-from harness.runs.reader import Record
 
 MAX_IN_LABEL = 4  # settings in a run's label; runs that differ in more are named by their folders
 LENGTH = ("train.epochs", "train.max_steps")  # may change on resume, but not between runs that are compared

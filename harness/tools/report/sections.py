@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from harness.errors import plural
+from harness.runs import ownership
 from harness.tools.report import charts, formatting, mistakes, scaling_charts, settings_charts, tables
 from harness.tools.report.charts import Chart
 from harness.tools.report.curves import CurveLine
@@ -13,7 +14,6 @@ from harness.tools.report.history import Curve
 from harness.tools.report.mistakes import Confusion, Mistake
 from harness.tools.report.run_set import ReportedRun, RunSet
 from harness.tools.report.scaling import ScalingSeries, Target
-from harness.runs import ownership
 
 MAX_BURST = 1.25  # above which a run's pace was too uneven for an exact speed-up
 _NUMBERS_PER_LINE = 12  # rows per line in the table behind the curves

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
-from harness.tools.report.reproduce import trial_command
 from harness.runs import layout
 from harness.runs.run_dir import cannot_write
+from harness.tools.report.reproduce import trial_command
 from harness.tools.sweep import display, process, results, sweep_file
 from harness.tools.sweep.plan import Plan, make
 from harness.tools.sweep.progress import TrialLogReader

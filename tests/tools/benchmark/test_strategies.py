@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from harness.tools.benchmark import report, strategies
-from harness.tools.benchmark.report import PARTS, Bench, diagnosis, page, parts
-from harness.tools.benchmark.strategies import Case
 from harness.cli import main
 from harness.config import loader
 from harness.errors import ConfigError, HarnessError
+from harness.tools.benchmark import report, strategies
+from harness.tools.benchmark.report import PARTS, Bench, diagnosis, page, parts
+from harness.tools.benchmark.strategies import Case
 from tests.fixtures import settings, write_rows, write_yaml
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from harness.errors import ConfigError
+from harness.runs.reader import read
 from harness.tools.compare import comparison, results, settings, text
 from harness.tools.compare.equality import compare_logs
-from harness.errors import ConfigError
 from harness.tools.report.history import PHASES
-from harness.runs.reader import read
 
 
 def write_run(folder: Path, evaluations: list[dict[str, Any]], best: int | None = None, **config: Any) -> Path:

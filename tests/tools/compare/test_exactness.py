@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.tools.compare.exactness import differences
 from harness.runs.checkpoint import Checkpoints
+from harness.tools.compare.exactness import differences
 from tests.end_to_end.experiment import train, write_images
 
 LAST = 16

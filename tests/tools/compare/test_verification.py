@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
+from harness.config import loader
 from harness.tools.compare import diagnosis, kill_plan, starts
 from harness.tools.compare.exactness import Difference
 from harness.tools.compare.first_difference import FirstDifference
 from harness.tools.compare.saved_state import StateDifference
 from harness.tools.compare.starts import Length
-from harness.config import loader
 from tests.conftest import ROOT
 from tests.end_to_end import planted
 from tests.end_to_end.experiment import write_config, write_images

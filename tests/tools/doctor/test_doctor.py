@@ -117,7 +117,9 @@ def test_check_that_hangs_adds_a_finding():
 
 
 def test_doctor_starts_without_torch():
-    program = "import sys\nfrom harness.tools.doctor import examine\nassert not {'torch', 'pydantic'} & set(sys.modules)"
+    program = (
+        "import sys\nfrom harness.tools.doctor import examine\nassert not {'torch', 'pydantic'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.tools.report import page, run_set, scaling
 from harness.runs import reader
+from harness.tools.report import page, run_set, scaling
 from tests.end_to_end.processes import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")

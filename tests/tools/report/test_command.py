@@ -11,8 +11,8 @@ from PIL import Image
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness import cli
 from harness.errors import ConfigError
-from harness.tools.report import main, page
 from harness.runs import ownership
+from harness.tools.report import main, page
 from tests.conftest import ROOT
 
 

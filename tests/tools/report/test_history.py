@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_runs import PHASES, Fake, write_run
-from harness.tools.report import history
 from harness.runs import reader
+from harness.tools.report import history
 
 
 def read(folder, metric="top1", direction="max"):

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from benchmarks.synthetic_runs import Fake, write_run
-from harness.tools.report import mistakes, run_set, sections
 from harness.runs import exit_files, reader
+from harness.tools.report import mistakes, run_set, sections
 from tests.config.test_loader import BOMB
 
 TABLE = """id,prediction,label,score_cat,score_dog

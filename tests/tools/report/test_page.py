@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.tools.report import charts, curves, page, run_set, scaling, scaling_charts, settings_charts
 from harness.runs import reader
+from harness.tools.report import charts, curves, page, run_set, scaling, scaling_charts, settings_charts
 
 EVIL = 'ü"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
 VOID = {"meta", "link", "input", "img", "br", "line"}

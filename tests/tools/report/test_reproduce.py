@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.tools.report import reproduce, run_set
 from harness.runs import reader
+from harness.tools.report import reproduce, run_set
 
 
 @pytest.fixture

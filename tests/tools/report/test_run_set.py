@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.tools.report import curves, page, run_set, scaling, tables
 from harness.runs import reader
+from harness.tools.report import curves, page, run_set, scaling, tables
 
 
 def build(*folders):

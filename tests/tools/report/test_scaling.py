@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.tools.report import run_set, scaling
 from harness.runs import reader
+from harness.tools.report import run_set, scaling
 
 
 def of(folder, fakes):

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
-from harness.tools.report import run_set, scaling, tables
 from harness.runs import reader
+from harness.tools.report import run_set, scaling, tables
 
 
 def forms(*paths, target=None):
