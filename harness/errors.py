@@ -60,7 +60,7 @@ _REMEDIES = {
     errno.EFBIG: "the file is larger than the limit of this process (ulimit -f) or of the disk: raise the limit",
     errno.EIO: "the disk, or the connection to it, failed (see dmesg): use another disk",
     errno.ESTALE: "the server of this network disk has lost the file or was restarted: mount the disk again",
-    errno.ENAMETOOLONG: "use shorter names of files and folders (name=NAME sets that of a run)",
+    errno.ENAMETOOLONG: "use shorter names for files and folders (name=NAME sets the name of a run)",
     errno.EACCES: "you have no permission there (ls -ld shows the owner): change the permissions",
     errno.EPERM: "the system forbids it there (ls -ld shows the owner, lsattr the attributes): change the permissions",
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n), or lower data.num_workers",

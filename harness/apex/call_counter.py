@@ -23,7 +23,7 @@ from typing import Any
 ON_CPU, MODERNIZE = "--device cpu", "--modernize"
 _HEADINGS = {
     ON_CPU: "calls that ran on the CPU instead of CUDA",
-    MODERNIZE: "bridged, because newer libraries refuse it",
+    MODERNIZE: "names and calls bridged, because newer libraries lack or reject them",
 }
 _NOTHING = {
     ON_CPU: "no calls were redirected; the script did not use CUDA.",

@@ -61,7 +61,7 @@ _ABSENT = {
     "contrib.peer_memory": "torch.distributed.send and recv",
     "contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
     "contrib.transducer": "torchaudio.functional.rnnt_loss",
-    "contrib": "torch itself; apex.contrib.clip_grad, optimizers and xentropy exist",
+    "contrib": "torch itself; of apex.contrib, only clip_grad, optimizers and xentropy exist here",
     "parallel.multiproc": "torchrun or python -m torch.distributed.launch, both with -m harness.apex",
     "parallel.optimized_sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
     "parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
@@ -109,7 +109,7 @@ def why_absent(name: str) -> str | None:
     for absent, instead in _ABSENT.items():
         if path == absent or path.startswith(f"{absent}."):
             return (
-                f"No module named {name!r}: apex is harness.apex here, which has no {absent}. Use {instead}. "
+                f"No module named {name!r}: apex is harness.apex here, which has no {path}. Use {instead}. "
                 f"If you need {path} itself, install NVIDIA's own Apex from source and run the script with python."
             )
     return None

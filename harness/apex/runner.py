@@ -26,7 +26,7 @@ Run, without changes, a training script written for NVIDIA Apex: its imports of 
   --device cpu         run the script's CUDA calls on the CPU and its NCCL calls on gloo; list both on stderr at exit
   --modernize          restore what Python, numpy, torch and other libraries have removed; list on stderr what was used
   --trust-checkpoints  let torch.load read files that are not plain data, such as whole models; they can run code
-  --local-rank N       set by torch.distributed.launch; the script gets it in the spelling that it declares
+  --local-rank N       set by torch.distributed.launch; passed on in the spelling that the script declares
   -h, --help           show this help
 
 With a launcher:

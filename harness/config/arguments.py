@@ -34,7 +34,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="trust a run that you did not start on this machine: import the code and show the images of the run",
+        help="trust a run that you did not start on this machine: import its code and show its images",
     )
 
 

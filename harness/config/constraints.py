@@ -251,7 +251,7 @@ def _cuda_graphs(config: Config) -> Iterator[Conflict]:
         if conflicting:
             yield Conflict(
                 ("train.cuda_graphs", key),
-                f"train.cuda_graphs cannot be combined with this {key}",
+                f"train.cuda_graphs cannot be combined with this value of {key}",
                 f"set train.cuda_graphs=false, or {hint}",
             )
 

@@ -15,7 +15,7 @@ Amounts = Annotated[dict[str, Annotated[float, Field(gt=0)]], NullIsEmpty]
 Variables = Annotated[dict[str, str], NullIsEmpty]
 # These are written into a batch script or a command, where a blank or a line break would change its meaning.
 Word = Annotated[str, Matching(r"\S+", "it must not contain spaces")]
-Line = Annotated[str, Matching(r"[^\n]+", "write one line")]
+Line = Annotated[str, Matching(r"[^\n]+", "it must not contain line breaks")]
 # A quantity in Kubernetes notation: 2, 500m, 0.5, 16Gi.
 Quantity = Annotated[
     str,
@@ -110,7 +110,7 @@ class KubernetesSection(Section):
         Annotated[
             str,
             Matching(
-                r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?", "use up to 46 lower-case letters, digits and -, a letter first"
+                r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?", "use up to 46 lower-case letters, digits and -, starting with a letter"
             ),
         ]
         | None

@@ -13,11 +13,11 @@ _FILES = Path(__file__).with_name("preset_files")
 PREFIX = "preset:"
 DEFAULT = "apex-2019"
 EFFECTS = {
-    "apex-2019": "float16 products with a loss scale, gradients reduced after the backward pass, only deterministic "
-    "algorithms (needed for an exact resume on a GPU); results are comparable with those of NVIDIA's Apex",
-    "modern": "bfloat16 products without a loss scale, gradients reduced during the backward pass, channels-last "
-    "images; on a GPU (Ampere or newer) also TF32 and the fastest cuDNN algorithms, so equal runs and resumed "
-    "runs may differ in the last bits",
+    "apex-2019": "float16 matrix products with loss scaling, gradients reduced after the backward pass, only "
+    "deterministic algorithms (needed for an exact resume on a GPU); results are comparable with those of NVIDIA's Apex",
+    "modern": "bfloat16 matrix products without loss scaling, gradients reduced during the backward pass, "
+    "channels-last images; on a GPU (Ampere or newer) also TF32 and the fastest cuDNN algorithms, so repeated and "
+    "resumed runs may differ in the last bits",
 }
 
 

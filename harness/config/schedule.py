@@ -41,8 +41,8 @@ class ScheduleSection(Section):
         Literal["constant", "cosine", "cosine_restarts", "one_cycle", "plateau", "polynomial", "step", "wsd"],
         BeforeValidator(_name),
     ] = "constant"
-    """Shape of the learning rate after the warm-up. It counts applied updates: a step that the loss scaler skips does
-    not advance it. `plateau` lowers it after evaluations without a better checkpoint.best_metric; `wsd` is warm-up,
+    """Shape of the learning rate after the warm-up. The schedule counts applied updates: a step that
+    the loss scaler skips does not advance it. `plateau` lowers it after evaluations without a better checkpoint.best_metric; `wsd` is warm-up,
     stable, decay.
     """
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0

@@ -68,14 +68,14 @@ class ModelSection(Section):
     args: Arguments = {}
     """Keyword arguments of the model; null: none."""
     weights: str | None = None
-    """Weights to start from: a file (.safetensors, .pth), a run folder, a URL, or DEFAULT, which are the best that
+    """Weights to start from: a file (.safetensors, .pth), a run folder, a URL, or DEFAULT, the best weights that
     torchvision or timm publish for this model; null: random ones.
     """
     strict: bool = True
     """true: the weights must match the model exactly; false: missing weights are initialized at random."""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
-    """Patterns such as "layer1.*" for the names of parameters that are not trained. Batch norms below them still adapt
-    their statistics.
+    """Patterns such as "layer1.*" for the names of parameters that are not trained. Batch norms in the frozen
+    parts still update their running statistics.
     """
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
@@ -250,8 +250,8 @@ class TrainSection(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
     mixup: Annotated[float, Field(ge=0)] = 0.0
-    """Alpha of MixUp, such as 0.2: mixes the images of a batch in pairs; 0: off. With cutmix, each step draws one of
-    the two. The loss is the sum over both labels, weighted by the same shares.
+    """Alpha of MixUp, such as 0.2: mixes the images of a batch in pairs; 0: off. With cutmix, each step picks one
+    of the two at random. The loss is the sum over both labels, weighted by the shares of their images.
     """
     cutmix: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of CutMix, such as 1.0: pastes a part of one image of a batch into another; 0: off."""

@@ -95,7 +95,8 @@ class LossSection(Section):
 
     name: str | None = None
     """cross_entropy, bce or focal for one class per row, bce or focal for several labels per row, mse, l1 or huber for
-    numbers; or package.module.Class (or function) of your own, which returns the mean over the rows. null: the first.
+    numbers; or package.module.Class (or function) of your own, which returns the mean over the rows. null: the first
+    that is named here for the kind of labels.
     """
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """For cross_entropy and bce: share of the target spread evenly over all classes, in training."""
@@ -103,7 +104,7 @@ class LossSection(Section):
         None
     )
     """Weight of the rows with each class: a list in the order of the classes, or {class: weight} (others 1), or
-    balanced: the rarer the class, the larger. With several labels per row: the weight of rows that have the label.
+    balanced: the rarer the class, the larger its weight. With several labels per row: the weight of rows that have the label.
     """
     gamma: Annotated[float, Field(ge=0)] | None = None
     """For focal: how strongly the weight of easy rows is reduced; null: 2."""
@@ -271,7 +272,7 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
         elif kind not in metric(each.name)[0]:
             yield "task.metrics", f"{each.name} is not a metric of {kind} labels", f"use {', '.join(suitable)}"
         elif each.args or each.key or each.better not in (None, metric(each.name)[1]):
-            yield "task.metrics", f"{each.name} is built in and takes no settings", f"write its name: {each.name}"
+            yield "task.metrics", f"{each.name} is built in and takes no settings", f"write only its name: {each.name}"
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         yield (
             "task.metrics",

@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tar.add_argument("folder", type=Path, metavar="tars", help="an archive, or a folder of archives")
     tar.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
-    tar.add_argument("--image", metavar="ENDING", help="ending of the image file, if samples have several images")
+    tar.add_argument("--image", metavar="EXT", help="extension of the image file, if samples have several images")
     tar.add_argument(
         "--label",
         metavar="NAME",
-        help="ending of the label member, or a key in the sample's JSON member (default: cls)",
+        help="extension of the label member, or a key in the sample's JSON member (default: cls)",
     )
     tar.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="cache folder; give that of the run if it sets data.cache_dir"
+        "--cache-dir", type=Path, metavar="DIR", help="cache folder; if the run sets data.cache_dir, use the same folder"
     )
     hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face data set")
     hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")

@@ -46,7 +46,7 @@ def _load(name: str) -> dict[str, Any]:
         import datasets
     except ImportError:
         hint = "pip install 'apex-harness[datasets]'"
-        raise ConfigError("this needs the package datasets, which is not installed", hint=hint) from None
+        raise ConfigError("this needs the datasets package, which is not installed", hint=hint) from None
     try:
         saved = any((Path(name) / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
         loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)

@@ -28,7 +28,7 @@ from harness.errors import HarnessError, TrainingError, first_line, portable
 SHARED_MEMORY = "/dev/shm"
 PREFETCH = 2  # batches that each worker keeps ready
 MORE_SHARED_MEMORY = (
-    f"give {SHARED_MEMORY} more space (docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory), lower "
+    f"give {SHARED_MEMORY} more space (docker run --shm-size=8g; in Kubernetes, an emptyDir with medium: Memory), lower "
     "the batch size or data.num_workers, or set data.num_workers=0, which needs none"
 )
 MIB = 2**20

@@ -65,9 +65,9 @@ def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
         for magic, (kind, command) in _PACKED.items():
             if head.startswith(magic):
                 raise DataError(
-                    f"the archive is packed with {kind}, so its members cannot be read one by one",
+                    f"the archive is compressed with {kind}, so its members cannot be read one by one",
                     where=name,
-                    hint=f"unpack it: {command} {shlex.quote(name)} (images are compressed already)",
+                    hint=f"decompress it: {command} {shlex.quote(name)} (images are compressed already)",
                 )
         stream.seek(0)
         length = os.fstat(stream.fileno()).st_size

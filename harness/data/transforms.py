@@ -317,7 +317,7 @@ def _find(name: str, where: str) -> Any:
         found = plugins.import_own("transform", name, where)
         if inspect.isroutine(found) or inspect.isclass(found) and "__call__" in dir(found):
             return found
-        hint = "name a class whose instances are called with an image, or a function of an image"
+        hint = "name a function that takes an image, or a class whose instances can be called with one"
         raise ConfigError(f"{name} is not a transform", where=where, hint=hint)
     if name in _NOT_FOR_LISTS:
         raise ConfigError(f"{name} cannot be used here", where=where, hint=_NOT_FOR_LISTS[name])

@@ -22,8 +22,8 @@ _ANSWER_S = 10.0  # for the store to answer a request, which takes milliseconds
 _PAUSES_S = 0.02, 0.25  # first and longest pause between two requests; 1,024 ranks then make 4,000 per second
 
 HINT = (
-    "check that all machines were started with the same MASTER_ADDR, MASTER_PORT and number of machines, and that the "
-    "port is open; a rank that failed before the ranks met has printed why"
+    "check that the ranks on all machines were started with the same MASTER_ADDR, MASTER_PORT and number of machines, "
+    "and that the port is open; a rank that failed before that has printed why"
 )
 
 Value = TypeVar("Value")
@@ -165,5 +165,5 @@ def _unreachable(launch: Launch, patience: Patience, error: Exception) -> Harnes
 def unanswered(launch: Launch) -> HarnessError:
     return PeersMissing(
         f"{address(launch)} accepts connections, but rank 0 does not answer there",
-        hint="if rank 0 has printed that the port is in use, choose another MASTER_PORT; otherwise rank 0 hangs",
+        hint="if rank 0 has printed that the port is in use, choose another MASTER_PORT; otherwise rank 0 is hung",
     )

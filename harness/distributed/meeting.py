@@ -46,10 +46,10 @@ def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: Excep
     """Wait for all ranks and compare ``facts``; return the store of this launch. Every rank calls it.
 
     ``failed``: the error that keeps this rank from starting; the other ranks then raise it, too. Raises LaunchError on
-    all ranks if they were started differently, and PeersMissing, within ``timeout_s``, if some do not arrive.
+    all ranks if they were started differently, and PeersMissing, within ``timeout_s``, if some do not connect.
     """
     patience = Patience(timeout_s)
-    number = Facts("start every machine with the same number of machines and processes", {_NUMBER: launch.world_size})
+    number = Facts("give the launch command on every machine the same number of machines and processes", {_NUMBER: launch.world_size})
     meeting = _Meeting(launch, agreement.to_text([number, *facts]), patience, failed)
     return patience.bound(meeting.run, lambda: launch_store.unanswered(launch))
 
@@ -120,7 +120,7 @@ class _Meeting:
         try:
             self._exchange()
         except RuntimeError as error:
-            lost = f"rank 0, or the launcher, was lost at {launch_store.address(self._launch)} while the ranks met"
+            lost = f"lost contact with rank 0 or the launcher at {launch_store.address(self._launch)} while the ranks connected"
             raise PeersMissing(f"{lost}: {first_line(error)}", hint=HINT) from None
         opened.set_timeout(timedelta(seconds=self._patience.timeout_s))
         return self._store
@@ -210,7 +210,7 @@ class _Meeting:
 
     def _given_up(self) -> str:
         missing, size = self._missing(), self._launch.world_size
-        who = f"{agreement.named(missing)} of {size} did not arrive" if missing else f"not all {size} ranks were ready"
+        who = f"{agreement.named(missing)} of {size} did not connect" if missing else f"not all {size} ranks were ready"
         place, timeout_s = launch_store.address(self._launch), self._patience.timeout_s
         return _to_text(PeersMissing(f"{who} at {place} within {timeout_s:g} s", hint=HINT))
 

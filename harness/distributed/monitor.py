@@ -12,7 +12,7 @@ from typing import Protocol
 from harness.distributed import signals
 from harness.distributed.rank_exit import RankExit
 
-_STOPPING = "every rank writes a checkpoint; press Ctrl-C again to kill them"
+_STOPPING = "every rank will write a checkpoint; press Ctrl-C again to kill the ranks"
 _POLL_S = 0.1
 
 
@@ -56,7 +56,7 @@ def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPIN
             while not following.done():
                 if (count := len(requests)) > handled:
                     handled = count
-                    what = f"killing ({signals.name(requests.numbers[-1])})"
+                    what = f"killing all ranks ({signals.name(requests.numbers[-1])})"
                     if count == 1:
                         what = f"stopping ({signals.name(requests.numbers[0])}): {stopping}"
                     print(f"{signals.clear_line()}{what}", file=sys.stderr, flush=True)

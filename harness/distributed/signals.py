@@ -41,7 +41,7 @@ def ended_by(number: int) -> int:
 
 def end_now(number: int) -> None:
     """End this process, with the code of ``finish`` if there is one."""
-    _write(f"ended at once ({name(number)})")
+    _write(f"exited immediately ({name(number)})")
     os._exit(ended_by(number) if _state.code is None else _state.code)
 
 

@@ -144,7 +144,7 @@ class Stalls:
             self._frozen = process
             if state in _STOPPED:
                 return self._exit(rank, Cause.HUNG, f"{name} is stopped, by SIGSTOP or a debugger")
-            reason = f"{name} does not answer: it runs C code that does not release Python's global lock"
+            reason = f"{name} does not answer: it is running C code that does not release the GIL"
             return self._exit(rank, Cause.HUNG, reason)
         return None
 

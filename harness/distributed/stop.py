@@ -114,7 +114,7 @@ def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Itera
     def notice(number: int) -> None:
         stop.hear(signals.name(number))
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
-            again = "" if number == signals.WARNING else "; press Ctrl-C again to end at once"
+            again = "" if number == signals.WARNING else "; press Ctrl-C again to exit immediately"
             log.info("stopping (%s): %s%s", signals.name(number), then, again)
 
     with signals.phase(request, notice):

@@ -233,13 +233,13 @@ class Watchdog:
         graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S, Cause.ERROR: 0.0}
         if not self._finished.wait(min(graces_s.get(cause, GRACE_S), GRACE_S)):
             if cause is Cause.HUNG:
-                log.error("the other ranks no longer wait for this one: exiting")
+                log.error("the other ranks are no longer waiting for this one: exiting")
             elif cause is Cause.STOPPED:
                 log.info(message)
             elif cause is Cause.ERROR:
                 log.error("error: %s", message)
             else:
-                log.error("%s, and this rank is blocked waiting for it: exiting", message)
+                log.error("exiting, because this rank is blocked: %s", message)
             self._on_blocked(cause, message, self.doing or stack.main_thread_at(), own or self.first)
             if own is not None:
                 self.report(own)

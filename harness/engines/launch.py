@@ -66,7 +66,7 @@ def _submit(job: Job, engine: Engine) -> str:
     submit = getattr(engine, "submit", None)
     if submit is None:
         raise LaunchError(
-            f"engine {job.settings.engine} does not support --detach: its runs end when harness launch ends",
+            f"engine {job.settings.engine} does not support --detach: its runs stop when harness launch exits",
             where=job.path,
             hint="nohup harness launch ... &, or use an engine with a scheduler, such as slurm",
         )

@@ -23,7 +23,7 @@ def render(job: Job) -> str:
         return first + "\n"
     return (
         f"# {job.world_size} processes, with RANK and LOCAL_RANK from 0 to {job.world_size - 1}; PORT is a free port, "
-        f"where harness launch holds the store in which they meet\n{first}\n"
+        f"on which harness launch serves the store through which they connect\n{first}\n"
     )
 
 
@@ -45,5 +45,5 @@ def _check(job: Job) -> None:
     if wanted is not None and wanted not in known:
         raise LaunchError(
             f"this machine has no network interface {wanted} with an IPv4 address", where="launch.interface",
-            hint=f"interfaces of this machine: {', '.join(f'{name} ({address})' for name, address in known.items())}",
+            hint=f"set launch.interface to one of: {', '.join(f'{name} ({address})' for name, address in known.items())}",
         )  # fmt: skip

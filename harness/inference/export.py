@@ -83,7 +83,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         out, difference, TOLERANCE[kind], out.name,
     )  # fmt: skip
     if kind == "safetensors":
-        log.info("it has the same tensors as %s, in float32", trained_run.weights(run))
+        log.info("the exported file has the same tensors as %s, in float32", trained_run.weights(run))
     return out
 
 
@@ -163,12 +163,13 @@ def _compare(subject: Exported, load: Callable[[Tensor], Tensor], kind: str) -> 
         with torch.no_grad():
             expected, found = subject.model(inputs), load(inputs)
         if found.shape != expected.shape:
-            raise HarnessError(f"the exported file returns {tuple(found.shape)}, not {tuple(expected.shape)}")
+            raise HarnessError(f"the exported model's output has shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
         scale = max(1.0, expected.abs().max().item())
         worst = max(worst, (found - expected).abs().max().item() / scale)
     if not worst <= TOLERANCE[kind]:  # true for NaN, too
         raise HarnessError(
-            f"the outputs of the exported file differ by {worst:.2g} on real rows (allowed: {TOLERANCE[kind]:g})",
+            f"the exported model's outputs differ from the original's by {worst:.2g} on real rows (allowed: "
+            f"{TOLERANCE[kind]:g})",
             hint="nothing was written; --format safetensors stores the exact weights",
         )
     return worst

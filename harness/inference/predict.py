@@ -107,7 +107,7 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
     with ExitStack() as stack:
         try:
             # The main thread may be in C code while the ranks meet.
-            with exits_without_launcher(launch, parent), signals.ending_the_process("before the ranks had met"):
+            with exits_without_launcher(launch, parent), signals.ending_the_process("before the ranks had connected"):
                 with telling_peers(launch):
                     config = _configuration(request, world_size, launch)
                 runtime = stack.enter_context(
@@ -120,7 +120,7 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
         stop = Stop(runtime)
         reporter = ExitReporter(runtime, stop)
         watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked)
-        with on_signals(stop, "no predictions are written"), watching as watchdog, _as_trained(config, runtime.device):
+        with on_signals(stop, "no predictions will be written"), watching as watchdog, _as_trained(config, runtime.device):
             try:
                 return _predict(request, config, runtime, stop)
             except (Exception, SystemExit) as error:
@@ -133,7 +133,7 @@ def in_this_process(request: PredictRequest) -> None:
     config = _configuration(request, None, launch)
     with open_runtime(launch, config.runtime.device, config.runtime.timeout_s) as runtime:
         stop = Stop(runtime)
-        with on_signals(stop, "no predictions are written"), _as_trained(config, runtime.device):
+        with on_signals(stop, "no predictions will be written"), _as_trained(config, runtime.device):
             if _predict(request, config, runtime, stop) != EXIT_DONE:
                 raise KeyboardInterrupt
 
@@ -203,7 +203,7 @@ def _start_ranks(world_size: int, environ: Mapping[str, str], words: Sequence[st
     """Predict with ``world_size`` processes of this machine; return their exit code."""
     words = [sys.executable, "-m", "harness", *words]
     report = follow_until_done(
-        lambda: LocalRun(words, world_size, environ, _END_S, "harness predict"), "no predictions are written"
+        lambda: LocalRun(words, world_size, environ, _END_S, "harness predict"), "no predictions will be written"
     )
     codes = [exit.exit_code for exit in report.exits if exit.exit_code]
     if report.stopped and codes and set(codes) <= {*EXITS_BY_SIGNAL, -signal.SIGTERM}:  # some before their handlers

@@ -62,4 +62,4 @@ def _require_new(out: Path | None) -> None:
     """Raise ConfigError if the output has the default name and exists: only a file that the user names is replaced."""
     if out is None and _OUT.exists():
         hint = f"--out {_OUT} replaces it; --out FILE writes another file"
-        raise ConfigError("this file exists", where=str(_OUT), hint=hint)
+        raise ConfigError("this file already exists", where=str(_OUT), hint=hint)

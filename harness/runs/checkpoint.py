@@ -101,7 +101,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {reason(error)} ({_free(self.folder)})",
                 where=str(self.folder),
-                hint=remedy(error, f"start the same command again: it {again}"),
+                hint=remedy(error, f"run the same command again: it {again}"),
             ) from None
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
@@ -118,7 +118,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"the best weights could not be written: {reason(error)}",
                 where=str(path),
-                hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
+                hint=remedy(error, "run the same command again: it resumes from the newest checkpoint"),
             ) from None
         self.sweep()
 
@@ -309,7 +309,7 @@ def _refusal(error: Exception) -> str:
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
         return ""
     found = _GLOBAL.search(str(error))
-    what = f"names {found[1]}" if found else "holds something else, or is damaged"
+    what = f"refers to {found[1]}" if found else "holds something else, or is damaged"
     return f"state.pt is refused: a checkpoint holds only tensors and plain data, but this file {what}"
 
 

@@ -51,10 +51,10 @@ def facts(config: Config) -> list[Facts]:
     if settings["checkpoint.resume"] not in ("auto", "never"):
         settings["checkpoint.resume"] = "a checkpoint"  # its place may differ, as that of ``output``
     packages = {f"version of {name}": version(name) for name in _COMPARED}
-    own = {f"code of {name}": _digest(file) for modules in own_code(config).values() for name, file in modules.items()}
+    own = {f"source code of {name}": _digest(file) for modules in own_code(config).values() for name, file in modules.items()}
     return [
         Facts(_SAME_CONFIG, settings),
-        Facts(_SAME_SOFTWARE, {"version of harness": __version__, "code of harness": harness_source(), **packages}),
+        Facts(_SAME_SOFTWARE, {"version of harness": __version__, "source code of harness": harness_source(), **packages}),
         Facts(_SAME_CODE, own, partial=True),  # a module may be loaded on some ranks only
     ]
 
@@ -197,8 +197,9 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = []
     if now["cuda"] is None and then not in (None, threads):
         found.append(
-            f"the last start had {plural(then, 'CPU thread')} per rank, this one has {threads}: sums are rounded "
-            f"differently, so the run continues, but not bit for bit; set OMP_NUM_THREADS={then} to resume exactly"
+            f"this run last used {plural(then, 'CPU thread')} per rank and now uses {threads}: sums are rounded differently, "
+            "so its results will not be bit-identical to those of an uninterrupted run; set "
+            f"OMP_NUM_THREADS={then} to resume exactly"
         )
     old, new = _identity(before), _identity(now)
     changed = [
@@ -216,10 +217,10 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _identity(start: Mapping[str, Any]) -> dict[str, Any]:
     """The values that determine a result, by name, if ``start`` has them: an older version recorded fewer."""
     harness, packages, own = (_dict(start.get(key)) for key in ("harness", "packages", "own_code"))
-    found = {"harness": harness.get("version"), "code of harness": harness.get("source"), "amp": start.get("amp")}
+    found = {"harness": harness.get("version"), "source code of harness": harness.get("source"), "amp": start.get("amp")}
     found |= {name: packages.get(name) for name in _COMPARED} | {"Python": start.get("python")}
     for folder in own.values():
-        found |= {f"code of {name}": digest for name, digest in _dict(_dict(folder).get("source")).items()}
+        found |= {f"source code of {name}": digest for name, digest in _dict(_dict(folder).get("source")).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

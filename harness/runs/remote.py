@@ -50,7 +50,7 @@ def run_folder(config: Config) -> RunFolder:
     if is_url(config.output):
         if config.checkpoint.format == "sharded":
             raise ConfigError(
-                "all ranks write a sharded checkpoint into one folder, but machines share none if output is a URL",
+                "all ranks write a sharded checkpoint to one folder, but machines share no folder if output is a URL",
                 where="checkpoint.format",
                 hint="use checkpoint.format=whole, or set output to a folder that all machines share",
             )
@@ -170,7 +170,7 @@ class RemoteRunFolder(RunFolder):
         return CheckpointError(
             f"the newest results could not be uploaded: {self._uploader.error or 'the connection is too slow'}",
             where=self.where,
-            hint=f"start the same command again, which resumes from the newest checkpoint there; until then "
+            hint=f"run the same command again, which resumes from the newest checkpoint there; until then "
             f"the results are in {self.path} on {socket.gethostname()}",
         )
 
@@ -220,7 +220,7 @@ class RemoteRunFolder(RunFolder):
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             if not start:
                 raise UploadTakenOver(f"the run was removed: its {layout.START} is missing")
-            raise UploadTakenOver(f"another start of this run on {json.loads(start)['host']} has taken it over")
+            raise UploadTakenOver(f"the run was started again on {json.loads(start)['host']}, and only that start uploads")
 
     def detach(self, rank: int, done: bool) -> None:
         """Upload the log of ``rank``, how it ended, and its failure. Never raises, and takes DETACH_S at most."""

@@ -29,7 +29,7 @@ _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by th
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"the run folder cannot be written: {reason(error)}",
+        f"cannot write to the run folder: {reason(error)}",
         where=str(path),
         hint=remedy(error, "or choose another folder with output=FOLDER"),
     )
@@ -80,7 +80,7 @@ class RunFolder:
                 lock.acquire(timeout=_LOCK_S)
             except filelock.Timeout:
                 raise ConfigError(
-                    "another start is training in this run folder",
+                    "another process is already training in this run folder",
                     where=self.where,
                     hint="wait for it or stop it, then run the same command again; or rename this run with name=NAME",
                 ) from None
@@ -152,13 +152,13 @@ class RunFolder:
         shown = ", ".join(sorted(held))
         if layout.SWEEP in held or not self._is_run():
             raise ConfigError(
-                f"this is not a run folder, but has files with the same names: {shown}",
+                f"this is not a run folder, but it contains files that a run would overwrite: {shown}",
                 where=self.where,
                 hint="choose another folder with name=NAME or output=FOLDER, or move these files",
             )
         if layout.CONFIG not in held and not scratch:
             raise ConfigError(
-                f"config.yaml is missing, so the recipe of the results in this folder ({shown}) is unknown",
+                f"config.yaml is missing, so the recipe that produced the results in this folder ({shown}) is unknown",
                 where=self.where,
                 hint=f"restore config.yaml; or {FROM_SCRATCH}",
             )

@@ -56,7 +56,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], rank: int, group: Any) ->
         failed, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(
             f"rank {failed} could not write its shards: {first_line(cause)}", where=str(folder),
-            hint="start the same command again, which resumes from the newest complete checkpoint",
+            hint="run the same command again, which resumes from the newest complete checkpoint",
         ) from None  # fmt: skip
     mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
@@ -113,5 +113,5 @@ def _metadata(folder: Path) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}, but a checkpoint holds only plain data")
+            raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, but a checkpoint holds only plain data")
         return super().find_class(module, name)

@@ -35,8 +35,8 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
         raise ConfigError(
             "this run has no weights yet: it has no weights.safetensors",
             where=str(run),
-            hint="harness train writes them at its first evaluation, at the end of an epoch; a loop of your own calls "
-            "harness.training.checkpointing.keep_best(run)",
+            hint="harness train writes them at its first evaluation, at the end of an epoch; in a training loop of your "
+            "own, call harness.training.checkpointing.keep_best(run)",
         )
     if not trust and not ownership.is_own(run):
         require_harmless(run / layout.CONFIG, overrides)
@@ -66,12 +66,12 @@ def best(run: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"the best weights cannot be read: {error}",
             where=str(weights(run)),
-            hint="train another epoch: an evaluation with a new best writes them",
+            hint="train another epoch: the next evaluation with a better metric writes them again",
         ) from None
 
 
 def learned(run: Path) -> dict[str, Any]:
-    """The facts that the task kept from its training data. Raises ConfigError if they cannot be read."""
+    """What the task recorded about its training data. Raises ConfigError if they cannot be read."""
     try:
         facts = read_json(run / layout.TASK)
         if not isinstance(facts, dict):
@@ -79,7 +79,7 @@ def learned(run: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(
-            f"the facts that the task kept from its training data cannot be read: {reason}",
+            f"what the task recorded about its training data cannot be read: {reason}",
             where=str(run / layout.TASK),
             hint=f"start the run again to write the file: harness train -c {shlex.quote(str(run / layout.CONFIG))}",
         ) from None

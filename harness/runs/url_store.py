@@ -149,11 +149,11 @@ def remedy_for(url: str, error: Exception, access: str = "list, read, write and 
     if full or (protocol in ("file", "local") and has_remedy(error)):
         return remedy(error, "the same applies to the cache (APEX_HARNESS_CACHE, data.cache_dir)")
     if isinstance(error, NotImplementedError):
-        return f"{protocol}:// is read-only; use a store that can be written, such as s3://BUCKET/runs"
+        return f"{protocol}:// is read-only; use a store that can be written to, such as s3://BUCKET/runs"
     if isinstance(error, FileNotFoundError):
         return "check that the bucket exists and that you may access it; create it, or correct the address"
     if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
         keys = ", such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if protocol in ("s3", "s3a") else ""
-        return f"give every node credentials{keys} that may {access} there"
+        return f"give every node credentials{keys} with permission to {access} there"
     other = "; for another S3 server, set AWS_ENDPOINT_URL" if protocol in ("s3", "s3a") else ""
     return f"check the address and the network{other}"

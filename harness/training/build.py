@@ -212,7 +212,7 @@ def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> Ope
         opened = _opened(config, runtime.rank, runtime.world_size, files_s)
     runtime.all_equal(
         opened.fingerprint,
-        "the annotations",
+        "the content of the annotations",
         "give every node the same files; one may have changed while the run started",
     )
     for note in opened.notes:
@@ -268,7 +268,7 @@ def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
     distance = np.abs(counts / np.maximum(1.0, counts.sum(1, keepdims=True)) - whole).sum(1) / 2
     if distance.max() > SKEWED:
         log.warning(
-            "the labels of rank %d differ strongly from the rest (distance %.2f of 1): the CSV seems to be sorted by "
+            "the labels of rank %d differ strongly from the rest (distance %.2f out of 1): the CSV seems to be sorted by "
             "label. Use data.shard=global, or shuffle the CSV once.", int(distance.argmax()), distance.max(),
         )  # fmt: skip
 

@@ -150,7 +150,7 @@ def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
     level = run.config.precision.opt_level
     if content["opt_level"] != level:
         raise CheckpointError(
-            f"it was written at {content['opt_level']}, but this run is at {level}",
+            f"it was written with opt_level={content['opt_level']}, but this run uses {level}",
             where=str(path),
             hint=f"use precision.opt_level={content['opt_level']}, or start a new run with checkpoint.resume=never",
         )

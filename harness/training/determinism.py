@@ -72,7 +72,7 @@ OPERATIONS = {
     "put_": Operation(("put_", "put"), "index_put_"),
     "histc": Operation(("histc",), "bincount of integers"),
     "bincount": Operation(("bincount",), "index_add", lambda given: given.get("weights") is not None),
-    "median": Operation(("median.dim", "median.dim_values", "nanmedian.dim"), "sort, and the middle value"),
+    "median": Operation(("median.dim", "median.dim_values", "nanmedian.dim"), "sort, then take the middle value"),
     "grid_sample": Operation(("grid_sampler_2d_backward", "grid_sampler_3d_backward")),
     "scatter_reduce": Operation(
         ("scatter_reduce.two", "scatter_reduce_.two"), "reduce='sum' or 'mean'",
@@ -130,9 +130,9 @@ def described(level: Level, operations: set[str] | None = None) -> str:
         True: "only deterministic algorithms; others are refused",
         "warn": "deterministic algorithms where torch has them; "
         f"{layout.LOGS}/rank-N.log has a warning for each other operation",
-        False: "any algorithm: on a GPU, equal runs may differ in their last bits",
+        False: "any algorithm: on a GPU, identical runs may differ in their last bits",
     }[level]
-    return f"{words}; without one on CUDA: {', '.join(sorted(operations))}" if operations else words
+    return f"{words}; no deterministic algorithm on CUDA for: {', '.join(sorted(operations))}" if operations else words
 
 
 def refused(operations: set[str]) -> ConfigError:

@@ -203,7 +203,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
         return TrainingError(
             f"a file could not be read or written: {reason(error)}",
             where=str(error.filename or ""),
-            hint=remedy(error, "start the same command again: it resumes from the newest checkpoint"),
+            hint=remedy(error, "run the same command again: it resumes from the newest checkpoint"),
         )
     return (worker_death(error) if isinstance(error, Exception) else None) or error
 

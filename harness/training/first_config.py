@@ -71,7 +71,7 @@ def write(sources: Sequence[str], out: Path | None) -> str:
             stream.write(text)
     except FileExistsError:
         hint = f"remove it, or write another file: --out {shlex.quote(str(out.with_stem(out.stem + '-new')))}"
-        raise ConfigError("this file exists and is never overwritten", where=str(out), hint=hint) from None
+        raise ConfigError("this file already exists and is not overwritten", where=str(out), hint=hint) from None
     except OSError as error:
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
     wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line]
@@ -86,7 +86,7 @@ _TEXT = """\
 #   harness train -c {out}
 # harness schema lists every setting with its unit, range and default.
 name: {name}  # the run folder is runs/{name}
-extends: preset:modern  # bfloat16, on a GPU the fastest algorithms; preset:apex-2019: float16, deterministic algorithms
+extends: preset:modern  # bfloat16, and the fastest algorithms on a GPU; preset:apex-2019: float16, deterministic algorithms
 {task}
 """
 
@@ -109,9 +109,9 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
     locate(given[0])  # raises DataError if there is none
     file = shlex.quote(given[0])
     raise ConfigError(
-        "no file with validation rows is next to it",
+        "there is no file with validation rows next to it",
         where=given[0],
-        hint=f"set some apart: harness data split {file} --eval 0.1; or harness init {file} EVAL.csv",
+        hint=f"set some aside: harness data split {file} --eval 0.1; or harness init {file} EVAL.csv",
     )
 
 
@@ -143,7 +143,7 @@ def _read(source: str) -> Annotations:
     """The first rows of ``source``. Raises DataError."""
     found = locate(source)
     if found.is_remote:
-        raise ConfigError("this is a URL", where=source, hint="download the file first; the YAML may name the URL")
+        raise ConfigError("this is a URL", where=source, hint="download the file first; the YAML file can still use the URL")
     path = Path(found.identity)
     reader = convert.reader_of(kind_of(path, source))
     names = reader.read_header(path, source)
@@ -181,13 +181,13 @@ def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
         yield from _texts(train, files, *text)
     else:
         raise ConfigError(
-            "no column has paths of images (.jpg, .png, .webp, .gif) or texts of several words; the columns are "
+            "no column contains image paths (.jpg, .png, .webp, .gif) or text of several words; the columns are "
             f"{', '.join(train.columns)}",
             where=train.source,
             hint="add the file name extension if the values lack it; for other kinds of data see docs/add_a_task.md",
         )
     batch = 1 << (max(2, min(64, train.num_rows // 8)).bit_length() - 1)
-    yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger ones use a GPU better"
+    yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger batches make better use of a GPU"
     yield "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.01}  # lr is the first setting to tune"
     yield "schedule: {name: cosine, warmup_epochs: 1}"
     yield f"train: {{epochs: {10 if train.num_rows > 5000 else 20}}}"
@@ -206,9 +206,9 @@ def _images(train: Annotations, files: str, path_column: str, why_path: str) -> 
     yield f"  {labels}  # {why_labels}"
     yield f"  image_size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}  # {why_size}"
     if gray and small:
-        yield "  color: gray  # the images have one channel; models of torchvision need rgb"
+        yield "  color: gray  # the images have one channel; torchvision models need rgb"
     if small:
-        yield "model: {name: small_cnn}  # for small images; resnet18 and other models of torchvision work, too"
+        yield "model: {name: small_cnn}  # for small images; resnet18 and other torchvision models work, too"
     else:
         yield "model: {name: resnet18}  # weights: DEFAULT starts from published weights, which it downloads"
 
@@ -227,7 +227,7 @@ def _path_column(rows: Annotations) -> tuple[str, str] | None:
     best = max(counts, key=lambda name: (counts[name], name.lower() in _PATH_NAMES))
     if counts[best] <= rows.num_rows / 2:
         return None
-    return best, f"{counts[best]} of {rows.num_rows} values end like the name of an image file"
+    return best, f"{counts[best]} of {rows.num_rows} values end with the extension of an image file"
 
 
 def _text_column(rows: Annotations) -> tuple[str, str] | None:
@@ -245,8 +245,8 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
     shown = {name: f"{name} ({counts[name]} values)" for name in others}
     if not found:
         raise ConfigError(
-            f"no column looks like labels; besides {inputs} there is {', '.join(shown.values()) or 'none'}, "
-            f"in {rows.num_rows} rows",
+            f"no column looks like labels; columns other than {inputs}: {', '.join(shown.values()) or 'none'}; "
+            f"{plural(rows.num_rows, 'row')}",
             where=rows.source,
             hint="add a column such as label that holds one class, several labels or a number in each row",
         )

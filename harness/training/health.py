@@ -179,7 +179,7 @@ def _remedies(config: Config, batches: bool) -> str:
     if config.precision.opt_level in ("O1", "O2", "O3"):
         found.append("use precision.opt_level=O4 (bfloat16)")
     if batches and config.train.on_nan == "stop":
-        found.append("use train.on_nan=skip if single batches cause it")
+        found.append("use train.on_nan=skip if individual batches cause it")
     return ", or ".join(found)
 
 

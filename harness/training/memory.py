@@ -52,17 +52,17 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
     wanted = re.search(r"[Tt]ried to allocate ([\d.]+ (?:\w+))", text)
     free = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", text)
     what = f"tried to allocate {wanted[1]}" if wanted else "an allocation failed"
-    what += f"; {free[2]} of {free[1]} are free" if free else ""
+    what += f"; {free[2]} of {free[1]} is free" if free else ""
     if run is None:
         return TrainingError(
-            f"out of memory while the run was built: {what} ({stack.raised_at(error)})",
-            hint="see with nvidia-smi whether another process uses this device; or use a smaller model (model.args)",
+            f"out of memory while the run was being built: {what} ({stack.raised_at(error)})",
+            hint="check with nvidia-smi whether another process is using this device; or use a smaller model (model.args)",
         )
     when = "training" if run.module.training else "evaluation"
     has_blocks = bool(recompute.blocks(run.module)) and run.config.parallel.strategy != "dp"
     ways = [*settings(run.config, run.runtime.world_size, when, has_blocks)]
     return TrainingError(
-        f"out of memory on {run.runtime.device} in {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
+        f"out of memory on {run.runtime.device} during {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
         hint=f"use one of: {'; '.join(ways[:NUM_SETTINGS])}",
     )
 

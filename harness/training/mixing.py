@@ -52,8 +52,8 @@ def require(train: TrainSection, inputs: Tensor) -> None:
         kind = str(inputs.dtype).removeprefix("torch.")
         raise ConfigError(f"{kind} inputs cannot be mixed; this task has no images", where=key, hint=f"set {key}=0")
     if train.cutmix and inputs.dim() < 4:
-        shape = "x".join(map(str, inputs.shape[1:])) or "no dimensions"
-        raise ConfigError(f"CutMix needs images, and a row has {shape}", where="train.cutmix", hint="use train.mixup")
+        shape = "x".join(map(str, inputs.shape[1:])) or "()"
+        raise ConfigError(f"CutMix needs images, but the shape of a row is {shape}", where="train.cutmix", hint="use train.mixup")
 
 
 def _side(size: int, place: float, own: float) -> slice:

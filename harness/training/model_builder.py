@@ -66,8 +66,8 @@ def require_memory(num_bytes: int, what: str, where: str) -> None:
     total, free, _ = machine.memory_of()
     if num_bytes > free:
         raise ConfigError(
-            f"{what} take {num_bytes / 2**30:,.1f} GiB, but {max(free, 0) / 2**30:,.1f} of the "
-            f"{total / 2**30:,.1f} GiB of memory of this machine are free",
+            f"{what} take {num_bytes / 2**30:,.1f} GiB, but only {max(free, 0) / 2**30:,.1f} of this "
+            f"machine's {total / 2**30:,.1f} GiB of memory is free",
             where=where,
             hint="use a smaller value",
         )
@@ -120,7 +120,8 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
             where="model.name",
             hint=_remedy(example)
             if example.is_floating_point()
-            else "use a model of token ids, such as text_cnn, or your own that takes num_tokens and num_classes",
+            else "use a model that takes token ids, such as text_cnn, or one of your own that takes num_tokens and "
+            "num_classes",
         ) from None
     finally:
         model.train()
@@ -135,7 +136,7 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
 
 def _remedy(images: Tensor) -> str:
     """The hint if a model cannot process ``images``, the most likely cause first."""
-    gray = "set task.color=rgb, which the models of torchvision need; or " if images.shape[1] == 1 else ""
+    gray = "set task.color=rgb, which torchvision models need; or " if images.shape[1] == 1 else ""
     return f"{gray}check model.args, task.image_size, task.transforms and task.color"
 
 

@@ -58,7 +58,7 @@ class Labels:
         numbers = [len(names or []) * (kind == "regression")] * 2 == [len(mean), len(std)]
         if not (isinstance(names, list) and names and all(isinstance(name, str | int) for name in names) and numbers):
             raise ConfigError(
-                "the run's task.json does not hold the facts about the labels of the training data",
+                "the run's task.json lacks the information about the labels of the training data",
                 hint="start the run again to write the file: harness train -c RUN/config.yaml",
             )
         return cls(kind, tuple(names), separator, tuple(mean), tuple(std))
@@ -165,7 +165,7 @@ class Objective:
             raise ConfigError(
                 f"{', '.join(self._keeping)} would keep {kept:,} outputs of the evaluation on each rank",
                 where="task.metrics",
-                hint="choose metrics that add up, such as task.metrics=[micro_f1,macro_f1]",
+                hint="choose metrics that can be summed over batches, such as task.metrics=[micro_f1,macro_f1]",
             )
         outputs, targets = self._made_up()
         losses.rehearse(self._loss, outputs.clone(), targets)
@@ -228,7 +228,7 @@ class Objective:
 
 def _no_counts() -> tuple[np.ndarray, int]:
     raise ConfigError(
-        "balanced needs the number of training rows with each label, which this task does not count",
+        "class_weights=balanced needs the number of training rows with each label, which this task does not count",
         where="task.loss.class_weights",
         hint="give the weights as a list",
     )

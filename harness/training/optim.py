@@ -69,7 +69,7 @@ def _matching(pattern: str, named: Mapping[str, nn.Parameter], where: str) -> li
     if not found:
         near = similar(pattern, [*named, *{f"{name.partition('.')[0]}.*" for name in named}])
         hint = f"did you mean {near}?" if near else f"the model has {', '.join(list(named)[:5])}, ..."
-        raise ConfigError(f"no trained parameter matches {pattern!r}", where=where, hint=hint)
+        raise ConfigError(f"no trainable parameter matches {pattern!r}", where=where, hint=hint)
     return found
 
 

@@ -41,7 +41,7 @@ class _Guard(Audit):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if time.monotonic() > self.until:
-            raise _Unaffordable("there was no time left")
+            raise _Unaffordable("the time limit was reached")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -81,11 +81,11 @@ def rehearse(run: Candidate, limit_s: float) -> Rehearsal:
         _train(run, found, start + limit_s)
         _evaluate(run, found, start + limit_s)
     except _Unaffordable as reason:
-        found.left_out.append(f"the rest of a step and of an evaluation, because {reason} ({limit_s:g} s)")
+        found.left_out.append(f"the rest of the training step and the evaluation, because {reason}")
     if run.size.micro_batch > _ROWS:
         found.left_out.append(f"a whole batch of {run.size.micro_batch} rows")
     if run.config.precision.opt_level != "O0":
-        found.left_out.append(f"{run.config.precision.opt_level} (it ran in float32 on the CPU)")
+        found.left_out.append(f"{run.config.precision.opt_level} (this trial ran in float32 on the CPU)")
     found.done[-1:] = [f"{found.done[-1]}, in {time.monotonic() - start:.1f} s"] if found.done else []
     return found
 
@@ -134,7 +134,7 @@ def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str, found
     with _stage("reading the data", split):
         batch = dataset.batch(rows, epoch)
     if not len(batch):
-        found.left_out.append(f"the {split} data, of which {num_rows} rows could not be read")
+        found.left_out.append(f"the {split} data, none of whose {num_rows} sampled rows could be read")
         return None
     return batch
 
@@ -168,8 +168,8 @@ def _stage(what: str, split: str) -> Iterator[None]:
         raise TrainingError(
             f"{what} fails on the {split} data: {type(error).__name__}: {first_line(error)}",
             where=stack.raised_at(error),
-            hint="out of bounds usually means a label that the model has no output for; harness train prints "
-            "the traceback" if isinstance(error, IndexError) else "harness train prints the traceback",
+            hint='"out of bounds" usually means that the model has no output for a label; harness train prints the '
+            "traceback" if isinstance(error, IndexError) else "harness train prints the traceback",
         ) from error  # fmt: skip
 
 
@@ -238,5 +238,5 @@ def require_memory(run: Candidate, parts: dict[str, float], world_size: int) -> 
     if total > available:
         has_blocks = bool(recompute.blocks(run.model)) and run.config.parallel.strategy != "dp"
         ways = [*memory.settings(run.config, world_size, "training", has_blocks)][: memory.NUM_SETTINGS]
-        raise ConfigError(f"a rank needs {text}", where="batch", hint=f"use one of: {'; '.join(ways)}")
+        raise ConfigError(f"not enough memory: {text}", where="batch", hint=f"use one of: {'; '.join(ways)}")
     return text

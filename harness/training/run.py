@@ -187,7 +187,7 @@ class Run:
             why = "for overflow" if self.config.train.on_nan == "stop" else "for overflow or NaN"
             text += f"; {used - left_out} of them updated the weights, {left_out} were in {steps} skipped {why}"
         if missing and self.config.data.tail == "use":
-            text += f"; not used: row {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
+            text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
         unreadable = f"; {state.bad_rows} unreadable images so far" if state.bad_rows else ""
         log.info("epoch %d: %s%s", state.epoch + 1, text, unreadable)
         self.coverage.clear()

@@ -168,7 +168,7 @@ class Schedule:
         points = [f"{self.lr(0):.3g} at the start"]
         points += [f"{self.lr(peak):.3g} at the peak (update {peak + 1})"] if peak else []
         points += [f"{self.lr(total - 1):.3g} at the end (update {total})"] if section.name != "plateau" else [
-            f"times {section.factor:g} after {section.patience + 1} evaluations without a better metric"
+            f"multiplied by {section.factor:g} after {section.patience + 1} evaluations without improvement"
         ]  # fmt: skip
         return f"{section.name}, {', '.join(points)}"
 

@@ -112,7 +112,7 @@ class StepGraphs:
         ready = run.state.applied - self._first >= WARM_UP and micro.num_rows == run.train_data.per_rank
         if self._layout is None and ready:
             self._layout = _layout(micro)
-            log.info("batches of shape %s are trained by CUDA graphs from here on", list(micro.batch.inputs.shape))
+            log.info("batches of shape %s run as CUDA graphs from here on", list(micro.batch.inputs.shape))
         if not ready or _layout(micro) != self._layout:
             self.settle(run)
             return False

@@ -53,7 +53,7 @@ class ParallelModel:
             yield
             if last and self.num_passes and self.num_passes() == before:
                 raise TrainingError(
-                    "no parameter of the model received a gradient: the loss of this rank depends on none",
+                    "no parameter of the model received a gradient: the loss of this rank depends on none of them",
                     hint="every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",
                 )
         finally:
@@ -82,7 +82,7 @@ def check_world(section: ParallelSection, world_size: int) -> None:
         )
     if world_size == 1 and section.param_dtype != "float32":
         raise ConfigError(
-            f"parallel.param_dtype={section.param_dtype} is the dtype of gathered weights, but there is one process",
+            f"parallel.param_dtype={section.param_dtype} is the dtype of gathered weights, but there is only one process",
             where="parallel.param_dtype",
             hint="start several processes, or remove it; precision.opt_level=O4 computes in bfloat16",
         )

@@ -93,9 +93,9 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     summary = f"{source.name}{part}, {len(usable)} of {len(own)} tensors"
     if heads:
         there, here = next(iter(heads.values()))
-        summary += f"; the last layer ({_listed(list(heads))}) is initialized: {there} outputs in the file, {here} here"
+        summary += f"; the last layer ({_listed(list(heads))}) is not loaded but newly initialized: {there} outputs in the file, {here} here"
     if missing:
-        summary += f"; not in the file, so initialized: {_listed(missing)}"
+        summary += f"; not in the file, so newly initialized: {_listed(missing)}"
     if unexpected:
         summary += f"; in the file only: {_listed(unexpected)}"
     return {
@@ -115,7 +115,7 @@ def find(weights: str, model: str) -> WeightsFile:
         return WeightsFile(weights, path, _of_run(path.parent) if path.name == layout.WEIGHTS else None)
     if path.suffix in _FILES or "/" in weights:
         hint = did_you_mean(path) or (
-            "give a file of weights, a run folder, a URL, or DEFAULT for a model's published weights"
+            "give a weights file, a run folder, a URL, or DEFAULT for a model's published weights"
         )
         raise ConfigError(f"no such file: {path}", where=_KEY, hint=hint)
     return _published(weights, model)
@@ -137,14 +137,14 @@ def _published(weights: str, model: str) -> WeightsFile:
     if model not in models.list_models():
         raise ConfigError(
             f"model {model} has no published weights, and {weights} is not a file",
-            where=_KEY, hint="give a file of weights, a run folder, or a URL",
+            where=_KEY, hint="give a weights file, a run folder, or a URL",
         )  # fmt: skip
     known = models.get_model_weights(model)
     name = "DEFAULT" if weights in PRETRAINED else weights
     if name not in known.__members__:
         near = similar(name, list(known.__members__))
         hint = f"did you mean {near}?" if near else f"use one of {', '.join(known.__members__)}, or a file"
-        raise ConfigError(f"torchvision has no weights {name} of {model}", where=_KEY, hint=hint)
+        raise ConfigError(f"torchvision has no weights {name} for {model}", where=_KEY, hint=hint)
     chosen = known[name]
     file = Path(urlsplit(chosen.url).path).name
     digest = Path(file).stem.rpartition("-")[2]  # the first digits of the SHA-256, by torchvision's rule
@@ -160,7 +160,7 @@ def _of_timm(weights: str, model: str) -> WeightsFile:
     known = get_pretrained_cfg(wanted, allow_unregistered=False)
     hub_id, url = (str(known.hf_hub_id or ""), str(known.url or "")) if known else ("", "")
     if weights not in PRETRAINED or known is None or not (hub_id or url):
-        what = "timm has no pretrained weights of this model" if weights in PRETRAINED else f"no such file: {weights}"
+        what = "timm has no pretrained weights for this model" if weights in PRETRAINED else f"no such file: {weights}"
         raise ConfigError(
             what, where=_KEY, hint="use pretrained, a file, a run folder or a URL; timm.list_pretrained() lists models"
         )
@@ -257,7 +257,7 @@ def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) 
     if not own & found.keys():
         names = _listed(list(found)) if found else f"no tensors; its keys are {_listed(list(map(str, content)))}"
         raise ConfigError(
-            f"it has no weight of this model: it holds {names}", where=f"{_KEY}: {source.name}",
+            f"it contains none of this model's weights: it has {names}", where=f"{_KEY}: {source.name}",
             hint=f"this model has {_listed(list(own))}; check model.name and model.args",
         )  # fmt: skip
     return found, f" ({part})" if part and "ema" in part else ""
@@ -309,7 +309,7 @@ def _other_statistics(source: WeightsFile, task: Any) -> str:
     mean, std = (list(values or null) for values in source.statistics)
     if [mean, std] == [list(task.mean or null), list(task.std or null)]:
         return ""
-    return f"these weights expect images with other statistics: set task.mean={mean} task.std={std}"
+    return f"these weights expect images normalized with different statistics: set task.mean={mean} task.std={std}"
 
 
 def _listed(names: list[str]) -> str:

@@ -151,7 +151,7 @@ def test_tar(tmp_path, capsys):
     capsys.readouterr()
     assert data("tar", tmp_path / "shards", out, "--label", "breed", "--force") == 65
     assert (
-        "sample 0a has no label 'breed'; its members end with jpg, cls, json; 0a.json has kind"
+        "sample 0a has no label 'breed'; its members have the extensions jpg, cls, json; 0a.json has kind"
         in capsys.readouterr().err
     )
     plain = write_tar(tmp_path / "plain.tar", {"1.jpg": JPEG, "2.jpg": JPEG, "2.seg.png": JPEG})

@@ -189,7 +189,7 @@ def test_bad_members_and_archives(folder, shards):
         (whole[: offset + 1], "the archive is not complete (in ddd"),
         (b"", "this is not a tar archive: empty file"),
         (b"x" * 2048, "this is not a tar archive: "),
-        (b"\x1f\x8b" + whole, "the archive is packed with gzip, so its members cannot be read one by one"),
+        (b"\x1f\x8b" + whole, "the archive is compressed with gzip, so its members cannot be read one by one"),
         (twice, "the archive has two members a.png"),
     ):
         archive.write_bytes(content)

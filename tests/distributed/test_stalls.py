@@ -96,7 +96,7 @@ def test_rank_that_is_late_for_less_than_the_timeout_is_not_accused(monkeypatch)
     [
         (signal.SIGSTOP, Cause.HUNG, "is stopped, by SIGSTOP or a debugger"),
         (signal.SIGKILL, Cause.NODE_LOST, "ended without a report"),
-        (None, Cause.HUNG, "does not release Python's global lock"),
+        (None, Cause.HUNG, "does not release the GIL"),
     ],
 )
 def test_silent_rank_is_found_by_the_state_of_its_process(monkeypatch, number, cause, message):

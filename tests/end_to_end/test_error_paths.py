@@ -306,14 +306,14 @@ def disk(folder: Path, options: str):
 def test_output_inside_a_file_is_refused(tmp_path, data):
     (tmp_path / "file").write_text("")
     ended = train(write_config(tmp_path, data), 2, f"output={tmp_path}/file/runs")
-    assert_reported_once(ended, EXIT_USAGE, "the run folder cannot be written: Not a directory", "output=FOLDER")
+    assert_reported_once(ended, EXIT_USAGE, "cannot write to the run folder: Not a directory", "output=FOLDER")
 
 
 def test_output_on_a_read_only_disk_is_refused(tmp_path, data):
     config = write_config(tmp_path, data)
     with disk(tmp_path / "runs", "ro"):
         ended = train(config, 2)
-    assert_reported_once(ended, EXIT_USAGE, "the run folder cannot be written: Read-only file system", "output=FOLDER")
+    assert_reported_once(ended, EXIT_USAGE, "cannot write to the run folder: Read-only file system", "output=FOLDER")
 
 
 LARGE = {"model": {"name": "mlp", "args": {"hidden": 512}}}  # a checkpoint of about 290 KB, weights of 145 KB

@@ -70,9 +70,9 @@ def test_rank_that_goes_wrong_is_named(tmp_path, data, how):
 # What a rank does, which one, the launcher ("hand": none, and rank 0 holds the store), and parts of the message.
 FROZEN = [
     ("stopped", 0, "hand", "is stopped, by SIGSTOP or a debugger"),
-    ("c call", 0, "hand", "it runs C code that does not release Python's global lock"),
+    ("c call", 0, "hand", "it is running C code that does not release the GIL"),
     ("stopped", 1, "local", "is stopped, by SIGSTOP or a debugger"),
-    ("c call", 1, "torchrun", "it runs C code that does not release Python's global lock"),
+    ("c call", 1, "torchrun", "it is running C code that does not release the GIL"),
     ("lock", 0, "torch.distributed.launch", "calling _wait_for_another_thread (models.py:"),
     ("vanish", 1, "local", "ended without a report"),
     ("extra collective", 1, "local", "ranks called different collectives"),

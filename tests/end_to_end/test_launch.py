@@ -246,7 +246,7 @@ def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
     try:
         wait_for_steps(folder, 1)
         assert wait_for(drivers(1, ["-c", str(config)], tmp_path / "second.txt"), START_S) == [EXIT_USAGE]
-        assert "another start is training in this run folder" in (tmp_path / "second.txt").read_text()
+        assert "another process is already training in this run folder" in (tmp_path / "second.txt").read_text()
         assert not (folder / "failure.json").exists()
         assert first[0].is_alive()
         os.kill(first[0].pid, signal.SIGTERM)
@@ -324,7 +324,7 @@ def test_second_signal_ends_at_once(tmp_path, data):
         assert run.process.poll() is None
         run.signal(signal.SIGINT)
         assert run.wait(10) == 130, run.text()
-    assert run.text().splitlines()[-1] == "ended at once (SIGINT)"
+    assert run.text().splitlines()[-1] == "exited immediately (SIGINT)"
     assert "Traceback" not in run.text()
 
 
@@ -337,7 +337,7 @@ def test_interrupt_before_the_run_begins(tmp_path, data, engine):
         run.signal(signal.SIGINT)
         assert run.wait(END_S) == 130, run.text()
         assert not run.alive()
-    assert "stopping (SIGINT): every rank writes a checkpoint" in run.text()
+    assert "stopping (SIGINT): every rank will write a checkpoint" in run.text()
     assert run.text().splitlines()[-1].startswith("stopped before the run began")
     assert "Traceback" not in run.text()
 

@@ -230,7 +230,7 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
             65,
             "set task.root=DATA",
         ),
-        (["RUN", "--csv", "CSV"], 2, "predictions.csv: this file exists\n  -> --out predictions.csv replaces it"),
+        (["RUN", "--csv", "CSV"], 2, "predictions.csv: this file already exists\n  -> --out predictions.csv replaces it"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "model.args.width=5"], 70, "do not fit this model"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "modle.name=x"], 2, "did you mean model"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "--world", "2", "task.path_column=file"], 65, "no column 'file'"),
@@ -409,7 +409,7 @@ def test_export_with_wrong_outputs_is_not_written(trained, tmp_path, monkeypatch
             return lambda inputs: self.right(inputs) + 1e-3
 
     monkeypatch.setattr(torch.export, "load", Wrong)
-    with pytest.raises(HarnessError, match="outputs of the exported file differ by"):
+    with pytest.raises(HarnessError, match="the exported model's outputs differ from the original's by"):
         export.export(folder, "torch_export", tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 

@@ -73,7 +73,7 @@ def test_sweep_killed_in_all_its_parts_ends_in_the_same_table(tmp_path, data):
     assert left
     wait_until(lambda: not any(map(environment_of, left)), END_S, "no process of the killed sweep is left")
     assert [trial["state"] for trial in table(broken)] == ["finished", "running"]
-    assert terminal.read_text().count("it will be restarted") == 2, terminal.read_text()
+    assert terminal.read_text().count("interrupted, will be restarted") == 2, terminal.read_text()
     assert python(command, tmp_path / "second.txt", timeout_s=SWEEP_S) == 0, (tmp_path / "second.txt").read_text()
     assert "1 finished" in (tmp_path / "second.txt").read_text()
     assert table(broken) == table(whole)

@@ -409,7 +409,7 @@ def test_a_scheduler_that_does_not_answer(tmp_path, stripes, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("sends", "reason"), [(b"", "sends nothing within 0.3 s"), (b"SSH-2.0-x", "sends b'SSH-2.0-'")]
+    ("sends", "reason"), [(b"", "sent nothing within 0.3 s"), (b"SSH-2.0-x", "sends b'SSH-2.0-'")]
 )
 def test_another_program_at_the_port_of_the_scheduler(tmp_path, stripes, monkeypatch, sends, reason):
     from harness.engines.dask import engine
@@ -464,7 +464,7 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
     first = Running(dask_cluster.client, config, marking(mark))
     first.until((folder / "checkpoints" / "latest").exists, "a fetched checkpoint")
     monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
-    with pytest.raises(ConfigError, match="another start is training in this run folder"):
+    with pytest.raises(ConfigError, match="another process is already training in this run folder"):
         Running(dask_cluster.client, config, "launch.nproc=1").end(START_S)
     os.kill(ranks(mark)[1], signal.SIGKILL)
     killed = time.monotonic()

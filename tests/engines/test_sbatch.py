@@ -227,7 +227,7 @@ KILLED = "\n".join([*PREFIX, END.format(137, "no"), ""])
 # What the controller does, and the reported loss.
 FOLLOWED = {
     "away for a while": (["PENDING", "no answer", "RUNNING", "COMPLETED"], {}, ""),
-    "away": (["RUNNING", "no answer"], {}, "slurm controller (connect failure); job 7 may still run"),
+    "away": (["RUNNING", "no answer"], {}, "slurm controller (connect failure); job 7 may still be running"),
     "job forgotten": (["RUNNING", None], {}, ""),
     "job out of time": (["RUNNING", "COMPLETING", "TIMEOUT"], {}, "Slurm ended job 7: TIMEOUT"),
     "job out of memory": (["RUNNING", "OUT_OF_MEMORY"], {}, "Slurm ended job 7: OUT_OF_MEMORY"),

@@ -105,7 +105,7 @@ REFUSED = {
     "a batch for some": (["nnodes=3", "min_nodes=1", "max_restarts=1", "rendezvous=a:1"], "use a multiple of 6, or"),
     "an unknown host": (["nnodes=2", "rendezvous=no.such.host.invalid:1"], "has no route to no.such.host.invalid"),
     "no such interface": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=eth77"], "no network interface eth77"),
-    "loopback": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=lo"], "does not lead to other machines"),
+    "loopback": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=lo"], "cannot reach other machines"),
 }
 
 

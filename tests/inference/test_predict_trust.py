@@ -88,7 +88,7 @@ def test_more_than_values_needs_trust(folder, capfd, sections, problem):
     assert predict(folder, **sections) == 2
     shown = capfd.readouterr().err
     assert problem in shown
-    assert "if you trust who wrote it, add --trust" in shown
+    assert "if you trust its author, add --trust" in shown
     assert "a secret" not in shown
     assert sorted(path.name for path in folder.iterdir() if path.name in ("imported", "out.csv")) == []
 

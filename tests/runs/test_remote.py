@@ -85,7 +85,7 @@ def test_memory_is_no_place_for_a_run(config):
 
 def test_ranks_cannot_write_shards_to_a_url(config):
     sharded = {"output": "s3://bucket/runs", "checkpoint.format": "sharded", "parallel.strategy": "fsdp"}
-    with pytest.raises(ConfigError, match="all ranks write a sharded checkpoint into one folder"):
+    with pytest.raises(ConfigError, match="all ranks write a sharded checkpoint to one folder"):
         remote.run_folder(config(**sharded))
 
 
@@ -216,9 +216,9 @@ def test_an_earlier_start_leaves_the_url_to_the_later_one(config, bucket):
     earlier = started(config())
     save(earlier, 1)
     later = started(config("elsewhere"))
-    with pytest.raises(CheckpointError, match="has taken it over"):
+    with pytest.raises(CheckpointError, match="only that start uploads"):
         save(earlier, 2)
-    with pytest.raises(CheckpointError, match="has taken it over"):
+    with pytest.raises(CheckpointError, match="only that start uploads"):
         earlier.publish()
     save(later, 2)
     before = uploaded(bucket)
@@ -244,7 +244,7 @@ def test_a_start_that_is_taken_over_during_an_upload(config, bucket, monkeypatch
             later.claim(config("elsewhere"))
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
-    with pytest.raises(CheckpointError, match="has taken it over"):
+    with pytest.raises(CheckpointError, match="only that start uploads"):
         save(earlier, 1)
     assert "checkpoints/latest" not in uploaded(bucket)
 
@@ -253,7 +253,7 @@ def test_one_start_at_a_time_on_a_machine(config, monkeypatch):
     monkeypatch.setattr(run_dir, "_LOCK_S", 0.1)
     first, second = run_folder(config()), run_folder(config())
     first.lock()
-    with pytest.raises(ConfigError, match=f"{URL}/digits: another start is training in this run folder"):
+    with pytest.raises(ConfigError, match=f"{URL}/digits: another process is already training in this run folder"):
         second.lock()
     run_folder(config("elsewhere")).lock()  # another machine takes the run over
     first.unlock()

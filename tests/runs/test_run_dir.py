@@ -42,7 +42,7 @@ def test_a_place_without_files_is_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir.filelock.FileLock, "acquire", lambda *_, **__: pytest.fail("waits for a lock"))
     folder = RunFolder(Path("/proc/run"))
     folder.lock()
-    with pytest.raises(ConfigError, match="the run folder cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write to the run folder"):
         folder.claim(make_config(tmp_path))
 
 
@@ -135,7 +135,7 @@ def test_the_folder_of_another_program_is_left_alone(tmp_path, name, resume):
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
     (folder / name).write_text("mine")
-    with pytest.raises(ConfigError, match=f"not a run folder, but has files with the same names: {name}"):
+    with pytest.raises(ConfigError, match=f"not a run folder, but it contains files that a run would overwrite: {name}"):
         claim(tmp_path, checkpoint={"resume": resume})
     assert sorted(path.name for path in folder.iterdir()) == sorted([name, "notes.txt"])
     assert runs(tmp_path) == ["small"]

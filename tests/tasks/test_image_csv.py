@@ -268,7 +268,7 @@ def test_training_and_evaluation_may_differ_in_size(folder):
         ({"transforms": {"train": [{"ToDtype": {"dtype": "float32", "scale": True}}]}},
          "task.transforms: the transforms return float32 in training but uint8 in evaluation", "or neither"),
         ({"transforms": {key: [{"ToDtype": {"dtype": "float32", "scale": True}}] for key in ("train", "eval")},
-          "std": [0.5]}, "task.std: the transforms return floats, which task.mean and task.std do not normalize again",
+          "std": [0.5]}, "task.std: the transforms return floats, to which task.mean and task.std are not applied",
          "remove task.mean and task.std"),
         ({"transforms": {"train": ["RandomCropp"]}}, "task.transforms.train.0: unknown transform", "mean RandomCrop?"),
     ],

@@ -70,7 +70,7 @@ def test_vocabulary_is_of_the_training_texts_only(folder):
     assert vocabulary[:3] == ["bad", "good", "film"]  # by frequency, then by the alphabet
     assert "new" not in vocabulary
     assert opened(folder, tokenizer={"max_words": 2}).learned["vocabulary"] == ["bad", "good"]
-    assert task.notes == [f"1 of 6 rows have no text in column 'text', the first at {folder}/train.csv:6"]
+    assert task.notes == [f"1 of 6 rows without text in column 'text', the first at {folder}/train.csv:6"]
     assert len(list((folder / "cache" / "words").glob("*.json"))) == 2
     assert opened(folder).learned == task.learned  # from the cache
 
@@ -102,7 +102,7 @@ def test_padding_does_not_change_the_outputs(folder):
     inputs = task.train.batch(np.asarray([0, 3, 4]), None).inputs
     padded = torch.nn.functional.pad(inputs, (0, 7))
     torch.testing.assert_close(model(inputs), model(padded))
-    with pytest.raises(ConfigError, match="use a model of token ids, such as text_cnn"):
+    with pytest.raises(ConfigError, match="use a model that takes token ids, such as text_cnn"):
         task.model(ModelSection(name="small_cnn"))
     with pytest.raises(ConfigError, match="kernels must be odd"):
         build("text_cnn", {"kernels": [2]}, {"num_tokens": 9, "num_classes": 2}, inputs)

@@ -150,7 +150,7 @@ def test_small_gray_images_named_by_their_place(folder):
         ({"my pets/cat/1.jpg": ""}, ["my pets"], "harness data folder 'my pets' 'my pets.csv'"),
         ({"p/train/cat/1.jpg": "", "p/val/cat/1.jpg": ""}, ["p"], "p/train train.csv, harness data folder p/val"),
         ({"notes/a.txt": ""}, ["notes"], "this folder has no CSV and no images"),
-        ({"a.csv": "name,label\nx,1\ny,2\n"}, ["a.csv", "a.csv"], "no column has paths of images"),
+        ({"a.csv": "name,label\nx,1\ny,2\n"}, ["a.csv", "a.csv"], "no column contains image paths"),
         ({"a.csv": "f,n\nx.png,1\ny.png,2\nz.png,3\n"}, ["a.csv", "a.csv"], "besides f there is n (3 values)"),
         ({"a.csv": "file,n\n"}, ["a.csv", "a.csv"], "the file has a header and no rows"),
     ],

@@ -77,7 +77,7 @@ def test_other_errors_of_memory():
         "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
         "allocate 400000000000 bytes. Error code 12",
     ):
-        assert "out of memory while the run was built" in str(explained(RuntimeError(text)))
+        assert "out of memory while the run was being built" in str(explained(RuntimeError(text)))
     assert "tried to allocate 400000000000 bytes" in str(explained(RuntimeError(text)))
     assert "model.args" in explained(OOM).hint
     assert isinstance(explained(ValueError("out of memory")), ValueError)

@@ -155,7 +155,7 @@ def test_first_weights_depend_on_the_seed_alone():
         ("small_cnn", {"widht": 8}, "-> it takes: num_classes, in_channels, width, dropout, batch_norm"),
         ("small_cnn", {"width": 0.5}, "cannot build model"),
         ("small_cnn", {"in_channels": 3}, "cannot process a batch of shape (2, 1, 8, 8)"),
-        ("mobilenet_v3_small", {}, "-> set task.color=rgb, which the models of torchvision need; or"),
+        ("mobilenet_v3_small", {}, "-> set task.color=rgb, which torchvision models need; or"),
         ("resnet18", {"nope": 1}, "cannot build model"),
         (
             "tests.training.test_model_builder.Picky",

@@ -48,7 +48,7 @@ def test_operation_without_a_deterministic_implementation(folder, monkeypatch):
     """Named for any machine; an error where training would run on CUDA and refuse it."""
     model = {"model": {"name": "tests.training.test_preflight.Pooled"}}
     facts, problems = examine(folder, **model)
-    assert facts["deterministic"].endswith("others are refused; without one on CUDA: AdaptiveAvgPool2d")
+    assert facts["deterministic"].endswith("others are refused; no deterministic algorithm on CUDA for: AdaptiveAvgPool2d")
     assert problems == []
     monkeypatch.setattr(preflight.devices, "choose", lambda *_: torch.device("cuda"))
     (problem,) = examine(folder, **model)[1]
@@ -76,7 +76,7 @@ def test_files_and_one_batch(folder):
     assert facts["files"] == "training: 20 of 20 images decoded (8x8); validation: 6 of 6 images decoded (8x8)"
     assert "4 training rows through prepare, model, loss 1." in facts["one batch"]
     assert "4 validation rows through prepare, model and metrics" in facts["one batch"]
-    assert facts["one batch"].endswith("not tried: O1 (it ran in float32 on the CPU)")
+    assert facts["one batch"].endswith("not tried: O1 (this trial ran in float32 on the CPU)")
     for part in (
         "parameters 0.0",
         "gradients 0.0",
@@ -86,7 +86,7 @@ def test_files_and_one_batch(folder):
     ):
         assert part in facts["memory"]
     facts, _ = preflight.examine(str(folder / "x.yaml"), (), 1, limit_s=0.0)
-    assert "there was no time left" in facts["one batch"]
+    assert "the time limit was reached" in facts["one batch"]
     assert "8 of 20 images" in facts["files"]
     assert "memory" not in facts
 
@@ -184,7 +184,7 @@ def test_more_memory_than_there_is(folder, monkeypatch):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
     monkeypatch.setattr(machine, "memory_of", lambda: (2**17, 2**30, False))
     (problem,) = examine(folder, "batch.global=20", model={"name": "small_cnn"})[1]
-    assert "batch: a rank needs about " in str(problem)
+    assert "batch: not enough memory: about " in str(problem)
     assert "batch.accumulate=2" in problem.hint
 
 

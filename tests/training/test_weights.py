@@ -81,7 +81,7 @@ def test_what_is_missing_or_unexpected(tmp_path, config):
     with pytest.raises(ConfigError, match=r"missing: 3\.weight \(the file has 3\.weights\)"):
         weights.load(model(), config(weights=tmp_path / "given.pth"))
     facts = weights.load(model(), config(weights=tmp_path / "given.pth", strict="false"))
-    assert "not in the file, so initialized: 3.weight; in the file only: 3.weights" in facts["summary"]
+    assert "not in the file, so newly initialized: 3.weight; in the file only: 3.weights" in facts["summary"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_is_missing_or_unexpected(tmp_path, config):
         (lambda state: {**state, "0.bias": torch.full((4,), float("nan"))}, r"infinite or NaN in 0\.bias"),
         (
             lambda state: {"head.w": torch.zeros(1), "tail.w": torch.zeros(1)},
-            "no weight of this model: it holds head.w",
+            "none of this model's weights: it has head.w",
         ),
         (lambda state: {"epoch": 3}, "no tensors; its keys are epoch"),
         (lambda state: [1, 2], "it holds a list, not a dictionary of weights"),
@@ -156,7 +156,7 @@ def test_weights_of_a_run_with_other_statistics(tmp_path, config):
         return weights.load(here, config(weights=source))["warning"]
 
     other = "task: {name: image_csv, mean: [0.4], std: null}"
-    expected = "these weights expect images with other statistics: set task.mean=[0.4] task.std=[0.5]"
+    expected = "these weights expect images normalized with different statistics: set task.mean=[0.4] task.std=[0.5]"
     assert warning(other) == warning(other, folder / "weights.safetensors") == expected
     for same in ("mean: null, std: [0.5]", "channels: 1", "mean: 3, std: 4"):
         assert warning(f"task: {{name: image_csv, {same}}}") == ""

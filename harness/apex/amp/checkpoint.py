@@ -45,14 +45,14 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     scalers = _amp_state.loss_scalers if enabled else []
     if saved and not enabled:
         _warn(
-            f"the amp state holds {len(saved)} loss scalers, but amp is off here (not initialized, or with "
+            f"loss scalers in the amp state: {len(saved)}, but amp is off here (not initialized, or initialized with "
             "enabled=False): nothing is restored. Call amp.initialize before amp.load_state_dict."
         )
     elif len(saved) != len(scalers):
         _warn(
-            f"the amp state holds {len(saved)} loss scalers, but this run has {len(scalers)}; the first "
-            f"{min(len(saved), len(scalers))} are restored. Initialize with the num_losses and opt_level of the "
-            "checkpoint to restore all."
+            f"loss scalers in the amp state: {len(saved)}; in this run: {len(scalers)}; restored: "
+            f"{min(len(saved), len(scalers))}. Initialize with the num_losses and opt_level of the checkpoint to "
+            "restore all."
         )
     for key, scaler in zip(saved, scalers, strict=False):
         scale, unskipped = state_dict[key]["loss_scale"], state_dict[key]["unskipped"]
@@ -69,8 +69,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     if unexpected:
         raise RuntimeError(
-            f"Unexpected key(s) in the amp state: {', '.join(map(repr, unexpected))}. It holds loss_scaler0, "
-            "loss_scaler1, ... only; pass what amp.state_dict() returned, not the whole checkpoint."
+            f"Unexpected key(s) in the amp state: {', '.join(map(repr, unexpected))}. It may contain only "
+            "loss_scaler0, loss_scaler1, ...; pass what amp.state_dict() returned, not the whole checkpoint."
         )
 
 

@@ -79,7 +79,7 @@ def _register(module: Any, name: str, rule: Rule) -> None:
     if not hasattr(module, name):
         raise ValueError(
             f"No function named {name} in {getattr(module, '__name__', module)}. Pass the module (or class) that holds "
-            "the function and the function's name as text."
+            "the function and the function's name as a string."
         )
     _queue.append((module, name, rule))
 

@@ -144,8 +144,8 @@ class OptimWrapper:
             return
         if self._next_loss == len(self._scalers):
             raise RuntimeError(
-                f"scale_loss was called {self._next_loss + 1} times before step(), but the optimizer was wrapped for "
-                f"{len(self._scalers)}. Use handle.wrap_optimizer(optimizer, num_loss={self._next_loss + 1})."
+                f"scale_loss was called {self._next_loss + 1} times before step(), but the optimizer was wrapped with "
+                f"num_loss={len(self._scalers)}. Use handle.wrap_optimizer(optimizer, num_loss={self._next_loss + 1})."
             )
         scaler = self._scalers[self._next_loss]
         self._next_loss += 1

@@ -113,7 +113,7 @@ def _cast_model_type(properties: Properties, value: Any, refuse: Refuse) -> Any:
             "model in float32. Leave it out, or use opt_level O2, O3 or O5 to cast the model."
         )
     if value is not False and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"cast_model_type={value!r} is neither False nor a floating torch.dtype such as torch.float16.")
+        raise TypeError(f"cast_model_type={value!r} is neither False nor a floating-point torch.dtype such as torch.float16.")
     return value
 
 
@@ -140,13 +140,13 @@ def _keep_batchnorm_fp32(properties: Properties, value: Any, refuse: Refuse) -> 
     if properties.casts_functions:
         refuse(
             f"keep_batchnorm_fp32={value!r} was given with {properties.opt_level}, where batch norm is always float32. "
-            "Leave it out (None, not the text 'None')."
+            "Leave it out (None, not the string 'None')."
         )
         return None
     allowed: dict[Any, bool] = {True: True, False: False, "True": True, "False": False}
     if not isinstance(value, bool | str) or value not in allowed:
         raise AssertionError(
-            f"keep_batchnorm_fp32={value!r} is not allowed. Use True, False, the text 'True' or 'False', or None."
+            f"keep_batchnorm_fp32={value!r} is not allowed. Use True, False, the strings 'True' or 'False', or None."
         )
     return allowed[value]
 

@@ -151,9 +151,9 @@ def _after_load(optimizer: Optimizer) -> None:
     _take_saved(optimizer)
     if stash.all_fp16_params and not stash.saved and optimizer.state:
         messages.warn(
-            "The loaded optimizer state holds no master weights: Apex did not save them, nor do opt levels without "
-            "masters. The masters are recreated from the model's weights, which a checkpoint of Apex rounded to "
-            f"{stash.all_fp16_params[0].dtype}; their extra precision is lost. Everything else is restored.",
+            "The loaded optimizer state holds no master weights: neither Apex nor opt levels without masters save "
+            "them. The masters are recreated from the model's weights, which are rounded to "
+            f"{stash.all_fp16_params[0].dtype} in an Apex checkpoint; their extra precision is lost. Everything else is restored.",
             always=True,
         )
 

@@ -18,17 +18,17 @@ _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 def suggestion(error: BaseException) -> str | None:
     """One line that suggests ``--modernize``, or None. Errors of child processes are found in their printed text."""
     if _views_a_comparison(error):
-        return _line("Tensor.view of a non-contiguous bool tensor", "refused since torch 1.7")
+        return _line("Tensor.view of a non-contiguous bool tensor", "rejected since torch 1.7")
     text = "".join(traceback.format_exception_only(error))
     found = next((name for line in text.splitlines() if (name := _lost_name(line, error)) is not None), None)
     if found is None:
         calls = [call for call in CALLS if call.symptom and re.search(call.symptom, text)]
-        found = (calls[0].label, f"refused since {calls[0].since}") if calls else None
+        found = (calls[0].label, f"rejected since {calls[0].since}") if calls else None
     return _line(*found) if found is not None else None
 
 
 def _line(name: str, since: str) -> str:
-    return f"harness.apex: --modernize bridges this: {name} ({since}). Put it before the script; see docs/apex.md.\n"
+    return f"harness.apex: --modernize bridges this: {name} ({since}). Put the option before the script; see docs/apex.md.\n"
 
 
 def _lost_name(line: str, error: BaseException) -> tuple[str, str] | None:

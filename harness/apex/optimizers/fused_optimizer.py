@@ -181,7 +181,7 @@ class FusedOptimizer(Optimizer):
             if param.grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"{name} does not support sparse gradients: a parameter of shape {tuple(param.shape)} has a "
-                    f"{param.grad.layout} one. Create its embedding with sparse=False, or give that parameter to "
+                    f"gradient with layout {param.grad.layout}. Create its embedding with sparse=False, or give that parameter to "
                     "torch.optim.SparseAdam or torch.optim.SGD."
                 )
             grads.append(param.grad)

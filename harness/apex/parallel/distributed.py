@@ -170,8 +170,9 @@ def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
         raise ValueError(f"num_allreduce_streams={streams} needs delay_allreduce=False. Leave one of the two out.")
     if communicators is not None and [len(part) for part in communicators] != [streams, streams]:
         raise ValueError(
-            f"allreduce_communicators must hold {streams} process groups and as many streams, as num_allreduce_streams "
-            f"requires; got {[len(part) for part in communicators]}. Leave it out: the default process group is used."
+            f"allreduce_communicators must hold {streams} process groups and {streams} streams "
+            f"(num_allreduce_streams={streams}); got {[len(part) for part in communicators]}. Leave it out to use the "
+            "default process group."
         )
 
 
@@ -180,7 +181,6 @@ def _check_devices(module: nn.Module) -> None:
         names = [name for name, parameter in module.named_parameters() if parameter.device.type == "cpu"]
         if names:
             raise ValueError(
-                f"The nccl backend takes CUDA tensors only, and parameter {names[0]} is on the CPU (as are "
-                f"{len(names) - 1} more). Call model.cuda() before DistributedDataParallel, or use "
-                'init_process_group("gloo").'
+                f"The nccl backend takes CUDA tensors only. Parameters on the CPU: {len(names)}, such as {names[0]}. "
+                'Call model.cuda() before DistributedDataParallel, or use init_process_group("gloo").'
             )

@@ -42,8 +42,10 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     most, least = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if most != least:
+        others = f"the ranks have {least[0]} to {most[0]} tensors and {least[1]} to {most[1]} elements"
+        if most[:2] == least[:2]:
+            others = "so do all ranks, but shapes or dtypes differ"
         raise RuntimeError(
             f"The ranks hold different tensors: rank {dist.get_rank()} has {len(tensors)} tensors with {elements} "
-            f"elements; over all ranks there are {least[0]} to {most[0]} tensors with {least[1]} to {most[1]} elements"
-            f"{', of other shapes or dtypes' if most[:2] == least[:2] else ''}. Build the same model on every rank."
+            f"elements; {others}. Build the same model on every rank."
         )

@@ -65,7 +65,7 @@ def _convert(
 def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[Any, nn.Parameter]) -> SyncBatchNorm:
     if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():  # type: ignore[misc]
         raise TypeError(
-            f"{type(old).__name__} has no number of channels yet. Run the model once on a batch, then call "
+            f"the number of channels of {type(old).__name__} is not known yet. Run the model once on a batch, then call "
             "convert_syncbn_model."
         )
     if not type(old).forward.__module__.startswith(("torch.", SyncBatchNorm.__module__)):

@@ -182,7 +182,7 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
     if not missing:
         return
     hints = [_instead(column, columns, needed) for column in missing]
-    for separator, plural in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+    for separator, plural in ((";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")):
         if len(columns) == 1 and separator in columns[0]:
             hints = [f"the columns seem to be separated by {plural}: save the file with commas"]
     raise DataError(

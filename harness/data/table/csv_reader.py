@@ -179,12 +179,12 @@ def _broken(error: Exception, name: str) -> DataError:
     return DataError(
         f"the gzip file is damaged: {error}",
         where=name,
-        hint=f"copy it again; gzip -t {shlex.quote(name)} tests whether it is whole",
+        hint=f"copy it again; gzip -t {shlex.quote(name)} checks whether it is intact",
     )
 
 
 def _not_utf8(path: Path, name: str) -> DataError:
-    line, what = csv_lines.bad_utf8(path) or (0, "some byte")
+    line, what = csv_lines.bad_utf8(path) or (0, "it has an invalid byte")
     return DataError(
         f"the file is not UTF-8: {what}",
         where=f"{name}:{line}" if line else name,

@@ -146,8 +146,8 @@ class LabelCoder:
             ]
         if len(others) < len(words):
             return [
-                f"labels in {self.column!r} mix {len(words) - len(others)} integers with {len(others)} "
-                f"others ({others[0]!r} in row {row}): all are treated as text"
+                f"labels in {self.column!r} are a mix of integers ({len(words) - len(others)}) and other values "
+                f"({len(others)}, such as {others[0]!r} in row {row}): all are treated as text"
             ]
         return []
 

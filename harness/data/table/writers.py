@@ -91,7 +91,7 @@ class TextWriter:
 class CodeWriter:
     """Writes label codes in order of appearance, and at the end replaces them by indices in the sorted vocabulary."""
 
-    bad_means = "have no label in column {column}"
+    bad_means = "without a label in column {column}"
     remedy = "fill in the labels or remove the rows"
 
     def __init__(self, path: Path, label: LabelColumns, where: str) -> None:
@@ -127,7 +127,7 @@ class TagWriter(CodeWriter):
     White space around a label, empty parts (as after a last separator) and repeated labels of a row are left out.
     """
 
-    bad_means = "have no label in column {column}"
+    bad_means = "without a label in column {column}"
     remedy = "fill in the labels, remove the rows, or set task.labels.empty=allow if these rows really have no label"
 
     def __init__(self, path: Path, offsets: Path, label: LabelColumns, where: str) -> None:
@@ -173,7 +173,7 @@ class TagWriter(CodeWriter):
 class NumberWriter:
     """Writes float64 numbers (rows, columns), and their mean and standard deviation per column."""
 
-    bad_means = "have a value that is not a finite number in {column}"
+    bad_means = "with a value that is not a finite number in {column}"
     remedy = "write plain numbers such as 1.5 or -2e3 (no units, no thousands separators), or remove the rows"
 
     def __init__(self, path: Path, label: LabelColumns, where: str) -> None:

@@ -35,7 +35,7 @@ _SILENT_S = 3.0  # before logging what it waits for
 _PAUSE_S = 0.2  # between two attempts to connect
 _GREETING_S = 5.0  # for a scheduler to send its first message, as it does at once on each connection
 _MAX_GREETING_BYTES = 1 << 16  # it has some hundred
-_OTHER = "so it hangs or is not a scheduler (8787 is usually the port of Dask's dashboard)"
+_DASHBOARD = "8787 is usually the port of Dask's dashboard"
 _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
 
@@ -50,8 +50,9 @@ def render(job: Job) -> str:
     return (
         f"# {where}: {plural(world, 'free worker')} within {settings.timeout_s:g} s, or nothing starts\n"
         f"client.submit(supervise, RANK, workers=[WORKER], allow_other_workers=False, pure=False{takes})\n"
-        f"# each starts a rank: R from 0 to {world - 1}, L of N on its machine; ADDRESS and PORT belong to rank 0\n"
-        f"# PYTHON is the worker's; CONFIG is the resolved configuration, which is sent\n"
+        f"# each starts one rank: R is 0 to {world - 1}, L its number among the N ranks on its machine; ADDRESS and PORT are "
+        f"those of rank 0\n"
+        f"# PYTHON is the worker's; CONFIG is the resolved configuration, which is sent to the worker\n"
         f"{shell(command, job.environ() | environment(launch))}\n"
     )
 
@@ -151,7 +152,7 @@ def _wait_for_port(address: Any, timeout_s: float) -> None:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
         if time.monotonic() - start > timeout_s:
-            raise _no_answer(str(address), f"{reason}, for {timeout_s:g} s (launch.dask.timeout_s)")
+            raise _no_answer(str(address), f"{reason} (retried for {timeout_s:g} s, launch.dask.timeout_s)")
         if not said and time.monotonic() - start > _SILENT_S:
             print(f"waiting for the Dask scheduler at {address}, up to {timeout_s:g} s: {reason}", file=sys.stderr)
             said = True
@@ -165,11 +166,13 @@ def _require_greeting(connection: socket.socket, address: str) -> None:
         head = connection.recv(8, socket.MSG_WAITALL)
     except TimeoutError:
         raise _no_answer(
-            address, f"it accepts connections, but sends nothing within {_GREETING_S:g} s, {_OTHER}"
+            address,
+            f"it accepted the connection, but sent nothing within {_GREETING_S:g} s: it is hung, or not a Dask scheduler "
+            f"({_DASHBOARD})",
         ) from None
     # The protocol of distributed: the number of bytes that follow.
     if not (head and 8 <= int.from_bytes(head, "little") <= _MAX_GREETING_BYTES):
-        raise _no_answer(address, f"the program that listens there sends {head!r}, {_OTHER}")
+        raise _no_answer(address, f"the program that listens there sends {head!r}, so it is not a Dask scheduler ({_DASHBOARD})")
 
 
 def _no_answer(address: str, reason: str) -> LaunchError:

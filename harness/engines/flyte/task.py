@@ -34,7 +34,7 @@ from harness.runs.outcome import ExitCollector
 from harness.runs.url_store import UrlStore
 
 _ONE_MACHINE = ("launch.engine=local", "launch.nnodes=1", "launch.max_restarts=0")
-_STOPPING = "every rank writes a checkpoint"
+_STOPPING = "every rank will write a checkpoint"
 _REPORT_S = 120.0  # for the report of a run
 
 

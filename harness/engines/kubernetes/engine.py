@@ -55,7 +55,7 @@ def submit(job: Job) -> str:
     if before is not None:
         if not _condition(before):
             raise LaunchError(
-                f"the job {name} is running in namespace {job.settings.kubernetes.namespace}",
+                f"the job {name} is already running in namespace {job.settings.kubernetes.namespace}",
                 hint=f"end it with kubectl delete pytorchjob {name}, or choose another launch.kubernetes.name",
             )
         # With its pods: the new ones will have the same names.

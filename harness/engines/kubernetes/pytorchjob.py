@@ -37,7 +37,7 @@ def name_of(job: Job) -> str:
     name = re.sub(r"[._]", "-", job.config.name.lower())
     if not _NAME.fullmatch(name):
         raise LaunchError(
-            f"{name!r} cannot be the name of a job: use a letter, then letters, digits and -, at most 46 characters",
+            f"{name!r} cannot be the name of a job: use at most 46 letters, digits and -, starting with a letter",
             where=job.path,
             hint="launch.kubernetes.name=…",
         )

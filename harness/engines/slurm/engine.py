@@ -51,7 +51,7 @@ def submit(job: Job) -> str:
         )
     if running := _same_run(job):
         raise LaunchError(
-            f"job {running} already trains {job.config.name} in this run folder",
+            f"job {running} is already training {job.config.name} in this run folder",
             where=str(job.folder),
             hint=f"wait for it, end it with scancel {running}, or rename this run with name=NAME",
         )
@@ -112,7 +112,7 @@ class SlurmRun:
                 state, answered = job_state(self._number), now
             except SlurmUnavailable as error:
                 if now > answered + _NO_ANSWER_S:
-                    return self._report(f"{error}; job {self._number} may still run")
+                    return self._report(f"{error}; job {self._number} may still be running")
                 continue
             if state is not None:
                 nodes = state.nodes or nodes

@@ -10,7 +10,7 @@ from harness.errors import LaunchError
 from harness.runs import layout
 
 # launch/slurm.sbatch ends with the same lines, and a test compares them.
-_BODY = r"""# The ranks meet at the first node, at the address that Slurm uses and a free port.
+_BODY = r"""# The ranks meet on the first node, at the address that Slurm uses for it, on a free port.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$("${rank[0]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')

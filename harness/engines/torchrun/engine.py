@@ -36,8 +36,8 @@ WAIT_S = {  # how long a launcher may stay when its ranks are gone, by how they 
 
 def render(job: Job) -> str:
     where = rendezvous.of(job)
-    note = "# DIR is an empty folder of this machine, for the error files of the ranks"
-    every = f"; the same command on each of the {job.settings.nnodes} machines" if job.settings.nnodes > 1 else ""
+    note = "# DIR is an empty folder on this machine, for the error files of the ranks"
+    every = f"; run the same command on each of the {job.settings.nnodes} machines" if job.settings.nnodes > 1 else ""
     return f"{note}{every}\n{shell(_command(job, where, 'DIR'), _environ(job, where))}\n"
 
 
@@ -130,7 +130,7 @@ class TorchrunRun:
             return ""
         if code < 0 and self._agent.deadline == float("inf"):
             return f"its launcher on {socket.gethostname()} was killed by signal {-code}"
-        others = f" (nor did {', '.join(silent[1:])})" if silent[1:] else ""
+        others = f" (nor did rank{'s' * (len(silent) > 2)} {', '.join(silent[1:])})" if silent[1:] else ""
         return f"it left no record{others}: it was killed, or its machine was lost"
 
 

@@ -64,8 +64,8 @@ class Rendezvous:
         return LaunchError(
             f"torchrun started no rank on {self.address}: {least} machines did not meet at {self.host}:{self.port} "
             f"within {self.wait_s} s, or the others had already exited",
-            hint="start the same command on every machine; the port must be free on the first and open to the others, "
-            "and launch.interface (a name such as eth0) must lead to them",
+            hint="run the same command on every machine; the port must be free on the first and open to the others, "
+            "and launch.interface (a name such as eth0) must be able to reach them",
         )
 
 
@@ -155,11 +155,11 @@ def _own_address(job: Job, host: str) -> str:
             f"this machine has no network interface {wanted} with an IPv4 address" if wanted
             else f"this machine has no route to {host}, where all machines meet",
             where="launch.interface" if wanted else "launch.rendezvous",
-            hint=f"interfaces of this machine: {known}",
+            hint=f"set launch.interface to one of: {known}",
         )  # fmt: skip
     if is_loopback(address) and not is_loopback(host):
         raise LaunchError(
-            f"interface {name} ({address}) does not lead to other machines", where="launch.interface",
-            hint=f"interfaces of this machine: {known}",
+            f"interface {name} ({address}) cannot reach other machines", where="launch.interface",
+            hint=f"set launch.interface to one of: {known}",
         )  # fmt: skip
     return address

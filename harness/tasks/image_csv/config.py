@@ -34,7 +34,7 @@ class Task(TableTask):
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
     image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
-    """[height, width] of the images that the model gets. An image of a different size, also after `transforms`, is
+    """[height, width] of the images that the model gets. An image that still has a different size after `transforms` is
     center-cropped to this aspect ratio and scaled; null: all images have the same size already.
     """
     transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()

@@ -53,7 +53,7 @@ def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:
     lists = transforms.build(task.transforms, task.image_size, task.channels)
     if task.decode == "reduced" and not any(pipeline.scales_first for pipeline in lists):
         raise ConfigError(
-            "no image can be decoded at a reduced size, because neither list of transforms starts by scaling it",
+            "no image can be decoded at a reduced size, because neither list of transforms starts by scaling the image",
             where="task.decode",
             hint="start the lists with RandomResizedCrop or Resize, or remove them and set task.image_size; "
             "or set task.decode=full",
@@ -172,9 +172,9 @@ class ImageCsv(Supervised):
         transforms.require_match(train, eval_, self.options.transforms)
         if train.is_floating_point() and (self.options.mean or self.options.std):
             raise ConfigError(
-                "the transforms return floats, which task.mean and task.std do not normalize again",
+                "the transforms return floats, to which task.mean and task.std are not applied",
                 where="task.mean" if self.options.mean else "task.std",
-                hint="remove task.mean and task.std, or end both lists before ToDtype and Normalize",
+                hint="remove task.mean and task.std, or remove ToDtype and Normalize from the end of both lists",
             )
         return train, eval_
 
@@ -225,7 +225,7 @@ class ImageCsv(Supervised):
         if options.image_size:
             facts["resize"] = "the largest centred part with the aspect ratio of size, bilinear with antialiasing"
         if options.decode == "reduced":
-            facts["decode"] = "JPEGs at 1/2, 1/4 or 1/8 of their size if the first change scales them down by as much"
+            facts["decode"] = "JPEGs at 1/2, 1/4 or 1/8 of their size if the first transform scales them down by at least that"
         return {"color": options.color, **facts}
 
 

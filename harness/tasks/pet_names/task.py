@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.data.names import ALPHABET, BLANK_CODE, CodeRows, read, split, whole, windows
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, plural
 from harness.training.task import Batch, ModelSection, Pairs, Report, Sums, model_builder
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class PetNames:
         if not self.num_skipped:
             return []
         return [
-            f"{self.options.names}: skipped {self.num_skipped} lines with characters other than a-z, space, - and ."
+            f"{self.options.names}: skipped {plural(self.num_skipped, 'line')} with characters other than "
+            "a-z, space, - and ."
         ]
 
     @property
@@ -171,7 +172,7 @@ class PetNames:
             "classes": list(ALPHABET),
             "preprocessing": {
                 "code": "the index of a character in classes; * pads the start of a name, + ends it",
-                "context": f"int64 (batch, positions): {before} before the next; its logits are at the last position",
+                "context": f"int64 (batch, positions): {before} before the one to predict, whose logits are at the last position",
             },
         }
 

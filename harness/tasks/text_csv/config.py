@@ -28,7 +28,7 @@ class TokenizerSection(Section):
     max_words: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000
     """Size of the vocabulary of `words`; all other words are one token."""
     max_length: Annotated[int, Field(ge=1, le=2**20)] = 256
-    """Tokens of a text; the rest is cut off."""
+    """Maximum number of tokens per text; the rest is cut off."""
     pad: Literal["batch", "max_length"] = "batch"
     """Fill shorter texts up to the longest of the batch, or up to max_length, which torch.compile prefers."""
     num_tokens: Positive | None = None
@@ -51,7 +51,7 @@ class TokenizerSection(Section):
         if own and self.num_tokens is None:
             raise ValueError(f"{self.name} needs num_tokens, its largest id plus one")
         if not own and self.num_tokens is not None:
-            raise ValueError(f"num_tokens is for a tokenizer of your own; {self.name} counts its tokens")
+            raise ValueError(f"num_tokens is for a tokenizer of your own; the built-in tokenizer {self.name} sets it itself")
         if self.args and not own:
             raise ValueError(f"the tokenizer {self.name} takes no args")
         return self

@@ -115,8 +115,8 @@ def page(bench: Bench) -> str:
         f"# Strategies: {bench.config} ({bench.model}, {bench.level})",
         "",
         f"Machine: {machine()}. {plural(bench.threads, 'thread')} per process. Each case ran in fresh processes, in "
-        f"{plural(rounds, 'round')} over all cases. Times are of the fastest tenth of {bench.steps} steps, on the "
-        "slowest rank, in the best round. Reading data is not measured.",
+        f"{plural(rounds, 'round')} over all cases. Each time is the 10th percentile of {bench.steps} steps, on "
+        "the slowest rank, in the best round. Reading data is not measured.",
         *_warning(bench),
         "",
         "## Training",

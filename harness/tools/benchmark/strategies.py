@@ -18,7 +18,7 @@ from harness.config.schema import Config
 from harness.distributed import devices
 from harness.distributed.launch_env import local_environment
 from harness.distributed.worker_group import Worker, WorkerGroup
-from harness.errors import ConfigError, HarnessError, LaunchError
+from harness.errors import ConfigError, HarnessError, LaunchError, plural
 from harness.tools.benchmark import case as bench_case
 from harness.tools.benchmark import report
 from harness.tools.benchmark.case import Communication
@@ -64,7 +64,7 @@ def strategies(
             figures = run(case, path, overrides, steps, threads)
             measured[case].append(figures)
             log.info(
-                "round %d of %d: %-16s x%d, %d rows, %s communication: %7.2f ms per step, %6.2f ms forward (%.0f s)",
+                "round %d of %d: %-16s x%d, %d rows, communication %s: %7.2f ms per step, %6.2f ms forward (%.0f s)",
                 number + 1, rounds, case.name, case.num_processes, case.rows, case.communication,
                 figures["train_s"] * 1e3, figures["forward_s"] * 1e3, time.perf_counter() - start,
             )  # fmt: skip
@@ -178,7 +178,7 @@ def _run_processes(case: Case, parts: Sequence[bench_case.Part]) -> None:
         if exits.get(rank) != 0 and (rank in exits or not any(exits.values())):
             reason = f"exit code {exits[rank]}" if rank in exits else f"it took more than {_CASE_S:.0f} s"
             raise HarnessError(
-                f"{case.name} on {case.num_processes} processes: process {rank} failed ({reason})",
+                f"{case.name} on {plural(case.num_processes, 'process')}: process {rank} failed ({reason})",
                 hint="\n     ".join(output.read_text(errors="replace").strip().splitlines()[-5:])
                 or "it printed nothing",
             )

@@ -20,8 +20,8 @@ _SHOWN = 8  # causes of a kind
 _SOURCES = {
     "entropy": "draws unseeded random numbers, so every run differs; derive them from row_seed(seed, epoch, row) or "
     "from a fixed seed",
-    "worker": "draws from the global random numbers of a loader process, which restart after a resume; derive them "
-    "from row_seed(seed, epoch, row)",
+    "worker": "draws from the global random number generator of a loader process, which starts over after a resume; "
+    "derive the numbers from row_seed(seed, epoch, row)",
     "clock": "reads the clock; its value must not reach the model",
     "op": "has no deterministic implementation; set train.deterministic=true to have it refused or replaced",
 }

@@ -35,7 +35,7 @@ class FirstDifference:
             yield f"first checkpoint that differs: step {step}"
             yield from _parts([item for item in self._saved if item.step == step])
         if self.equal:
-            yield f"equal until the checkpoint of step {self.equal[-1]}"
+            yield f"equal up to and including the checkpoint of step {self.equal[-1]}"
         others = [item for item in self._found if item not in self._log and item not in self._saved]
         yield from (str(item) for item in others[: _NAMED if self._log or self._saved else None])
 

@@ -72,11 +72,16 @@ def choose(
     return sorted(found, key=lambda kill: (kill.step, _ORDER.index(kill.where)))
 
 
+def planned(kill: Kill) -> str:
+    """The place where a run was to be killed."""
+    return f"step {kill.step}" + ("" if kill.where in ("start", "step") else f", {kill.where}")
+
+
 def described(kill: Kill, mark: dict[str, Any], world_size: int) -> str:
     """The place where a run was killed, according to the killed rank."""
-    step = f" of step {mark['step']}" if mark["step"] is not None else ""
+    step = f" at step {mark['step']}" if mark["step"] is not None else ""
     written = kill.where in ("checkpoint", "best weights", "predictions")
-    place = f"during the {'write of the ' * written}{kill.where}{step}"
+    place = f"{'while writing' if written else 'during'} the {kill.where}{step}"
     if kill.where in ("start", "step"):
         place = f"in step {mark['step']}" if mark["step"] is not None else "during startup"
     who = "" if world_size == 1 else ", all ranks" if kill.everyone else f", rank {mark['rank']} alone"

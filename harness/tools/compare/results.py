@@ -127,16 +127,16 @@ def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None
         tables.append(table.select(["id", "prediction", "label"]))
     mine, theirs = tables
     if any("error" in table.column_names for table in read):
-        return None, "they are numbers; the metrics above compare their errors"
+        return None, "they are numbers, not classes; see the error metrics above"
     if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
         if any(len(pc.unique(table["id"])) < len(table) for table in tables):
-            return None, "their predictions.csv hold different rows"
+            return None, "their predictions.csv files contain different rows"
         mine = mine.join(theirs, ["id", "label"], right_suffix="_other", join_type="inner").combine_chunks()
     else:
         mine = mine.append_column("prediction_other", theirs["prediction"])
     mine = mine.drop_null()
     if not len(mine):
-        return None, "their predictions.csv have no row in common"
+        return None, "their predictions.csv files have no row in common"
     right, other_right = pc.equal(mine["prediction"], mine["label"]), pc.equal(mine["prediction_other"], mine["label"])
     both, only_one, only_other = (
         pc.sum(pc.and_(*pair)).as_py()

@@ -45,7 +45,7 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> Length:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     found = re.search(r"steps: (\d+) per epoch, (\d+) in total", done.stdout)
     if done.returncode or not found:
-        text = done.stderr.strip().removeprefix("error: ") or "harness check printed no number of steps"
+        text = done.stderr.strip().removeprefix("error: ") or "harness check did not print the number of steps"
         error = HarnessError(text)
         error.exit_code = done.returncode or EXIT_FAILURE
         raise error
@@ -115,7 +115,7 @@ class Starts:
         wall_s = time.monotonic() - began
         if wall_s > self.limit_s:
             raise CheckpointError(
-                f"the run {name} had not ended after {self.limit_s:.0f} s and was stopped", where=str(self.log),
+                f"the run '{name}' had not ended after {self.limit_s:.0f} s and was stopped", where=str(self.log),
                 hint="read the end of this file",
             )  # fmt: skip
         return Start(code, wall_s, self._output_since(before))
@@ -145,7 +145,7 @@ def failed(name: str, start: Start, log: Path) -> HarnessError:
     """The error of a run that failed without a kill."""
     lines = start.output.rstrip().replace("\r", "\n").splitlines()[-_TAIL_LINES:]
     error = ConfigError(
-        f"the run {name} failed with exit code {start.code} although it was not killed; its last lines:\n"
+        f"the run '{name}' failed with exit code {start.code} although it was not killed; its last lines:\n"
         + "\n".join(f"  | {line}" for line in lines),
         hint=f"first make sure that the configuration trains without kills; {log} has the whole output",
     )

@@ -69,13 +69,13 @@ def _folder(wanted: Path | None) -> Path:
 def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Path) -> bool:
     ranks = f"{plural(world_size, 'rank')}"
     _print(f"{request.path} on {ranks}, engine {config.launch.engine}: one uninterrupted run, then the same run killed "
-         f"{request.kills} times (seed {request.seed})")  # fmt: skip
+         f"{plural(request.kills, 'time')} (seed {request.seed})")  # fmt: skip
     length = starts.examine(request.path, request.overrides, world_size)
     changes = {} if request.full else starts.shortened(config, request.overrides, length, request.steps)
     for key, (was, now) in changes.items():
-        _print(f"  shortened: {key} {was} -> {now}")
+        _print(f"  changed for the test: {key} {was} -> {now}")
     if not request.full and "train.max_steps" in changes and int(changes["train.max_steps"][1]) < length.per_epoch:
-        _print(f"  an epoch has {length.per_epoch} steps, so no epoch ends; --steps N trains longer")
+        _print(f"  an epoch has {length.per_epoch} steps, so the run does not reach the end of an epoch; --steps N trains longer")
     words = [*request.overrides, *(f"{key}={now}" for key, (_, now) in changes.items())]
     runs = Starts(request.path, words, folder, config)
     first = runs.finish(UNINTERRUPTED)
@@ -110,14 +110,14 @@ def _killed(runs: Starts, kills: list[Kill], world_size: int) -> int:
         if not mark.exists():
             if ended.code:
                 raise starts.failed(KILLED, ended, runs.log)
-            _print(f"kill {number} of {len(kills)}: the run ended first (planned: {kill.where} of step {kill.step})")
+            _print(f"kill {number} of {len(kills)}: the run ended before it (planned: {kill_plan.planned(kill)})")
             return happened
         happened += 1
         content = json.loads(mark.read_text(encoding="utf-8"))
         newest = _newest(runs.folder_of(KILLED))
         _print(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}; {newest}")
     last = runs.finish(KILLED)
-    _print(f"finished after {happened} kills, in {last.wall_s:.1f} s")
+    _print(f"finished after {plural(happened, 'kill')}, in {last.wall_s:.1f} s")
     return happened
 
 
@@ -148,7 +148,7 @@ def _report(runs: Starts, found: list[Difference], done: Progress) -> None:
         _print("two uninterrupted runs are equal, so a kill loses state that no checkpoint holds")
         causes = diagnosis.of_loss(runs, first, done)
     if not causes:
-        _print("no cause was found in the user's code")
+        _print("no cause was found in your code")
     for cause in causes:
         _print(f"  {cause}")
 

@@ -29,7 +29,7 @@ def cuda(system: System) -> Iterator[Finding]:
     built = _built_for(torch.version)
     driver = _driver(system)
     if count:
-        yield Finding("cuda", "ok", f"{_devices(count)}; torch is built for {built or 'it'}, driver {driver}")
+        yield Finding("cuda", "ok", f"{_devices(count)}; torch is built for {built or 'the CPU only'}, driver {driver}")
         for index in range(count):
             yield _device(torch.cuda, index)
         yield from _settings(system)
@@ -42,7 +42,7 @@ def cuda(system: System) -> Iterator[Finding]:
 def _no_device(system: System, torch_version: str, built: str | None, driver: str | None, warning: str) -> Finding:
     hidden = system.variables.get("CUDA_VISIBLE_DEVICES")
     if driver is None:
-        return Finding("cuda", "ok", f"no NVIDIA driver: training runs on the CPU (torch is built for {built or 'it'})")
+        return Finding("cuda", "ok", f"no NVIDIA driver: training runs on the CPU (torch is built for {built or 'the CPU only'})")
     if not any(system.root.glob("dev/nvidia[0-9]*")):
         text = f"driver {driver}, but this container or machine has no device: training runs on the CPU"
         return Finding("cuda", "note", text, ("docker run --gpus all …, or request a GPU from your scheduler",))
@@ -111,7 +111,7 @@ def _settings(system: System) -> Iterator[Finding]:
             text += f"; {used} of {total} MiB of its memory are in use"
             yield Finding("cuda", "note", text, ("nvidia-smi  # which processes use it?",))
         elif persistence == "Disabled":
-            text += ", so each start of training waits for the driver to load"
+            text += ", so every training run first waits for the driver to load"
             yield Finding("cuda", "note", text, (f"sudo nvidia-smi -i {index} -pm 1",))
         else:
             yield Finding("cuda", "ok", text)

@@ -60,9 +60,9 @@ def shared_memory(system: System) -> Iterator[Finding]:
         "of 64 images of 224 x 224 (each loader worker of each rank keeps 2)"
     )
     plan = "harness check -c CONFIG --world RANKS  # what a run needs"
-    more = ("docker run --shm-size=8g …; in Kubernetes an emptyDir of medium Memory at /dev/shm", without)
+    more = ("docker run --shm-size=8g …; in Kubernetes, an emptyDir with medium: Memory at /dev/shm", without)
     if usage.free < 16 * MIB:
-        clean = "ls -l /dev/shm  # delete files of killed processes"
+        clean = "ls -l /dev/shm  # then delete the files that killed processes left behind"
         yield Finding("shared_memory", "problem", f"{text}; most runs will fail", (clean, *more))
     elif usage.free < GIB:
         yield Finding("shared_memory", "note", text, (plan, *more))
@@ -90,7 +90,7 @@ def _files(limit: int) -> str:
 def folder(system: System) -> Iterator[Finding]:
     """Run folders are created in the working folder unless ``output`` is set."""
     where = system.folder.resolve()
-    elsewhere = "output=/a/folder/with/space  # after harness train -c CONFIG"
+    elsewhere = "output=/a/folder/with/space  # add this to harness train -c CONFIG"
     try:
         with tempfile.TemporaryFile(dir=where) as probe:
             probe.write(b"harness")

@@ -166,7 +166,7 @@ def apex(system: System) -> Iterator[Finding]:
         text = f"the folder {found.folder} hides any installed apex (is it a clone of NVIDIA's repository?)"
         yield Finding("apex", "note", text, (f"mv {found.folder} {found.folder}-source", _SCRIPTS))
     elif found.kind == "unknown":
-        yield Finding("apex", "note", f"not NVIDIA's Apex but another package: {at}", ("python -m pip uninstall apex",))
+        yield Finding("apex", "note", f"not NVIDIA's Apex but another package ({at})", ("python -m pip uninstall apex",))
     else:
         yield from _genuine(found, at)
 
@@ -174,7 +174,7 @@ def apex(system: System) -> Iterator[Finding]:
 def _genuine(found: InstalledApex, at: str) -> Iterator[Finding]:
     origin = {"nvidia": "NVIDIA's", "rocm": "ROCm's"}[found.kind]
     extensions = [name for name in _EXTENSIONS if importlib.util.find_spec(name) is not None]
-    text = f"{origin} {at}; has {', '.join(found.parts)}; extensions: {', '.join(extensions) or 'none'}"
+    text = f"{origin} Apex {at}; has {', '.join(found.parts)}; extensions: {', '.join(extensions) or 'none'}"
     if found.has_amp:
         yield Finding("apex", "ok", text)
     else:
@@ -192,5 +192,5 @@ def backend(system: System) -> Iterator[Finding]:
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda and find_apex().has_amp else "cpu")
     chosen = precision.choose(PrecisionSection(), device).backend
-    why = "" if on_cuda else " (always on the CPU)"
+    why = "" if on_cuda else " (the only choice on the CPU)"
     yield Finding("backend", "ok", f"precision.backend=auto uses {chosen}{why}")

@@ -65,7 +65,7 @@ CAUSES = (
     SlowCause(
         "decoding", 0.15, shares.data("decode"),
         lambda f: f"waits for data: decoding images {changes.loading(f, 'decode')}",
-        lambda f: Change("Store the images smaller, at about twice the size that the model sees (task.root)"
+        lambda f: Change("Store smaller images, about twice the size that the model sees (task.root)"
                          + (", or set task.decode=reduced" if f.setting("task.decode") == "full" else "")),
     ),
     SlowCause(
@@ -82,7 +82,7 @@ CAUSES = (
     SlowCause(
         "slow link", 0.25, shares.exchanging(slow=True),
         lambda f: f"waits for a slow link between the ranks: {changes.bandwidths(f)}",
-        lambda f: Change("Set launch.interface to the fastest network of the machines (harness doctor tests it)",
+        lambda f: Change("Set launch.interface to the machines' fastest network interface (see harness doctor)",
                          {}, shares.expected_exchange_s(f) / f.exchange_s),
     ),
     SlowCause(
@@ -107,11 +107,11 @@ CAUSES = (
     ),
     SlowCause(
         "frequent evaluation", 0.25, shares.evaluation(False),
-        lambda f: f"evaluates {f.evaluations} times in {f.epochs} epochs", changes.evaluate_change,
+        lambda f: f"evaluates {plural(f.evaluations, 'time')} in {plural(f.epochs, 'epoch')}", changes.evaluate_change,
     ),
     SlowCause(
         "slow evaluation", 0.25, shares.evaluation(True),
-        lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but {1e3 * f.train_s / f.rows:.1f} ms per "
+        lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but only {1e3 * f.train_s / f.rows:.1f} ms per "
         "training row",
         changes.slow_evaluation_change,
     ),

@@ -59,7 +59,7 @@ def slow_rank_change(facts: RunFacts) -> Change:
     if slow.by_data > 0.5:
         return Change(f"Check the disk of rank {slow.rank}, or set data.shard=global if its rows are larger",
                       {"data.shard": "global"})  # fmt: skip
-    return Change(f"Check what else runs on the machine of rank {slow.rank} (harness doctor there), or replace it")
+    return Change(f"Check what else runs on the machine of rank {slow.rank} (run harness doctor there), or replace it")
 
 
 def bandwidths(facts: RunFacts) -> str:
@@ -101,7 +101,7 @@ def evaluate_change(facts: RunFacts) -> Change:
 def slow_evaluation_change(facts: RunFacts) -> Change:
     if facts.eval_data_s > 0.5 * facts.spent["evaluation"]:
         more = min(shares.MAX_WORKERS, max(4, 2 * facts.workers))
-        return Change(f"It waits for its data: set data.num_workers={more} (now {facts.workers}), or make the "
+        return Change(f"Evaluation waits for its data: set data.num_workers={more} (now {facts.workers}), or make the "
                       "validation files smaller", {"data.num_workers": more}, facts.workers / more)  # fmt: skip
     now = int(facts.setting("batch.eval_per_rank", round(facts.rows_per_pass)))
     return Change(f"Set batch.eval_per_rank={4 * now} (now {now})", {"batch.eval_per_rank": 4 * now}, 0.25)

@@ -58,7 +58,7 @@ def _write(out: Path, patch: bytes) -> None:
         if out.is_file() and out.read_bytes() == patch:
             return
         raise ConfigError(
-            "this file exists", where=str(out), hint="remove it, or choose another with --write FILE"
+            "this file already exists", where=str(out), hint="remove it, or choose another with --write FILE"
         ) from None
     except OSError as error:
         raise HarnessError(

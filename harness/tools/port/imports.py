@@ -51,7 +51,7 @@ def _compared_with_none(context: Context) -> None:
         is_none = isinstance(above.comparators[0], ast.Constant) and above.comparators[0].value is None
         if is_none and len(above.ops) == 1 and isinstance(above.ops[0], (ast.Is, ast.IsNot)):
             context.edits.replace(above, str(isinstance(above.ops[0], ast.IsNot)))
-            context.note(above, SAME, ast.unparse(above), "always the same: nothing optional is imported now")
+            context.note(above, SAME, ast.unparse(above), "now constant, because the import is no longer optional")
             context.done.add(node)
 
 

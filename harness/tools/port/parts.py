@@ -32,25 +32,25 @@ _OPTIMIZER_DROPPED = {"set_grad_none", "materialize_master_grads", "capturable",
 # Arguments that torch's optimizers lack: allowed with this value only.
 _OPTIMIZER_FIXED = {"bias_correction": True, "wd_after_momentum": False, "adagrad_w_mode": False}
 _DDP_KEPT = ("module",)
-_NO_LAMB = "torch has none: `from harness.apex.optimizers import {0}` keeps it, or use torch.optim.AdamW and tune again"
-_MASTERS = "the weights stay float32 under autocast, so no masters are needed: remove it"
-_ELSEWHERE = "amp.initialize is in another file: pass its torch.amp.GradScaler to this one"
+_NO_LAMB = "torch has no such optimizer: `from harness.apex.optimizers import {0}` keeps it, or use torch.optim.AdamW and tune again"
+_MASTERS = "the weights stay float32 under autocast, so no master weights are needed: remove it"
+_ELSEWHERE = "amp.initialize is in another file: pass the torch.amp.GradScaler created there to this file"
 ADVICE = {
     "apex.optimizers.FusedLAMB": _NO_LAMB.format("FusedLAMB"),
     "apex.optimizers.FusedNovoGrad": _NO_LAMB.format("FusedNovoGrad"),
     "apex.optimizers.FusedMixedPrecisionLamb": _NO_LAMB.format("FusedMixedPrecisionLamb"),
-    "apex.optimizers.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss, autocast casts",
-    "apex.fp16_utils.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss, autocast casts",
+    "apex.optimizers.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss and autocast does the casting",
+    "apex.fp16_utils.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss and autocast does the casting",
     "apex.amp.initialize": "its arguments are unknown: create a torch.amp.GradScaler here",
-    "apex.amp.scale_loss": f"{_ELSEWHERE}; scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
+    "apex.amp.scale_loss": f"{_ELSEWHERE}, then call scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update()",
     "apex.amp.master_params": f"{_ELSEWHERE}; call scaler.unscale_(optimizer) and use the optimizer's parameters",
     "apex.amp.state_dict": f"{_ELSEWHERE}, and write scaler.state_dict()",
     "apex.amp.load_state_dict": f"{_ELSEWHERE}, and write scaler.load_state_dict(...)",
-    "apex.parallel.Reducer": "reduce gradients in torch.nn.parallel.DistributedDataParallel",
+    "apex.parallel.Reducer": "let torch.nn.parallel.DistributedDataParallel reduce the gradients",
     "apex.amp.init": "this is the 2018 interface: follow docs/migrate.md, starting at amp.initialize",
     "apex.amp.promote_function": "cast the arguments to one dtype in the function",
     "apex.amp.register_promote_function": "cast the arguments to one dtype in the function",
-    "apex.amp._amp_state": "read the scale with scaler.get_scale(); set the first with GradScaler(init_scale=...)",
+    "apex.amp._amp_state": "read the scale with scaler.get_scale(); set the initial scale with GradScaler(init_scale=...)",
     "apex.multi_tensor_apply.multi_tensor_applier": "use torch._foreach functions or a loop over the tensors",
     "apex.amp": "amp is used as a value: pass the scaler instead",
     "apex": "apex is used as a value: remove it",
@@ -60,7 +60,7 @@ ADVICE = {
         for name in ("master_params_to_model_params", "BN_convert_float", "FP16Model")
     },
 }
-_FALLBACK = "torch has no counterpart that keeps its meaning; --to harness keeps it"
+_FALLBACK = "torch has no equivalent; --to harness keeps this call working"
 
 
 def advice(path: str) -> str:
@@ -114,7 +114,7 @@ def _state_dict(context: Context, node: ast.expr, path: str, call: ast.Call | No
         if key not in wanted or not isinstance(inner.ctx, ast.Load):
             return False
         context.edits.replace(inner, f"{context.scaler}.{wanted[str(key)]}")
-        context.note(call, CHANGED, ast.unparse(inner), "of the one scaler that serves all losses")
+        context.note(call, CHANGED, ast.unparse(inner), "now read from the single scaler that serves all losses")
         return True
     context.edits.replace(call, f"{context.scaler}.state_dict()")
     do = "GradScaler's format: Apex's checkpoints need a conversion (docs/migrate.md)"
@@ -159,7 +159,7 @@ def _distributed(context: Context, node: ast.expr, path: str, call: ast.Call | N
     if len(call.args) + len(call.keywords) == 1 or dropped or len(call.args) > 1:
         context.edits.replace_span(end, close, ", broadcast_buffers=False")
     unused = "; if parameters may go unused, add find_unused_parameters=True" if dropped else ""
-    do = f"torch's class, which overlaps communication; broadcast_buffers=False as in Apex{unused}"
+    do = f"torch's class, which overlaps communication with the backward pass; broadcast_buffers=False as in Apex{unused}"
     context.note(call, CHANGED, f"{ast.unparse(call.func)}({', '.join(k.arg or '' for k in dropped)})", do)
     return True
 
@@ -198,7 +198,7 @@ def _larc(context: Context, node: ast.expr, path: str, call: ast.Call | None) ->
     ):
         context.edits.replace(node, "LARC")
     context.snippets.add("LARC")
-    context.note(node, SAME, "LARC", "torch has none: the patch adds a class of 25 lines")
+    context.note(node, SAME, "LARC", "torch has no LARC: the patch adds a class of 25 lines")
     return True
 
 
@@ -232,13 +232,13 @@ def _optimizer(context: Context, node: ast.expr, path: str, call: ast.Call | Non
     if kind == "Adagrad" and "eps" not in given:
         words.append("eps=1e-10")
     context.edits.replace(call, f"torch.optim.{kind}({', '.join(words)})")
-    context.note(call, SAME, name, f"torch.optim.{kind}; on a GPU, fused=True makes it as fast")
+    context.note(call, SAME, name, f"torch.optim.{kind}; on a GPU, fused=True makes it just as fast")
     return True
 
 
 def _norm(context: Context, node: ast.expr, path: str, call: ast.Call | None) -> bool:
     _name(context, node, REPLACED_IMPORTS[path])
-    context.note(node, SAME, path.rpartition(".")[2], f"{REPLACED_IMPORTS[path]}, which is as fast")
+    context.note(node, SAME, path.rpartition(".")[2], f"{REPLACED_IMPORTS[path]}, which is just as fast")
     if call is None:
         return True
     for keyword in call.keywords:
@@ -279,7 +279,7 @@ def _casting(context: Context, node: ast.expr, path: str, call: ast.Call | None)
     dtype = "torch.float16" if "half" in name else "torch.bfloat16" if "bfloat16" in name else "torch.float32"
     context.imports.add("functools")
     context.snippets.add("cast_inputs")
-    context.note(node, SAME, f"amp.{name}", "torch has none for functions: the patch adds a decorator of 15 lines")
+    context.note(node, SAME, f"amp.{name}", "torch has no such decorator: the patch adds one of 15 lines")
     if not name.startswith("register"):
         context.edits.replace(node, f"cast_inputs({dtype})")
         return True

@@ -21,7 +21,7 @@ _LEVELS = {
     "O4": "O4 becomes autocast in bfloat16 around the forward pass and the loss, without a loss scale",
     "O5": "torch has no O5: the weights stay float32 and autocast casts operations to bfloat16. --to harness keeps O5",
 }
-_LIMITS = "GradScaler has no minimum or maximum of the loss scale; the argument is dropped"
+_LIMITS = "GradScaler has no lower or upper limit for the loss scale; the argument is dropped"
 _DROPPED = {
     "keep_batchnorm_fp32": "autocast always keeps batch norm's weights in float32; the argument is dropped",
     "master_weights": "the weights themselves are float32; the argument is dropped",
@@ -101,7 +101,7 @@ def rewrite(context: Context) -> None:
         if lines:
             declare(context, statement, level, always and not optional)
             if next(context.names.calls("apex.amp.scale_loss"), None) is None and "optimizers" in given:
-                do = f"pass {context.scaler} to the file that has them, and port it with the same name"
+                do = f"pass {context.scaler} to the file that calls scale_loss, and use the same name when you port it"
                 context.note(call, BY_HAND, "amp.initialize without a scale_loss in this file", do)
         _explain(context, call, given, level)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LARC = '''
 class LARC:
-    """``optimizer`` with layer-wise adaptive rates, as apex.parallel.LARC (You, Gitman and Ginsburg 2017)."""
+    """``optimizer`` with layer-wise adaptive rates, like apex.parallel.LARC (You, Gitman and Ginsburg 2017)."""
 
     def __init__(self, optimizer, trust_coefficient=0.02, clip=True, eps=1e-8):
         self.optim, self.trust_coefficient, self.clip, self.eps = optimizer, trust_coefficient, clip, eps

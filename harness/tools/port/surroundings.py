@@ -19,12 +19,12 @@ def rewrite(context: Context) -> None:
             do = "since torch 2.6, reads only plain data; for other files that you trust, pass weights_only=False"
             context.note(node, CHANGED, "torch.load", do)
         elif name.endswith("init_process_group"):
-            context.note(node, AS_IS, name, "start it with torchrun")
+            context.note(node, AS_IS, name, "start the script with torchrun")
         elif name.endswith(("nn.DataParallel", "nn.parallel.DistributedDataParallel")):
             context.note(node, AS_IS, name, "torch's own")
     native = [n for n in ast.walk(context.source.tree) if isinstance(n, ast.Attribute) and n.attr == "GradScaler"]
     if native:
-        do = "the script has a path for torch's amp, too: choosing it may be simpler than this patch"
+        do = "the script also has a code path for torch's amp; choosing it may be simpler than this patch"
         context.note(native[0], AS_IS, ast.unparse(native[0]), do)
 
 

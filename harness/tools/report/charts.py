@@ -122,7 +122,7 @@ def confusion(found: Confusion, label: str) -> Chart | None:
     summary = f"Confusion matrix of {label}: {len(names)} classes, {plural(sum(map(sum, found.counts)), 'row')}."
     if found.pairs:
         true, predicted, count = found.pairs[0]
-        summary += f" The most frequent error: {true} predicted as {predicted} ({count} times)."
+        summary += f" The most frequent error: {true} predicted as {predicted} ({plural(count, 'time')})."
     rows = [[name, *(str(count) for count in line)] for name, line in zip(found.classes, found.counts, strict=True)]
     return Chart(
         "confusion", "Confusion matrix", summary, [heat], layout, ["label \\ prediction", *found.classes], rows,

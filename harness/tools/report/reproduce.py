@@ -59,7 +59,7 @@ def caveats(run: ReportedRun) -> list[str]:
     if not isinstance(git, dict) or not git.get("commit"):
         found.append("The commit is unknown.")
     elif any(_commit(start) != _commit(before) for before in run.record.provenance):
-        found.append(f"The code changed at a resume ({commit(run)}); these commands use the last commit.")
+        found.append(f"The code changed when the run was resumed ({commit(run)}); these commands use the last commit.")
     elif git.get("changed"):
         found.append("The code had uncommitted changes, so the commit may give different numbers.")
     if len(run.record.provenance) > 1:

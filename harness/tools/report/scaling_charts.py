@@ -60,7 +60,7 @@ def _time_by_world(title: str, scaling: Sequence[ScalingSeries]) -> Chart:
     }
     recipes = plural(len(scaling), "recipe")
     summary = f"{title}: seconds by number of ranks for {recipes}, with the ideal."
-    header = ["recipe", "ranks", "seconds to target", "ideal", "times sooner"]
+    header = ["recipe", "ranks", "seconds to target", "ideal", "speed-up to target"]
     narrow, wide = 88 * len(seconds), 170 * len(seconds) + 120
     data = [bars, *ideal_lines]
     return Chart("time-to-target", title, summary, data, layout, header, rows, min_width=narrow, max_width=wide)

@@ -67,7 +67,7 @@ def _curves(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list
         summary = f"Training loss or learning rate, {amount}; the table below has the numbers."
         curves.append(Chart("training", "Training", summary, [], {}, header, rows, height=360))
     if any(_scale_changed(line.first) for line in lines):
-        header = ["run", "smallest loss scale", "largest loss scale", "skipped steps", "rows in them", "steps"]
+        header = ["run", "smallest loss scale", "largest loss scale", "skipped steps", "rows in skipped steps", "steps"]
         rows = [
             [line.label, *(formatting.count(side) for side in run.history.loss_scales or (None, None)),
              formatting.count(run.history.skipped), formatting.count(run.history.samples_skipped),
@@ -129,8 +129,8 @@ def _time_to_target(
         return None
     goal = f"{formatting.metric(runs.metric)} {formatting.at_least(runs.direction, target.value)}"
     notes = [
-        f"Wall time, with evaluations and checkpoints, until the first evaluation with {goal} ({target.why}; choose "
-        "another target with --target). Nothing is interpolated."
+        f"Wall time, including evaluations and checkpoints, until the first evaluation with {goal} ({target.why}; "
+        "--target sets another). Nothing is interpolated."
     ]
     return ReportSection("target", "Time to target", [chart], notes)
 
@@ -142,7 +142,7 @@ def _speed_up(scaling: Sequence[ScalingSeries], left_out: list[str]) -> ReportSe
         return None
     notes = [
         "Compares runs with the same settings, global batch and kind of device, and different numbers of ranks. Speed "
-        "is in rows per second of training, without evaluations. The ideal is proportional to the number of ranks."
+        "is in rows per second of training, excluding evaluations. The ideal is proportional to the number of ranks."
     ]
     if not all(each.same_batches for each in scaling):
         notes.append(
@@ -183,7 +183,7 @@ def _time(lines: Sequence[CurveLine], left_out: list[str]) -> ReportSection | No
     if chart is None:
         left_out.append("Where the time went: the logs have no times.")
         return None
-    return ReportSection("time", "Time", [chart], ["Shares of the training time over all ranks, without evaluations."])
+    return ReportSection("time", "Time", [chart], ["Shares of the training time over all ranks, excluding evaluations."])
 
 
 def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
@@ -197,8 +197,8 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     shown, wrong, num_rows = mistakes.most_confident(run, with_images=allowed)
     if shown and not allowed:
         left_out.append(
-            "Images of mistakes: you did not start this run on this machine, so it may name any image on this disk. To "
-            "show them, add --trust."
+            "Images of mistakes: you did not start this run on this machine, so its files may point to any image on this "
+            "disk. To show the images, add --trust."
         )
     notes = [f"Run: {run.label}. {_origin(found, num_rows > 0, run.record.state == 'finished')}"]
     if num_rows and header[:1] != ["column"]:
@@ -212,7 +212,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
 
 def _origin(found: Confusion | None, is_listed: bool, is_finished: bool) -> str:
     """The weights behind the matrix or the metrics, and behind the list."""
-    best = "its best weights" + ("" if is_finished else " when it last ended")
+    best = "its best weights" + ("" if is_finished else " as of the last time it finished")
     if found and found.of_best:
         return f"The matrix and the list are from {best}."
     what = "matrix is" if found else "metrics are"

@@ -91,7 +91,7 @@ def _setting(value: Any) -> Cell:
 
 def scaling_rows(scaling: Sequence[ScalingSeries]) -> tuple[list[str], list[list[str]]]:
     """(header, rows): each world size compared with the smallest of its recipe, and the runs compared."""
-    header = ["recipe", "ranks", "rows/s", "speed-up", "efficiency", "to target", "sooner", "runs compared"]
+    header = ["recipe", "ranks", "rows/s", "speed-up", "efficiency", "to target", "speed-up to target", "runs compared"]
     rows = []
     for each in scaling:
         base = each.points[0]
@@ -166,7 +166,7 @@ def markdown(runs: RunSet, target: Target | None, scaling: Sequence[ScalingSerie
     rows = [[cell.text for cell in row] for row in table.rows[:MAX_ROWS]]
     lines += ["", *_markdown(table.header, rows)]
     if len(table.rows) > MAX_ROWS:
-        lines += ["", f"and {len(table.rows) - MAX_ROWS} more runs."]
+        lines += ["", f"and {plural(len(table.rows) - MAX_ROWS, 'more run')}."]
     header, rows = seeds_rows(runs)
     lines += ["", "### Seeds", "", *_markdown(header, rows)] if rows else []
     header, rows = scaling_rows(scaling)

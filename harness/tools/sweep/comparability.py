@@ -60,7 +60,7 @@ def confounders(
     for key in ("launch.threads", "runtime.device"):
         if len(values := _distinct(trials, key)) > 1:
             yield Confounder(
-                False, f"trials differ in {key} ({_listed(values)}), and so do their times", "use one value"
+                False, f"trials differ in {key} ({_listed(values)}), so their times are not comparable", "use one value"
             )
 
 
@@ -109,13 +109,13 @@ def _samples(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
         yield Confounder(
             not _is_varied(trials, "train.max_steps") or len(_distinct(trials, "train.max_steps")) == 1,
             f"train.max_steps and the batch give trials different numbers of samples ({counts})",
-            "set: {train.max_steps: null} and use train.epochs, the same samples at any batch",
+            "set: {train.max_steps: null} and use train.epochs: the number of samples is then the same at any batch size",
         )
     if len(epochs) > 1:
         yield Confounder(
             not _is_varied(trials, "train.epochs"),
             f"trials train on different numbers of samples: {_listed(epochs)} epochs",
-            "compare them after equal numbers of samples, not at their ends",
+            "compare them after equal numbers of samples, not at the end of training",
         )
     if any(trial.config.train.patience for trial in trials):
         yield Confounder(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from harness.errors import plural
 from harness.tools.sweep.plan import Plan
 from harness.tools.sweep.progress import TrialProgress
 from harness.tools.sweep.results import ranked
@@ -67,7 +68,7 @@ def counts(trials: Sequence[SweepTrial], total: int) -> str:
     """The number of trials in each state, as one line."""
     states = [trial.state for trial in trials]
     found = [f"{states.count(state)} {state}" for state in ("running", "finished", "pruned", "failed")]
-    return f"{total} trials: {', '.join(text for text in found if text[0] != '0') or 'none finished yet'}"
+    return f"{plural(total, 'trial')}: {', '.join(text for text in found if text[0] != '0') or 'none finished yet'}"
 
 
 class Display:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.distributed import signals
-from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
+from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, plural
 from harness.runs import layout
 from harness.runs.run_dir import cannot_write
 from harness.tools.report.reproduce import trial_command
@@ -116,7 +116,9 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
         yield f"over {len(group.trials)} of {len(spec.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
     best = groups[0].trials[0]
     which = (
-        f", the first of the {len(groups[0].trials)} seeds with the best mean {groups[0].mean:.5g}" if several else ""
+        f", the best seed of the settings with the best mean, {groups[0].mean:.5g} over {plural(len(groups[0].trials), 'seed')}"
+        if several
+        else ""
     )
     yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
     yield f"  {trial_command(spec.folder, spec.name, results.run_folder(spec.folder, best.number))}"
@@ -126,7 +128,7 @@ def _commands(plan: Plan) -> Iterator[str]:
     """The output of a dry run: the command of every trial."""
     spec = plan.file.spec
     best = "highest" if plan.direction == "maximize" else "lowest"
-    yield f"# {plan.total} trials in {spec.folder}, at most {plan.parallel} at once, ranked by {best} {plan.metric}"
+    yield f"# {plural(plan.total, 'trial')} in {spec.folder}, at most {plan.parallel} at once, ranked by {best} {plan.metric}"
     if spec.is_search:
         yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); examples at the ends of the space:"
     for number, trial in enumerate(plan.trials):
@@ -149,7 +151,7 @@ def _locked(folder: Path) -> Iterator[int]:
             holder = path.read_text().strip()
             if holder.isdigit() and Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
                 raise ConfigError(
-                    "another harness sweep runs in this folder" + (f" (process {holder})" if holder else ""),
+                    "another harness sweep is running in this folder" + (f" (process {holder})" if holder else ""),
                     where=str(folder),
                     hint="wait for it, or give this sweep another name: name=NAME",
                 )

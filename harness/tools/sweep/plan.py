@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from harness.config import loader
 from harness.config.schema import Config
-from harness.errors import ConfigError
+from harness.errors import ConfigError, plural
 from harness.tools.sweep.comparability import Confounder, PlannedTrial, confounders
 from harness.tools.sweep.slots import Machine, is_here, need
 from harness.tools.sweep.space import Settings, corners, grid, typed
@@ -64,7 +64,7 @@ def make(file: SweepFile, engine: str | None, parallel: int | None, machine: Mac
     refused = [each for each in found if each.refused and spec.comparable]
     problems += [f"{each.message}\n     -> {each.hint}" for each in refused]
     if refused:
-        problems[-1] += "\n     -> or, if this is intended: comparable: false (comparable=false on the command line)"
+        problems[-1] += "\n     -> or, if this is intended, set comparable: false (comparable=false on the command line)"
     if problems:
         raise _refused(file, problems)
     metric = trials[0].config.best_metric
@@ -128,7 +128,7 @@ def _preflight_key(config: Config) -> str:
 
 
 def _some(which: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(which) - most} more trials" if len(which) > most else ""
+    more = f" and {plural(len(which) - most, 'more trial')}" if len(which) > most else ""
     return "; ".join(f"[{words}]" for words in which[:most]) + more
 
 

@@ -183,13 +183,13 @@ class Runner:
             self._study.fail(number, why)
             self._message(trial, f"failed: {why}; see {results.run_folder(self._folder, number)}.log")
         elif self._stopping:
-            self._message(trial, why)
+            self._message(trial, f"stopped: {why}")
         elif self._starts[number] < _STARTS:
             self._waiting.append(trial)
-            self._message(trial, f"{why}; it will be restarted")
+            self._message(trial, f"interrupted, will be restarted: {why}")
         else:
             self._given_up[number] = why
-            self._message(trial, f"{why} {_STARTS} times, so it is not restarted")
+            self._message(trial, f"interrupted {_STARTS} times, will not be restarted: {why}")
 
     # The sweep as a whole
 
@@ -200,7 +200,7 @@ class Runner:
         if not self._stopping:
             which = name(self._requests.numbers[0])
             self._display.message(
-                f"stopping ({which}): running trials write a checkpoint; press Ctrl-C again to kill them"
+                f"stopping ({which}): running trials will write a checkpoint; press Ctrl-C again to kill them"
             )
         for running in self._running.values():
             running.process.kill() if self._stopping else running.stop()

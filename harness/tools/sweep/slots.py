@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.config.schema import Config
 from harness.distributed.machine import cpu_quota
+from harness.errors import plural
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Need:
     def lacks(self, machine: Machine) -> str:
         """The reason why ``machine`` can never run it; empty if it can."""
         if self.gpus > len(machine.gpus):
-            return f"it needs {self.gpus} GPUs, but the machine has {len(machine.gpus)}"
+            return f"it needs {plural(self.gpus, 'GPU')}, but the machine has {len(machine.gpus)}"
         if self.cores > machine.cores:
             return f"it needs {self.cores} cores (launch.nproc x launch.threads), but the machine has {machine.cores}"
         return ""

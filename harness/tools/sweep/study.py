@@ -91,7 +91,7 @@ class Study:
             shown = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(changed)[:4])
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             raise ConfigError(
-                f"the sweep's earlier trials were trained with other settings ({shown}{more})",
+                f"the sweep's earlier trials were trained with different settings ({shown}{more})",
                 where=str(self._spec.folder),
                 hint="restore these settings, or give the new sweep a name: name=NAME",
             )
@@ -232,9 +232,10 @@ def _open(url: str, own: Path | None, name: str, direction: str, pruner: optuna.
         raise ConfigError(
             f"cannot open Optuna's storage: {first_line(error)}",
             where=shown if own is None else str(own),
-            hint="remove storage: to use an SQLite file in the sweep folder, or set a URL such as postgresql://host/db"
+            hint="remove the storage setting to use an SQLite file in the sweep folder, or set a URL such as postgresql://host/db"
             if own is None
-            else "if the file is damaged, move it away; trials that have ended are then found in their folders",
+            else "if the file is damaged, move it elsewhere; the sweep then reads the results of finished trials from their "
+            "run folders",
         ) from None
 
 

@@ -137,6 +137,6 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
             if axis.low >= axis.high:
                 yield Conflict(place, f"low {axis.low} is not below high {axis.high}", "lower low, or raise high")
             if axis.log and axis.low <= 0:
-                yield Conflict(place, f"log needs a low above 0 (seen: {axis.low})", "use log: false, or a larger low")
+                yield Conflict(place, f"log: true needs low > 0 (found: {axis.low})", "use log: false, or a larger low")
             if axis.log and axis.step:
                 yield Conflict(place, "log and step cannot be combined", "remove one of them")

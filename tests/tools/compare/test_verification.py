@@ -63,7 +63,7 @@ def test_faults_that_a_kill_reveals_are_named(tmp_path):
     assert "not exact: the killed run differs from the uninterrupted one" in out
     assert "two uninterrupted runs are equal" in out
     assert re.search(r"first difference in the log: metrics.jsonl:\d+: train entry of step \d.loss: ", out)
-    assert f"{HERE}:{line_of('random')}: random.random draws from the global random numbers of a loader" in out
+    assert f"{HERE}:{line_of('random')}: random.random draws from the global random number generator of a loader" in out
     assert f"{HERE}:{line_of('numpy')}: numpy.random.rand draws" in out
     counter = (
         r"model\.calls \(tests\.end_to_end\.planted\.Counting\) .* is (\d) in the uninterrupted run, (\d) in a resumed"
@@ -165,5 +165,5 @@ def test_the_place_where_runs_first_differ():
         "  weights: w (up to 0.5), b (up to 0.5)",
         "  optimizer state: x (up to 0.5)",
         "  moving average: w (up to 0.5)",
-        "equal until the checkpoint of step 4",
+        "equal up to and including the checkpoint of step 4",
     ]

@@ -251,7 +251,7 @@ def test_backend_imports_only_an_apex_that_has_amp(install, monkeypatch, on_cuda
 
 def test_backend_without_apex():
     if not torch.cuda.is_available():
-        assert "uses harness.apex (always on the CPU" in only(software.backend).text
+        assert "uses harness.apex (the only choice on the CPU" in only(software.backend).text
 
 
 # GPUs
@@ -308,7 +308,7 @@ def test_driver_that_is_too_old(gpus_of, tmp_path):
     ("line", "mark", "words"),
     [
         ("0, Enabled, Enabled, 0, 345, 1980, 4, 143771, Default", "ok", "clock 345 of 1980 MHz, ECC Enabled, persist"),
-        ("1, Disabled, [N/A], [N/A], 345, 1980, 4, 24576, Default", "note", "each start of training waits"),
+        ("1, Disabled, [N/A], [N/A], 345, 1980, 4, 24576, Default", "note", "every training run first waits"),
         ("0, Enabled, Enabled, 3, 345, 1980, 4, 143771, Default", "problem", "; 3 uncorrected memory errors"),
         ("0, Enabled, Enabled, 0, 345, 1980, 4, 143771, Prohibited", "problem", "its compute mode allows no process"),
         ("0, Enabled, Enabled, 0, 1980, 1980, 90000, 143771, Default", "note", "90000 of 143771 MiB of its memory"),

@@ -46,7 +46,7 @@ def test_existing_files_are_kept(script, capsys):
     patch = script.parent / "mine.patch"
     patch.write_text("mine")
     assert cli.main(["port", "train.py", "--write", "mine.patch"]) == 2
-    assert "mine.patch: this file exists\n  -> remove it, or choose another" in capsys.readouterr().err
+    assert "mine.patch: this file already exists\n  -> remove it, or choose another" in capsys.readouterr().err
     assert patch.read_text() == "mine"
     assert cli.main(["port", "train.py", "--write", "train.py"]) == 2
     assert script.read_bytes() == SCRIPT.read_bytes()

@@ -57,7 +57,7 @@ def test_images_of_the_runs_of_others_need_trust(tmp_path, monkeypatch):
 
     text = page_of()
     assert "data:image/png" not in text
-    assert "To show them, add --trust." in text
+    assert "To show the images, add --trust." in text
     assert "data:image/png" in page_of("--trust")
     ownership.remember((run / "config.yaml").read_text())
     assert "data:image/png" in page_of()

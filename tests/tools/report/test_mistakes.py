@@ -59,7 +59,7 @@ def test_matrix_and_list_are_from_the_same_weights(folder):
     assert notes(folder) == "The matrix and the list are from its best weights."
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"finished": False}))  # resumed with more epochs
-    assert notes(folder) == "The matrix and the list are from its best weights when it last ended."
+    assert notes(folder) == "The matrix and the list are from its best weights as of the last time it finished."
     (folder / "predictions.csv").write_text(TABLE.replace("dog", "cow"))  # of another table
     assert mistakes.confusion(run(folder)).counts == newest
     assert "newest evaluation, the list from its best weights" in notes(folder)

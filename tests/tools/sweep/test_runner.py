@@ -98,7 +98,7 @@ def test_killed_trial_resumes_from_its_checkpoint(folder):
     assert sweep(folder) == 0
     assert states(folder) == ["finished"] * 3
     assert starts(folder, 1) == 2
-    assert "trial 0001 killed by SIGKILL; it will be restarted" in output(folder)
+    assert "trial 0001 interrupted, will be restarted: killed by SIGKILL" in output(folder)
     assert "trial 0001 resumes" in output(folder)
 
 
@@ -151,7 +151,7 @@ def test_stopped_sweep_stops_its_trials_and_explains_how_to_resume(folder, numbe
     assert wait_for([running], 10) == [75]
     assert states(folder) == ["waiting"] * 3
     terminal = output(folder)
-    assert f"stopping ({number.name}): running trials write a checkpoint" in terminal
+    assert f"stopping ({number.name}): running trials will write a checkpoint" in terminal
     assert "trial 0000 stopped with a checkpoint" in terminal
     assert "run the same command to resume" in terminal
     behave(folder)
@@ -165,7 +165,7 @@ def test_second_sweep_in_the_same_folder_is_refused(folder):
     first = start_sweep(folder)
     wait_until(lambda: has_evaluated(folder, 0), 30, "the first trial trains")
     assert sweep(folder) == 2
-    assert "another harness sweep runs in this folder" in output(folder)
+    assert "another harness sweep is running in this folder" in output(folder)
     os.kill(first[0].pid, signal.SIGTERM)
     assert wait_for([first], 10) == [75]
 

@@ -173,7 +173,7 @@ def test_longer_search_continues(opened):
 )  # fmt: skip
 def test_trials_of_another_experiment_are_refused(opened, override, change):
     draw(opened(**GRID))
-    with pytest.raises(ConfigError, match="earlier trials were trained with other settings") as caught:
+    with pytest.raises(ConfigError, match="earlier trials were trained with different settings") as caught:
         opened(overrides=(override,), **GRID)
     assert change in str(caught.value)
     assert "name=NAME" in str(caught.value)

@@ -81,7 +81,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
         ("space: {a: [1, 2, 1]}\n", "space.a: a value is listed twice"),
         ("space: [{a: 1}, {a: 1}]\n", "space: a trial is listed twice"),
         ("sampler: tpe\ntrials: 3\nspace: {a: {low: 2, high: 2}}\n", "space.a: low 2 is not below high 2"),
-        ("sampler: tpe\ntrials: 3\nspace: {a: {low: 0, high: 2, log: true}}\n", "space.a: log needs a low above 0"),
+        ("sampler: tpe\ntrials: 3\nspace: {a: {low: 0, high: 2, log: true}}\n", "space.a: log: true needs low > 0"),
         ("sampler: tpe\ntrials: 3\nspace: {a: {low: 1, high: 2, log: true, step: 1}}\n", "space.a: log and step"),
         ("sampler: tpe\ntrials: 3\nspace: {a: {low: 1, high: .inf}}\n", "space.a.high: it should be a finite number"),
         ("pruner_args: {n_warmup_steps: 1}\n", "pruner_args: there is no pruner to use them"),
