@@ -110,7 +110,8 @@ class KubernetesSection(Section):
         Annotated[
             str,
             Matching(
-                r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?", "use up to 46 lower-case letters, digits and -, starting with a letter"
+                r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?",
+                "use up to 46 lower-case letters, digits and -, starting with a letter",
             ),
         ]
         | None

@@ -14,7 +14,8 @@ PREFIX = "preset:"
 DEFAULT = "apex-2019"
 EFFECTS = {
     "apex-2019": "float16 matrix products with loss scaling, gradients reduced after the backward pass, only "
-    "deterministic algorithms (needed for an exact resume on a GPU); results are comparable with those of NVIDIA's Apex",
+    "deterministic algorithms (needed for an exact resume on a GPU); results are comparable with those of NVIDIA's "
+    "Apex",
     "modern": "bfloat16 matrix products without loss scaling, gradients reduced during the backward pass, "
     "channels-last images; on a GPU (Ampere or newer) also TF32 and the fastest cuDNN algorithms, so repeated and "
     "resumed runs may differ in the last bits",

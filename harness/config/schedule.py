@@ -41,9 +41,9 @@ class ScheduleSection(Section):
         Literal["constant", "cosine", "cosine_restarts", "one_cycle", "plateau", "polynomial", "step", "wsd"],
         BeforeValidator(_name),
     ] = "constant"
-    """Shape of the learning rate after the warm-up. The schedule counts applied updates: a step that
-    the loss scaler skips does not advance it. `plateau` lowers it after evaluations without a better checkpoint.best_metric; `wsd` is warm-up,
-    stable, decay.
+    """Shape of the learning rate after the warm-up. The schedule counts applied updates: a step that the
+    loss scaler skips does not advance it. `plateau` lowers the rate after evaluations without a better
+    checkpoint.best_metric; `wsd` is warm-up, stable, decay.
     """
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     """Epochs of linear warm-up from almost zero; may be a fraction. Cannot be combined with warmup_steps."""

@@ -104,7 +104,8 @@ class LossSection(Section):
         None
     )
     """Weight of the rows with each class: a list in the order of the classes, or {class: weight} (others 1), or
-    balanced: the rarer the class, the larger its weight. With several labels per row: the weight of rows that have the label.
+    balanced: the rarer the class, the larger its weight. With several labels per row: the weight of rows that
+    have the label.
     """
     gamma: Annotated[float, Field(ge=0)] | None = None
     """For focal: how strongly the weight of easy rows is reduced; null: 2."""

@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="extension of the label member, or a key in the sample's JSON member (default: cls)",
     )
     tar.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="cache folder; if the run sets data.cache_dir, use the same folder"
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="cache folder; if the run sets data.cache_dir, use the same folder",
     )
     hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face data set")
     hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")

@@ -23,14 +23,17 @@ def write(place: Path, out: Path, image: str | None, label: str | None, cache_di
     """Write path and label of each image in the archive ``place``, or in all archives of that folder, to
     ``out``; return a summary to print. Makes the index of each archive.
 
-    A sample is all members with the same name up to the first dot of its last part. ``image``: the extension of the image,
-    if samples have several. ``label``: the extension of the text file with the label (cls), or the key in KEY.json.
+    A sample is all members with the same name up to the first dot of its last part. ``image``: the extension of the
+    image, if samples have several. ``label``: the extension of the text file with the label (cls), or the key in
+    KEY.json.
     """
     folder = place if place.is_dir() else place.parent
     files = sorted(folder.rglob("*.tar")) if place.is_dir() else [place]
     if not files:
         packed = [path.name for path in folder.rglob("*.tar.*")]
-        hint = f"decompress {packed[0]} first: members of a compressed archive cannot be read one by one" if packed else ""
+        hint = (
+            f"decompress {packed[0]} first: members of a compressed archive cannot be read one by one" if packed else ""
+        )
         raise DataError("no archives that end with .tar", where=str(place), hint=hint)
     skipped: Counter[str] = Counter()
     labeled = _has_labels(files[0], image, label)

@@ -61,7 +61,10 @@ def split(
     if stratify and len(lacking := np.setdiff1d(strata, strata[chosen])):
         named = ", ".join(values[-1][code] for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
-        lines.append(f"note: {plural(len(lacking), 'value')} of {stratify} only in {outs[0].name}, not in {outs[1].name}: {named}{more}")
+        lines.append(
+            f"note: {plural(len(lacking), 'value')} of {stratify} only in {outs[0].name}, not in {outs[1].name}: "
+            f"{named}{more}"
+        )
     return "\n".join([*lines, f"next: harness init {shlex.join(map(str, outs))}"])
 
 

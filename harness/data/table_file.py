@@ -30,7 +30,9 @@ def suffix_of(out: Path) -> str:
         if out.name.lower().endswith(suffix) and len(out.name) > len(suffix):
             return suffix
     raise ConfigError(
-        f"{out.name} is not the name of an annotation table", where=str(out), hint="use a name that ends with .csv, .csv.gz or .parquet"
+        f"{out.name} is not the name of an annotation table",
+        where=str(out),
+        hint="use a name that ends with .csv, .csv.gz or .parquet",
     )
 
 

@@ -49,7 +49,10 @@ def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: Excep
     all ranks if they were started differently, and PeersMissing, within ``timeout_s``, if some do not connect.
     """
     patience = Patience(timeout_s)
-    number = Facts("give the launch command on every machine the same number of machines and processes", {_NUMBER: launch.world_size})
+    number = Facts(
+        "give the launch command on every machine the same number of machines and processes",
+        {_NUMBER: launch.world_size},
+    )
     meeting = _Meeting(launch, agreement.to_text([number, *facts]), patience, failed)
     return patience.bound(meeting.run, lambda: launch_store.unanswered(launch))
 
@@ -120,7 +123,10 @@ class _Meeting:
         try:
             self._exchange()
         except RuntimeError as error:
-            lost = f"lost contact with rank 0 or the launcher at {launch_store.address(self._launch)} while the ranks connected"
+            lost = (
+                f"lost contact with rank 0 or the launcher at {launch_store.address(self._launch)} while the ranks "
+                "connected"
+            )
             raise PeersMissing(f"{lost}: {first_line(error)}", hint=HINT) from None
         opened.set_timeout(timedelta(seconds=self._patience.timeout_s))
         return self._store

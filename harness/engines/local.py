@@ -45,5 +45,6 @@ def _check(job: Job) -> None:
     if wanted is not None and wanted not in known:
         raise LaunchError(
             f"this machine has no network interface {wanted} with an IPv4 address", where="launch.interface",
-            hint=f"set launch.interface to one of: {', '.join(f'{name} ({address})' for name, address in known.items())}",
+            hint="set launch.interface to one of: "
+                 f"{', '.join(f'{name} ({address})' for name, address in known.items())}",
         )  # fmt: skip

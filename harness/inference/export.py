@@ -163,7 +163,9 @@ def _compare(subject: Exported, load: Callable[[Tensor], Tensor], kind: str) -> 
         with torch.no_grad():
             expected, found = subject.model(inputs), load(inputs)
         if found.shape != expected.shape:
-            raise HarnessError(f"the exported model's output has shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+            raise HarnessError(
+                f"the exported model's output has shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+            )
         scale = max(1.0, expected.abs().max().item())
         worst = max(worst, (found - expected).abs().max().item() / scale)
     if not worst <= TOLERANCE[kind]:  # true for NaN, too

@@ -120,7 +120,11 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
         stop = Stop(runtime)
         reporter = ExitReporter(runtime, stop)
         watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked)
-        with on_signals(stop, "no predictions will be written"), watching as watchdog, _as_trained(config, runtime.device):
+        with (
+            on_signals(stop, "no predictions will be written"),
+            watching as watchdog,
+            _as_trained(config, runtime.device),
+        ):
             try:
                 return _predict(request, config, runtime, stop)
             except (Exception, SystemExit) as error:

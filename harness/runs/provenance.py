@@ -51,10 +51,16 @@ def facts(config: Config) -> list[Facts]:
     if settings["checkpoint.resume"] not in ("auto", "never"):
         settings["checkpoint.resume"] = "a checkpoint"  # its place may differ, as that of ``output``
     packages = {f"version of {name}": version(name) for name in _COMPARED}
-    own = {f"source code of {name}": _digest(file) for modules in own_code(config).values() for name, file in modules.items()}
+    own = {
+        f"source code of {name}": _digest(file)
+        for modules in own_code(config).values()
+        for name, file in modules.items()
+    }
     return [
         Facts(_SAME_CONFIG, settings),
-        Facts(_SAME_SOFTWARE, {"version of harness": __version__, "source code of harness": harness_source(), **packages}),
+        Facts(
+            _SAME_SOFTWARE, {"version of harness": __version__, "source code of harness": harness_source(), **packages}
+        ),
         Facts(_SAME_CODE, own, partial=True),  # a module may be loaded on some ranks only
     ]
 
@@ -197,8 +203,8 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = []
     if now["cuda"] is None and then not in (None, threads):
         found.append(
-            f"this run last used {plural(then, 'CPU thread')} per rank and now uses {threads}: sums are rounded differently, "
-            "so its results will not be bit-identical to those of an uninterrupted run; set "
+            f"this run last used {plural(then, 'CPU thread')} per rank and now uses {threads}: sums are rounded "
+            "differently, so its results will not be bit-identical to those of an uninterrupted run; set "
             f"OMP_NUM_THREADS={then} to resume exactly"
         )
     old, new = _identity(before), _identity(now)
@@ -217,7 +223,11 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _identity(start: Mapping[str, Any]) -> dict[str, Any]:
     """The values that determine a result, by name, if ``start`` has them: an older version recorded fewer."""
     harness, packages, own = (_dict(start.get(key)) for key in ("harness", "packages", "own_code"))
-    found = {"harness": harness.get("version"), "source code of harness": harness.get("source"), "amp": start.get("amp")}
+    found = {
+        "harness": harness.get("version"),
+        "source code of harness": harness.get("source"),
+        "amp": start.get("amp"),
+    }
     found |= {name: packages.get(name) for name in _COMPARED} | {"Python": start.get("python")}
     for folder in own.values():
         found |= {f"source code of {name}": digest for name, digest in _dict(_dict(folder).get("source")).items()}

@@ -220,7 +220,9 @@ class RemoteRunFolder(RunFolder):
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             if not start:
                 raise UploadTakenOver(f"the run was removed: its {layout.START} is missing")
-            raise UploadTakenOver(f"the run was started again on {json.loads(start)['host']}, and only that start uploads")
+            raise UploadTakenOver(
+                f"the run was started again on {json.loads(start)['host']}, and only that start uploads"
+            )
 
     def detach(self, rank: int, done: bool) -> None:
         """Upload the log of ``rank``, how it ended, and its failure. Never raises, and takes DETACH_S at most."""

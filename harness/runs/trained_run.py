@@ -35,8 +35,8 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
         raise ConfigError(
             "this run has no weights yet: it has no weights.safetensors",
             where=str(run),
-            hint="harness train writes them at its first evaluation, at the end of an epoch; in a training loop of your "
-            "own, call harness.training.checkpointing.keep_best(run)",
+            hint="harness train writes them at its first evaluation, at the end of an epoch; in a training loop of "
+            "your own, call harness.training.checkpointing.keep_best(run)",
         )
     if not trust and not ownership.is_own(run):
         require_harmless(run / layout.CONFIG, overrides)

@@ -268,7 +268,8 @@ def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
     distance = np.abs(counts / np.maximum(1.0, counts.sum(1, keepdims=True)) - whole).sum(1) / 2
     if distance.max() > SKEWED:
         log.warning(
-            "the labels of rank %d differ strongly from the rest (distance %.2f out of 1): the CSV seems to be sorted by "
+            "the labels of rank %d differ strongly from the rest (distance %.2f out of 1): the CSV seems to be "
+            "sorted by "
             "label. Use data.shard=global, or shuffle the CSV once.", int(distance.argmax()), distance.max(),
         )  # fmt: skip
 

@@ -71,8 +71,8 @@ def recorded(
         first = errors[0] if errors else error  # the end of a failed recording raises an error of its own
         raise TrainingError(
             f"the training step cannot be recorded as a CUDA graph: {first_line(first)}",
-            hint=f"{hint}; or remove every read of a value on the device (.item(), print, `if tensor:`) from the model, "
-            "the loss and prepare()",
+            hint=f"{hint}; or remove every read of a value on the device (.item(), print, `if tensor:`) from the "
+            "model, the loss and prepare()",
         ) from first
     if _host_random() != before:
         raise TrainingError(

@@ -86,7 +86,7 @@ _TEXT = """\
 #   harness train -c {out}
 # harness schema lists every setting with its unit, range and default.
 name: {name}  # the run folder is runs/{name}
-extends: preset:modern  # bfloat16, and the fastest algorithms on a GPU; preset:apex-2019: float16, deterministic algorithms
+extends: preset:modern  # bfloat16, fastest algorithms on a GPU; preset:apex-2019: float16, deterministic algorithms
 {task}
 """
 
@@ -143,7 +143,9 @@ def _read(source: str) -> Annotations:
     """The first rows of ``source``. Raises DataError."""
     found = locate(source)
     if found.is_remote:
-        raise ConfigError("this is a URL", where=source, hint="download the file first; the YAML file can still use the URL")
+        raise ConfigError(
+            "this is a URL", where=source, hint="download the file first; the YAML file can still use the URL"
+        )
     path = Path(found.identity)
     reader = convert.reader_of(kind_of(path, source))
     names = reader.read_header(path, source)

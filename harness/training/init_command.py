@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "csv",
         nargs="*",
         metavar="CSV",
-        help="the files with the training and the validation rows (default: train.csv and eval.csv in the working folder)",
+        help="the files with the training and the validation rows (default: train.csv and eval.csv in the working "
+        "folder)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the file to write (default: a .yaml file named after the data)"

@@ -72,7 +72,10 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
     wanted = (config.precision.cast_model_type, config.precision.cast_model_outputs)
     if device.type == "cuda" and (config.precision.opt_level in ("O4", "O5") or "bfloat16" in wanted):
         amp["bfloat16 support of the GPU"] = torch.cuda.is_bf16_supported(including_emulation=False)
-    same = "install the same Apex on every machine, or set precision.backend=harness; use GPUs that support the same dtypes"
+    same = (
+        "install the same Apex on every machine, or set precision.backend=harness; use GPUs that support the same "
+        "dtypes"
+    )
     return [*provenance.facts(config), Facts(same, amp)]
 
 

@@ -56,7 +56,8 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
     if run is None:
         return TrainingError(
             f"out of memory while the run was being built: {what} ({stack.raised_at(error)})",
-            hint="check with nvidia-smi whether another process is using this device; or use a smaller model (model.args)",
+            hint="check with nvidia-smi whether another process is using this device; or use a smaller model "
+            "(model.args)",
         )
     when = "training" if run.module.training else "evaluation"
     has_blocks = bool(recompute.blocks(run.module)) and run.config.parallel.strategy != "dp"

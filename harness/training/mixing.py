@@ -53,7 +53,9 @@ def require(train: TrainSection, inputs: Tensor) -> None:
         raise ConfigError(f"{kind} inputs cannot be mixed; this task has no images", where=key, hint=f"set {key}=0")
     if train.cutmix and inputs.dim() < 4:
         shape = "x".join(map(str, inputs.shape[1:])) or "()"
-        raise ConfigError(f"CutMix needs images, but the shape of a row is {shape}", where="train.cutmix", hint="use train.mixup")
+        raise ConfigError(
+            f"CutMix needs images, but the shape of a row is {shape}", where="train.cutmix", hint="use train.mixup"
+        )
 
 
 def _side(size: int, place: float, own: float) -> slice:

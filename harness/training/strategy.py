@@ -82,7 +82,8 @@ def check_world(section: ParallelSection, world_size: int) -> None:
         )
     if world_size == 1 and section.param_dtype != "float32":
         raise ConfigError(
-            f"parallel.param_dtype={section.param_dtype} is the dtype of gathered weights, but there is only one process",
+            f"parallel.param_dtype={section.param_dtype} is the dtype of gathered weights, but there is only one "
+            "process",
             where="parallel.param_dtype",
             hint="start several processes, or remove it; precision.opt_level=O4 computes in bfloat16",
         )

@@ -93,7 +93,10 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     summary = f"{source.name}{part}, {len(usable)} of {len(own)} tensors"
     if heads:
         there, here = next(iter(heads.values()))
-        summary += f"; the last layer ({_listed(list(heads))}) is not loaded but newly initialized: {there} outputs in the file, {here} here"
+        summary += (
+            f"; the last layer ({_listed(list(heads))}) is not loaded but newly initialized: {there} outputs in the "
+            f"file, {here} here"
+        )
     if missing:
         summary += f"; not in the file, so newly initialized: {_listed(missing)}"
     if unexpected:

@@ -598,7 +598,10 @@ def test_script_of_2019(tmp_path):
     assert listed["Tensor.view of a non-contiguous bool tensor (copied)"] == "1"
     assert listed["integer betas of Adam"] == "1"
     assert listed["DistributedSampler without set_epoch (only a warning)"] == "1"
-    assert "harness.apex --modernize: names and calls bridged, because newer libraries lack or reject them (this process and" in done.stderr
+    assert (
+        "harness.apex --modernize: names and calls bridged, because newer libraries lack or reject them (this "
+        "process and" in done.stderr
+    )
     (warning,) = [line for line in done.stderr.splitlines() if "set_epoch(epoch)" in line]
     (line,) = [n for n, text in enumerate(SCRIPT.splitlines(), 1) if "in DataLoader(data" in text]
     assert warning.startswith(f"{tmp_path}/train.py:{line}: UserWarning: ")

@@ -408,9 +408,7 @@ def test_a_scheduler_that_does_not_answer(tmp_path, stripes, capsys, monkeypatch
     assert capsys.readouterr().err.splitlines() == [waiting]
 
 
-@pytest.mark.parametrize(
-    ("sends", "reason"), [(b"", "sent nothing within 0.3 s"), (b"SSH-2.0-x", "sends b'SSH-2.0-'")]
-)
+@pytest.mark.parametrize(("sends", "reason"), [(b"", "sent nothing within 0.3 s"), (b"SSH-2.0-x", "sends b'SSH-2.0-'")])
 def test_another_program_at_the_port_of_the_scheduler(tmp_path, stripes, monkeypatch, sends, reason):
     from harness.engines.dask import engine
 

@@ -135,7 +135,9 @@ def test_the_folder_of_another_program_is_left_alone(tmp_path, name, resume):
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
     (folder / name).write_text("mine")
-    with pytest.raises(ConfigError, match=f"not a run folder, but it contains files that a run would overwrite: {name}"):
+    with pytest.raises(
+        ConfigError, match=f"not a run folder, but it contains files that a run would overwrite: {name}"
+    ):
         claim(tmp_path, checkpoint={"resume": resume})
     assert sorted(path.name for path in folder.iterdir()) == sorted([name, "notes.txt"])
     assert runs(tmp_path) == ["small"]

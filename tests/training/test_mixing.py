@@ -122,7 +122,8 @@ def test_loss_is_that_of_mixed_labels():
     [
         ({"mixup": 0.2}, torch.zeros(2, 8, dtype=torch.int64), "train.mixup: int64 inputs cannot be mixed", "mixup=0"),
         ({"cutmix": 1.0}, torch.zeros(2, 8, dtype=torch.int64), "train.cutmix: int64 inputs", "train.cutmix=0"),
-        ({"mixup": 0.2, "cutmix": 1.0}, torch.zeros(2, 3, 8), "train.cutmix: CutMix needs images, but the shape of a row is 3x8",
+        ({"mixup": 0.2, "cutmix": 1.0}, torch.zeros(2, 3, 8), "train.cutmix: CutMix needs images, but the shape of "
+                                                              "a row is 3x8",
          "use train.mixup"),
     ],
 )  # fmt: skip

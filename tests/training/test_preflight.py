@@ -48,7 +48,9 @@ def test_operation_without_a_deterministic_implementation(folder, monkeypatch):
     """Named for any machine; an error where training would run on CUDA and refuse it."""
     model = {"model": {"name": "tests.training.test_preflight.Pooled"}}
     facts, problems = examine(folder, **model)
-    assert facts["deterministic"].endswith("others are refused; no deterministic algorithm on CUDA for: AdaptiveAvgPool2d")
+    assert facts["deterministic"].endswith(
+        "others are refused; no deterministic algorithm on CUDA for: AdaptiveAvgPool2d"
+    )
     assert problems == []
     monkeypatch.setattr(preflight.devices, "choose", lambda *_: torch.device("cuda"))
     (problem,) = examine(folder, **model)[1]

@@ -113,7 +113,9 @@ def _cast_model_type(properties: Properties, value: Any, refuse: Refuse) -> Any:
             "model in float32. Leave it out, or use opt_level O2, O3 or O5 to cast the model."
         )
     if value is not False and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"cast_model_type={value!r} is neither False nor a floating-point torch.dtype such as torch.float16.")
+        raise TypeError(
+            f"cast_model_type={value!r} is neither False nor a floating-point torch.dtype such as torch.float16."
+        )
     return value
 
 

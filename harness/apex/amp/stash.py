@@ -153,7 +153,8 @@ def _after_load(optimizer: Optimizer) -> None:
         messages.warn(
             "The loaded optimizer state holds no master weights: neither Apex nor opt levels without masters save "
             "them. The masters are recreated from the model's weights, which are rounded to "
-            f"{stash.all_fp16_params[0].dtype} in an Apex checkpoint; their extra precision is lost. Everything else is restored.",
+            f"{stash.all_fp16_params[0].dtype} in an Apex checkpoint; their extra precision is lost. Everything else "
+            "is restored.",
             always=True,
         )
 

@@ -46,7 +46,9 @@ def _activation(which: str | int) -> Callable[[Tensor], Tensor]:
     if which in range(len(names)):
         which = names[int(which)]
     if which not in _ACTIVATIONS:
-        raise ValueError(f"activation={which!r} is unknown; choose one of {', '.join(map(repr, names))}, or their numbers 0, 1, 2")
+        raise ValueError(
+            f"activation={which!r} is unknown; choose one of {', '.join(map(repr, names))}, or their numbers 0, 1, 2"
+        )
     return _ACTIVATIONS[str(which)]
 
 
@@ -61,7 +63,9 @@ class MLP(nn.Module):
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu") -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
-            raise TypeError(f"activation={activation!r} is unknown; choose one of {', '.join(map(repr, _ACTIVATIONS))}.")
+            raise TypeError(
+                f"activation={activation!r} is unknown; choose one of {', '.join(map(repr, _ACTIVATIONS))}."
+            )
         if len(mlp_sizes) < 2:
             raise ValueError(
                 f"mlp_sizes={list(mlp_sizes)} needs at least two sizes: those of the input and the output."

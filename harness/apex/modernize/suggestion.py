@@ -28,7 +28,10 @@ def suggestion(error: BaseException) -> str | None:
 
 
 def _line(name: str, since: str) -> str:
-    return f"harness.apex: --modernize bridges this: {name} ({since}). Put the option before the script; see docs/apex.md.\n"
+    return (
+        f"harness.apex: --modernize bridges this: {name} ({since}). Put the option before the script; see "
+        "docs/apex.md.\n"
+    )
 
 
 def _lost_name(line: str, error: BaseException) -> tuple[str, str] | None:

@@ -105,7 +105,8 @@ class FusedNovoGrad(FusedOptimizer):
         elif sizes != wanted and (sizes or members):
             raise ValueError(
                 f'group["exp_avg_sq"] holds {sizes} running norms, but {wanted} parameters have state (float16 or '
-                f"bfloat16 first, then other dtypes). Load the state dict into an optimizer over the same parameters, in the same dtypes."
+                "bfloat16 first, then other dtypes). Load the state dict into an optimizer over the same parameters, "
+                "in the same dtypes."
             )
         values = [value for vector in stored for value in vector.unbind()]
         return {param: value.to(param.device) for param, value in zip(members, values, strict=True)}

@@ -181,8 +181,8 @@ class FusedOptimizer(Optimizer):
             if param.grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"{name} does not support sparse gradients: a parameter of shape {tuple(param.shape)} has a "
-                    f"gradient with layout {param.grad.layout}. Create its embedding with sparse=False, or give that parameter to "
-                    "torch.optim.SparseAdam or torch.optim.SGD."
+                    f"gradient with layout {param.grad.layout}. Create its embedding with sparse=False, or give that "
+                    "parameter to torch.optim.SparseAdam or torch.optim.SGD."
                 )
             grads.append(param.grad)
         if params[0].dtype in self.mastered:

@@ -65,8 +65,8 @@ def _convert(
 def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[Any, nn.Parameter]) -> SyncBatchNorm:
     if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():  # type: ignore[misc]
         raise TypeError(
-            f"the number of channels of {type(old).__name__} is not known yet. Run the model once on a batch, then call "
-            "convert_syncbn_model."
+            f"the number of channels of {type(old).__name__} is not known yet. Run the model once on a batch, then "
+            "call convert_syncbn_model."
         )
     if not type(old).forward.__module__.startswith(("torch.", SyncBatchNorm.__module__)):
         warnings.warn(

@@ -50,8 +50,8 @@ def render(job: Job) -> str:
     return (
         f"# {where}: {plural(world, 'free worker')} within {settings.timeout_s:g} s, or nothing starts\n"
         f"client.submit(supervise, RANK, workers=[WORKER], allow_other_workers=False, pure=False{takes})\n"
-        f"# each starts one rank: R is 0 to {world - 1}, L its number among the N ranks on its machine; ADDRESS and PORT are "
-        f"those of rank 0\n"
+        f"# each starts one rank: R is 0 to {world - 1}, L its number among the N ranks on its machine; ADDRESS "
+        "and PORT are those of rank 0\n"
         f"# PYTHON is the worker's; CONFIG is the resolved configuration, which is sent to the worker\n"
         f"{shell(command, job.environ() | environment(launch))}\n"
     )
@@ -167,12 +167,14 @@ def _require_greeting(connection: socket.socket, address: str) -> None:
     except TimeoutError:
         raise _no_answer(
             address,
-            f"it accepted the connection, but sent nothing within {_GREETING_S:g} s: it is hung, or not a Dask scheduler "
-            f"({_DASHBOARD})",
+            f"it accepted the connection, but sent nothing within {_GREETING_S:g} s: it is hung, or not a Dask "
+            f"scheduler ({_DASHBOARD})",
         ) from None
     # The protocol of distributed: the number of bytes that follow.
     if not (head and 8 <= int.from_bytes(head, "little") <= _MAX_GREETING_BYTES):
-        raise _no_answer(address, f"the program that listens there sends {head!r}, so it is not a Dask scheduler ({_DASHBOARD})")
+        raise _no_answer(
+            address, f"the program that listens there sends {head!r}, so it is not a Dask scheduler ({_DASHBOARD})"
+        )
 
 
 def _no_answer(address: str, reason: str) -> LaunchError:

@@ -225,7 +225,9 @@ class ImageCsv(Supervised):
         if options.image_size:
             facts["resize"] = "the largest centred part with the aspect ratio of size, bilinear with antialiasing"
         if options.decode == "reduced":
-            facts["decode"] = "JPEGs at 1/2, 1/4 or 1/8 of their size if the first transform scales them down by at least that"
+            facts["decode"] = (
+                "JPEGs at 1/2, 1/4 or 1/8 of their size if the first transform scales them down by at least that"
+            )
         return {"color": options.color, **facts}
 
 

@@ -172,7 +172,8 @@ class PetNames:
             "classes": list(ALPHABET),
             "preprocessing": {
                 "code": "the index of a character in classes; * pads the start of a name, + ends it",
-                "context": f"int64 (batch, positions): {before} before the one to predict, whose logits are at the last position",
+                "context": f"int64 (batch, positions): {before} before the one to predict, whose logits are at the "
+                "last position",
             },
         }
 

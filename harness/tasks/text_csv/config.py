@@ -51,7 +51,9 @@ class TokenizerSection(Section):
         if own and self.num_tokens is None:
             raise ValueError(f"{self.name} needs num_tokens, its largest id plus one")
         if not own and self.num_tokens is not None:
-            raise ValueError(f"num_tokens is for a tokenizer of your own; the built-in tokenizer {self.name} sets it itself")
+            raise ValueError(
+                f"num_tokens is for a tokenizer of your own; the built-in tokenizer {self.name} sets it itself"
+            )
         if self.args and not own:
             raise ValueError(f"the tokenizer {self.name} takes no args")
         return self

@@ -77,7 +77,10 @@ def _world_sizes(found: Comparison, pair: Equality) -> Iterator[str]:
     one, other = found.one.runs[0].ranks, found.other.runs[0].ranks
     if pair.verdict != "different" or not one or not other or one == other:
         return
-    yield f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, so the last digits differ."
+    yield (
+        f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, so the last digits "
+        "differ."
+    )
     shards = {with_defaults(side.runs[0].config)["data"]["shard"] for side in (found.one, found.other)}
     if shards != {"global"}:
         yield "  The batches hold different rows, too; data.shard=global makes them equal for any number of ranks."
@@ -194,8 +197,10 @@ def _pair_results(found: Comparison) -> Iterator[str]:
             yield from _table([("", "A", "B", "B - A"), *_metrics(found.metrics, "best")])
     yield from _predictions(found.predictions, found.why_no_predictions)
     yield from _throughput(*found.throughput)
-    yield "  A single run on each side does not show how much the seed changes these numbers: compare folders with runs of "
-        "several seeds."
+    yield (
+        "  A single run on each side does not show how much the seed changes these numbers: compare folders with "
+        "runs of several seeds."
+    )
 
 
 def _metrics(metrics: Sequence[Metric], of: str) -> Iterator[Sequence[str]]:

@@ -75,7 +75,10 @@ def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Pat
     for key, (was, now) in changes.items():
         _print(f"  changed for the test: {key} {was} -> {now}")
     if not request.full and "train.max_steps" in changes and int(changes["train.max_steps"][1]) < length.per_epoch:
-        _print(f"  an epoch has {length.per_epoch} steps, so the run does not reach the end of an epoch; --steps N trains longer")
+        _print(
+            f"  an epoch has {length.per_epoch} steps, so the run does not reach the end of an epoch; --steps N "
+            "trains longer"
+        )
     words = [*request.overrides, *(f"{key}={now}" for key, (_, now) in changes.items())]
     runs = Starts(request.path, words, folder, config)
     first = runs.finish(UNINTERRUPTED)

@@ -42,7 +42,9 @@ def cuda(system: System) -> Iterator[Finding]:
 def _no_device(system: System, torch_version: str, built: str | None, driver: str | None, warning: str) -> Finding:
     hidden = system.variables.get("CUDA_VISIBLE_DEVICES")
     if driver is None:
-        return Finding("cuda", "ok", f"no NVIDIA driver: training runs on the CPU (torch is built for {built or 'the CPU only'})")
+        return Finding(
+            "cuda", "ok", f"no NVIDIA driver: training runs on the CPU (torch is built for {built or 'the CPU only'})"
+        )
     if not any(system.root.glob("dev/nvidia[0-9]*")):
         text = f"driver {driver}, but this container or machine has no device: training runs on the CPU"
         return Finding("cuda", "note", text, ("docker run --gpus all …, or request a GPU from your scheduler",))

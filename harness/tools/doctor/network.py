@@ -89,4 +89,6 @@ def launch(system: System) -> Iterator[Finding]:
         yield Finding("launch", "ok", "no launcher variables: one process")
     else:
         where = f"{found.master_addr}:{found.master_port}"
-        yield Finding("launch", "ok", f"rank {found.rank} of {found.world_size} (according to {found.by}), rendezvous at {where}")
+        yield Finding(
+            "launch", "ok", f"rank {found.rank} of {found.world_size} (according to {found.by}), rendezvous at {where}"
+        )

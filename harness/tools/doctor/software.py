@@ -166,7 +166,9 @@ def apex(system: System) -> Iterator[Finding]:
         text = f"the folder {found.folder} hides any installed apex (is it a clone of NVIDIA's repository?)"
         yield Finding("apex", "note", text, (f"mv {found.folder} {found.folder}-source", _SCRIPTS))
     elif found.kind == "unknown":
-        yield Finding("apex", "note", f"not NVIDIA's Apex but another package ({at})", ("python -m pip uninstall apex",))
+        yield Finding(
+            "apex", "note", f"not NVIDIA's Apex but another package ({at})", ("python -m pip uninstall apex",)
+        )
     else:
         yield from _genuine(found, at)
 

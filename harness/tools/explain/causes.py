@@ -111,7 +111,8 @@ CAUSES = (
     ),
     SlowCause(
         "slow evaluation", 0.25, shares.evaluation(True),
-        lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but only {1e3 * f.train_s / f.rows:.1f} ms per "
+        lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but only {1e3 * f.train_s / f.rows:.1f} "
+                  "ms per "
         "training row",
         changes.slow_evaluation_change,
     ),

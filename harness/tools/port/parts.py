@@ -32,17 +32,23 @@ _OPTIMIZER_DROPPED = {"set_grad_none", "materialize_master_grads", "capturable",
 # Arguments that torch's optimizers lack: allowed with this value only.
 _OPTIMIZER_FIXED = {"bias_correction": True, "wd_after_momentum": False, "adagrad_w_mode": False}
 _DDP_KEPT = ("module",)
-_NO_LAMB = "torch has no such optimizer: `from harness.apex.optimizers import {0}` keeps it, or use torch.optim.AdamW and tune again"
+_NO_LAMB = (
+    "torch has no such optimizer: `from harness.apex.optimizers import {0}` keeps it, or use torch.optim.AdamW and "
+    "tune again"
+)
 _MASTERS = "the weights stay float32 under autocast, so no master weights are needed: remove it"
 _ELSEWHERE = "amp.initialize is in another file: pass the torch.amp.GradScaler created there to this file"
 ADVICE = {
     "apex.optimizers.FusedLAMB": _NO_LAMB.format("FusedLAMB"),
     "apex.optimizers.FusedNovoGrad": _NO_LAMB.format("FusedNovoGrad"),
     "apex.optimizers.FusedMixedPrecisionLamb": _NO_LAMB.format("FusedMixedPrecisionLamb"),
-    "apex.optimizers.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss and autocast does the casting",
-    "apex.fp16_utils.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss and autocast does the casting",
+    "apex.optimizers.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss and autocast does "
+    "the casting",
+    "apex.fp16_utils.FP16_Optimizer": "remove the wrapper; torch.amp.GradScaler scales the loss and autocast does "
+    "the casting",
     "apex.amp.initialize": "its arguments are unknown: create a torch.amp.GradScaler here",
-    "apex.amp.scale_loss": f"{_ELSEWHERE}, then call scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update()",
+    "apex.amp.scale_loss": f"{_ELSEWHERE}, then call scaler.scale(loss).backward(), scaler.step(optimizer) and "
+    "scaler.update()",
     "apex.amp.master_params": f"{_ELSEWHERE}; call scaler.unscale_(optimizer) and use the optimizer's parameters",
     "apex.amp.state_dict": f"{_ELSEWHERE}, and write scaler.state_dict()",
     "apex.amp.load_state_dict": f"{_ELSEWHERE}, and write scaler.load_state_dict(...)",
@@ -50,7 +56,8 @@ ADVICE = {
     "apex.amp.init": "this is the 2018 interface: follow docs/migrate.md, starting at amp.initialize",
     "apex.amp.promote_function": "cast the arguments to one dtype in the function",
     "apex.amp.register_promote_function": "cast the arguments to one dtype in the function",
-    "apex.amp._amp_state": "read the scale with scaler.get_scale(); set the initial scale with GradScaler(init_scale=...)",
+    "apex.amp._amp_state": "read the scale with scaler.get_scale(); set the initial scale with "
+    "GradScaler(init_scale=...)",
     "apex.multi_tensor_apply.multi_tensor_applier": "use torch._foreach functions or a loop over the tensors",
     "apex.amp": "amp is used as a value: pass the scaler instead",
     "apex": "apex is used as a value: remove it",
@@ -159,7 +166,10 @@ def _distributed(context: Context, node: ast.expr, path: str, call: ast.Call | N
     if len(call.args) + len(call.keywords) == 1 or dropped or len(call.args) > 1:
         context.edits.replace_span(end, close, ", broadcast_buffers=False")
     unused = "; if parameters may go unused, add find_unused_parameters=True" if dropped else ""
-    do = f"torch's class, which overlaps communication with the backward pass; broadcast_buffers=False as in Apex{unused}"
+    do = (
+        "torch's class, which overlaps communication with the backward pass; broadcast_buffers=False as in "
+        f"Apex{unused}"
+    )
     context.note(call, CHANGED, f"{ast.unparse(call.func)}({', '.join(k.arg or '' for k in dropped)})", do)
     return True
 

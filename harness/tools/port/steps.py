@@ -18,7 +18,10 @@ def rewrite(context: Context, losses: Losses) -> None:
         _updates(context, losses, function, steps)
     for function, backwards in losses.backwards.items():
         if not losses.steps:
-            do = f"port the file that calls optimizer.step(): use {context.scaler}.step(optimizer), then {context.scaler}.update()"
+            do = (
+                f"port the file that calls optimizer.step(): use {context.scaler}.step(optimizer), then "
+                f"{context.scaler}.update()"
+            )
             context.note(backwards[0].statement, BY_HAND, "no optimizer step in this file", do)
             break
         if function not in losses.steps:
@@ -44,7 +47,9 @@ def _find_steps(context: Context, losses: Losses) -> None:
         if function not in losses.backwards and _has_backward(context, function):
             context.note(node, AS_IS, f"{optimizer}.step()", "no loss in this function is scaled")
         elif node.args or node.keywords:
-            context.by_hand(node, "step with a closure", "GradScaler does not support closures; compute the loss before the step")
+            context.by_hand(
+                node, "step with a closure", "GradScaler does not support closures; compute the loss before the step"
+            )
         else:
             statement = loop if loop is not None and in_loop else source.statement(node)
             losses.steps.setdefault(function, []).append(Step(node, optimizer, statement))

@@ -183,7 +183,9 @@ def _time(lines: Sequence[CurveLine], left_out: list[str]) -> ReportSection | No
     if chart is None:
         left_out.append("Where the time went: the logs have no times.")
         return None
-    return ReportSection("time", "Time", [chart], ["Shares of the training time over all ranks, excluding evaluations."])
+    return ReportSection(
+        "time", "Time", [chart], ["Shares of the training time over all ranks, excluding evaluations."]
+    )
 
 
 def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
@@ -197,8 +199,8 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     shown, wrong, num_rows = mistakes.most_confident(run, with_images=allowed)
     if shown and not allowed:
         left_out.append(
-            "Images of mistakes: you did not start this run on this machine, so its files may point to any image on this "
-            "disk. To show the images, add --trust."
+            "Images of mistakes: you did not start this run on this machine, so its files may point to any image on "
+            "this disk. To show the images, add --trust."
         )
     notes = [f"Run: {run.label}. {_origin(found, num_rows > 0, run.record.state == 'finished')}"]
     if num_rows and header[:1] != ["column"]:

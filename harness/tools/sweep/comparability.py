@@ -109,7 +109,8 @@ def _samples(trials: Sequence[PlannedTrial]) -> Iterator[Confounder]:
         yield Confounder(
             not _is_varied(trials, "train.max_steps") or len(_distinct(trials, "train.max_steps")) == 1,
             f"train.max_steps and the batch give trials different numbers of samples ({counts})",
-            "set: {train.max_steps: null} and use train.epochs: the number of samples is then the same at any batch size",
+            "set: {train.max_steps: null} and use train.epochs: the number of samples is then the same at any batch "
+            "size",
         )
     if len(epochs) > 1:
         yield Confounder(

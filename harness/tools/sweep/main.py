@@ -116,7 +116,8 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
         yield f"over {len(group.trials)} of {len(spec.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
     best = groups[0].trials[0]
     which = (
-        f", the best seed of the settings with the best mean, {groups[0].mean:.5g} over {plural(len(groups[0].trials), 'seed')}"
+        f", the best seed of the settings with the best mean, {groups[0].mean:.5g} over "
+        f"{plural(len(groups[0].trials), 'seed')}"
         if several
         else ""
     )
@@ -128,7 +129,10 @@ def _commands(plan: Plan) -> Iterator[str]:
     """The output of a dry run: the command of every trial."""
     spec = plan.file.spec
     best = "highest" if plan.direction == "maximize" else "lowest"
-    yield f"# {plural(plan.total, 'trial')} in {spec.folder}, at most {plan.parallel} at once, ranked by {best} {plan.metric}"
+    yield (
+        f"# {plural(plan.total, 'trial')} in {spec.folder}, at most {plan.parallel} at once, ranked by {best} "
+        f"{plan.metric}"
+    )
     if spec.is_search:
         yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); examples at the ends of the space:"
     for number, trial in enumerate(plan.trials):

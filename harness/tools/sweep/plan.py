@@ -64,7 +64,9 @@ def make(file: SweepFile, engine: str | None, parallel: int | None, machine: Mac
     refused = [each for each in found if each.refused and spec.comparable]
     problems += [f"{each.message}\n     -> {each.hint}" for each in refused]
     if refused:
-        problems[-1] += "\n     -> or, if this is intended, set comparable: false (comparable=false on the command line)"
+        problems[-1] += (
+            "\n     -> or, if this is intended, set comparable: false (comparable=false on the command line)"
+        )
     if problems:
         raise _refused(file, problems)
     metric = trials[0].config.best_metric

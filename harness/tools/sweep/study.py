@@ -234,8 +234,8 @@ def _open(url: str, own: Path | None, name: str, direction: str, pruner: optuna.
             where=shown if own is None else str(own),
             hint="remove the storage setting to use an SQLite file in the sweep folder, or set a URL such as postgresql://host/db"
             if own is None
-            else "if the file is damaged, move it elsewhere; the sweep then reads the results of finished trials from their "
-            "run folders",
+            else "if the file is damaged, move it elsewhere; the sweep then reads the results of finished trials "
+            "from their run folders",
         ) from None
 
 

@@ -94,7 +94,9 @@ def test_run_that_resumed_elsewhere_shows_every_start(place):
     assert facts["ranks"] == "1, then 2"
     assert facts["packages"] == "torch 2.6.0, then 2.7.0; numpy 2.0.0, then –"
     assert facts["Python"] == "3.11.7"
-    assert "The code changed when the run was resumed (0123456789ab, then ffffffffffff)" in " ".join(reproduce.caveats(again))
+    assert "The code changed when the run was resumed (0123456789ab, then ffffffffffff)" in " ".join(
+        reproduce.caveats(again)
+    )
     assert {title for title, _ in reproduce.differences([found, again])} == {"git commit", "torch", "numpy", "device"}
     assert again.recipe != found.recipe, "another kind of device"
 
