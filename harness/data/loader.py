@@ -133,7 +133,12 @@ class Loader:
                 batches = iter(self._loader) if batches is None else batches
                 batch = next(batches, None)
             except (RuntimeError, OSError, EOFError) as error:
-                if death := worker_death(error, getattr(self._loader._iterator, "_workers", ())):
+                workers = getattr(self._loader._iterator, "_workers", ())
+                try:
+                    death = worker_death(error, workers)
+                except RuntimeError as signalled:  # by torch's handler for dead workers, which runs at any place
+                    death = worker_death(signalled, workers)
+                if death:
                     raise death from None
                 if isinstance(error, EOFError) or "ancdata" in str(error):  # received with too few file descriptors
                     full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
