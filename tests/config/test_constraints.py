@@ -145,11 +145,11 @@ CASES = {
     ),
     "CUDA graphs with micro-batches": (
         {"train": {"cuda_graphs": True}, "batch": {"global": 8, "accumulate": 2}}, ["train.cuda_graphs"],
-        "with this batch.accumulate", "set train.cuda_graphs=false, or batch.accumulate=1",
+        "with this value of batch.accumulate", "set train.cuda_graphs=false, or batch.accumulate=1",
     ),
     **{
         f"CUDA graphs with {section}.{key}": (
-            graphed(section, {key: value}), ["train.cuda_graphs"], f"this {section}.{key}", "cuda_graphs=false",
+            graphed(section, {key: value}), ["train.cuda_graphs"], f"this value of {section}.{key}", "cuda_graphs=false",
         )
         for section, key, value in [
             ("runtime", "device", "cpu"), ("parallel", "strategy", "dp"), ("model", "compile", True),
@@ -161,7 +161,7 @@ CASES = {
     },
     "CUDA graphs with the momentum of one_cycle": (
         {"train": {"cuda_graphs": True}, "schedule": {"name": "one_cycle"}}, ["train.cuda_graphs"],
-        "with this schedule.cycle_momentum", "schedule.cycle_momentum=false",
+        "with this value of schedule.cycle_momentum", "schedule.cycle_momentum=false",
     ),
     "unknown metric": ({"checkpoint": {"best_metric": "f1"}}, ["checkpoint.best_metric"], "'f1'", "top1, top5, loss"),
 }  # fmt: skip

@@ -33,7 +33,7 @@ def test_modern(tmp_path):
     assert presets.nearest(config) == "modern, except model.channels_last=false, precision.tf32=false"
     assert presets.nearest(load(tmp_path, "precision.opt_level=O0")) == "apex-2019, except precision.opt_level=O0"
     texts = presets.described(load(tmp_path))
-    assert texts["apex-2019"].startswith("in use. Float16 products")
+    assert texts["apex-2019"].startswith("in use. Float16 matrix products")
     assert texts["modern"].startswith("would set model.channels_last=true, precision.opt_level=O4")
     always, _, on_a_gpu = texts["modern"].partition("on a GPU")
     assert "TF32" not in always.partition(". ")[2]

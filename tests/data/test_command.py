@@ -107,7 +107,7 @@ def test_folders_that_make_no_table(tmp_path, capsys):
             65,
             f"No such file or directory\n  -> did you mean '{tmp_path}/my flat'?",
         ),
-        (("folder", tmp_path / "splits", tmp_path / "out.txt"), 2, "end it with .csv, .csv.gz, .parquet"),
+        (("folder", tmp_path / "splits", tmp_path / "out.txt"), 2, "use a name that ends with .csv, .csv.gz or .parquet"),
         (("folder", tmp_path / "splits", tmp_path / "x y" / "out.csv"), 2, f"-> make it: mkdir -p '{tmp_path}/x y'"),
         (("folder", tmp_path / "splits", tmp_path / "splitz" / "out.csv"), 2, f"did you mean {tmp_path}/splits?"),
         (("tar", tmp_path / "trian.tar", out), 65, f"did you mean {tmp_path}/train.tar?"),
@@ -189,7 +189,7 @@ def test_split_by_group_and_label(tmp_path, capsys):
     rows = [(f"{i}.png", ["a", "b", "rare"][0 if i % 5 else (2 if i == 35 else 1)], f"p{i // 7}") for i in range(700)]
     table = write_table(tmp_path / "t.csv", rows, ("path", "label", "patient"))
     assert data("split", table, "--eval", "0.2", "--stratify", "label") == 0
-    assert "only t.train.csv has 1 value of label: rare" in capsys.readouterr().out
+    assert "1 value of label only in t.train.csv, not in t.eval.csv: rare" in capsys.readouterr().out
     assert Counter(row["label"] for row in rows_of(tmp_path / "t.eval.csv")) == {"a": 112, "b": 28}
     assert data("split", table, "--eval", "0.2", "--by", "patient", "--stratify", "label", "--force") == 0
     train, evaluation = rows_of(tmp_path / "t.train.csv"), rows_of(tmp_path / "t.eval.csv")

@@ -274,7 +274,7 @@ def test_ranks_with_different_code_are_refused(tmp_path, data):
         place = launch_environment(rank, 2, port)
         ranks.append(start(_drive_with, (str(package.parent), arguments, str(terminal)), place))
     ended = Ended(wait_for(ranks, END_S), terminal.read_text(), tmp_path, 0)
-    assert_reported_once(ended, EXIT_USAGE, "1 value differs\n  code of own_parts.width: ", "copy the same code")
+    assert_reported_once(ended, EXIT_USAGE, "1 value differs\n  source code of own_parts.width: ", "copy the same code")
 
 
 def test_error_of_one_rank_ends_all(tmp_path, data):

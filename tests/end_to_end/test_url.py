@@ -318,7 +318,7 @@ def test_results_that_cannot_be_uploaded_fail_the_run(tmp_path, data, unbroken, 
     assert text.count("failed and will be retried") == 1
     assert "error: " in text
     assert "the network is down" in text
-    assert "start the same command again" in text
+    assert "run the same command again" in text
     assert train(config, [cache, cache], {}) == [0, 0]
     assert_same_run(unbroken[2], disk.download("run", tmp_path / "there"))
 

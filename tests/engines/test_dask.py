@@ -417,7 +417,7 @@ def test_another_program_at_the_port_of_the_scheduler(tmp_path, stripes, monkeyp
         words = [f"launch.dask.scheduler=tcp://127.0.0.1:{server.getsockname()[1]}", "launch.dask.timeout_s=20"]
         answered = pool.submit(lambda: (connection := server.accept()[0], connection.sendall(sends)))
         start = time.monotonic()
-        with pytest.raises(LaunchError, match=f"the scheduler does not answer: .*{reason}.* not a scheduler"):
+        with pytest.raises(LaunchError, match=f"the scheduler does not answer: .*{reason}.* not a Dask scheduler"):
             engine.start(launch.plan(str(write_config(tmp_path, stripes)), words))
         assert time.monotonic() - start < 10
         answered.result()[0].close()

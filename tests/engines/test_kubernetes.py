@@ -247,7 +247,7 @@ def test_pending_pod_is_shown_with_its_reason(answers, capfd):
 def test_running_job_is_left_alone(answers):
     folder = answers("", {})
     (folder / "job.json").write_text('{"status": {}}')
-    with pytest.raises(LaunchError, match="digits is running in namespace default"):
+    with pytest.raises(LaunchError, match="digits is already running in namespace default"):
         engine.submit(launch.plan(*JOB))
     assert not (folder / "applied.yaml").exists()
 

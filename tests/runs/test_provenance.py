@@ -105,7 +105,7 @@ def test_what_changed_since_the_last_start_is_named(own_model):
     other = {"packages": {**before["packages"], "torch": "9.0", "pandas": "9.0"}, "amp": "apex 0.1"}
     (warning,) = provenance.warnings(before, start(config, **other))
     assert "amp harness.apex -> apex 0.1, torch " in warning
-    assert " -> 9.0, code of widths_of_nets " in warning
+    assert " -> 9.0, source code of widths_of_nets " in warning
     assert "pandas" not in warning  # its output is compared itself
     (warning,) = provenance.warnings({**before, "threads": torch.get_num_threads() + 1}, before)
     assert f"set OMP_NUM_THREADS={torch.get_num_threads() + 1} to resume exactly" in warning

@@ -141,7 +141,7 @@ def test_missing_and_broken_files(tmp_path):
     problems = "; ".join(record.problems)
     for part in (
         "config.yaml cannot be read",
-        "summary.json holds list",
+        "summary.json contains a list",
         "failure.json cannot",
         "metrics.jsonl is mis",
     ):

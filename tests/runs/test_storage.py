@@ -124,7 +124,7 @@ class NoCredentialsError(Exception):
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (PermissionError("403: Access Denied"), "that may list, read, write and delete"),
+        (PermissionError("403: Access Denied"), "with permission to list, read, write and delete"),
         (NoCredentialsError("Unable to locate them"), "give every node credentials"),
         (FileNotFoundError("The specified bucket does not exist"), "check that the bucket exists"),
         (ConnectionError("cannot connect"), "check the address and the network"),

@@ -470,7 +470,7 @@ def test_reduced_decoding_needs_a_list_that_scales_first(photos):
 )  # fmt: skip
 def test_damaged_facts_of_the_training_data(folder, facts):
     task = make_config(folder).task
-    with pytest.raises(ConfigError, match="the run's task.json does not hold "):
+    with pytest.raises(ConfigError, match="the run's task.json lacks "):
         task.open_new(facts, str(folder / "eval.csv"), folder / "cache")
 
 

@@ -189,4 +189,4 @@ def test_train_predict_export(folder, tokenizer, capsys, monkeypatch):
     assert model(torch.ones(3, 7, dtype=torch.int64)).shape == (3, 4)
     (run / "task.json").write_text("{}")
     assert cli.main(["predict", str(run), "--csv", str(folder / "eval.csv"), "--out", "new2.csv"]) == 2
-    assert "task.json does not hold" in capsys.readouterr().err
+    assert "task.json lacks" in capsys.readouterr().err

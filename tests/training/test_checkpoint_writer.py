@@ -184,6 +184,6 @@ def test_metadata_that_would_execute_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_ranks(2, _written, str(tmp_path), False)
     (tmp_path / "step-3" / ".metadata").write_bytes(pickle.dumps(Code()))
-    with pytest.raises(CheckpointError, match=r"\.metadata names builtins\.exec"):
+    with pytest.raises(CheckpointError, match=r"\.metadata refers to builtins\.exec"):
         read(tmp_path / "step-3")
     assert not (tmp_path / "executed").exists()

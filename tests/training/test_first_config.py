@@ -151,7 +151,7 @@ def test_small_gray_images_named_by_their_place(folder):
         ({"p/train/cat/1.jpg": "", "p/val/cat/1.jpg": ""}, ["p"], "p/train train.csv, harness data folder p/val"),
         ({"notes/a.txt": ""}, ["notes"], "this folder has no CSV and no images"),
         ({"a.csv": "name,label\nx,1\ny,2\n"}, ["a.csv", "a.csv"], "no column contains image paths"),
-        ({"a.csv": "f,n\nx.png,1\ny.png,2\nz.png,3\n"}, ["a.csv", "a.csv"], "besides f there is n (3 values)"),
+        ({"a.csv": "f,n\nx.png,1\ny.png,2\nz.png,3\n"}, ["a.csv", "a.csv"], "columns other than f: n (3 values)"),
         ({"a.csv": "file,n\n"}, ["a.csv", "a.csv"], "the file has a header and no rows"),
     ],
 )  # fmt: skip

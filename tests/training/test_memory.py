@@ -52,7 +52,7 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
     error = run_out_of_memory(tmp_path / "a", ["precision.opt_level=O0", "train.ema_decay=0.9"], world=4, measured=True)
     assert error.exit_code == 70
     assert error.message.startswith(
-        "out of memory on cuda:0 in training: tried to allocate 2.00 GiB; 1.06 GiB of 79.10 GiB are free. "
+        "out of memory on cuda:0 during training: tried to allocate 2.00 GiB; 1.06 GiB of 79.10 GiB is free. "
         "Largest: activations and temporary tensors, for 2 rows at a time, 78.0 GiB; optimizer state 0.0 MiB; "
     )
     for part in ("parameters", "gradients", "moving average"):

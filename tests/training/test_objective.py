@@ -306,7 +306,7 @@ def test_predictions_and_errors():
 def test_facts_survive_the_run_folder(labels):
     assert Labels.of_learned(labels.kind, labels.learned, labels.separator) == labels
     for damaged in ({}, {"classes": [], "columns": []}, {"classes": [1.5], "columns": ["x", "y"], "mean": [1.0]}):
-        with pytest.raises(ConfigError, match="task.json does not hold"):
+        with pytest.raises(ConfigError, match="task.json lacks"):
             Labels.of_learned(labels.kind, damaged, "|")
 
 

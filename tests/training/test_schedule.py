@@ -251,7 +251,7 @@ def test_names_of_other_libraries_are_hinted(guess, name):
         ({"name": "polynomial"}, "polynomial, 1 at the start, 0.02 at the end (update 50)"),
         ({"name": "one_cycle"},
          "one_cycle, 0.04 at the start, 1 at the peak (update 15), 4e-06 at the end (update 50)"),
-        ({"name": "plateau"}, "plateau, 1 at the start, times 0.1 after 11 evaluations without a better metric"),
+        ({"name": "plateau"}, "plateau, 1 at the start, multiplied by 0.1 after 11 evaluations without improvement"),
     ],
 )  # fmt: skip
 def test_described(section, text):

@@ -88,7 +88,7 @@ def test_processes_measure_a_case(config, communication):
 def test_output_of_a_failed_process_is_in_the_error(config):
     case = Case("none", ("parallel.strategy=none",), 1, 4, "none")
     with pytest.raises(
-        HarnessError, match="(?s)none on 1 processes: process 0 failed .exit code 1.*folder /nowhere does not exist"
+        HarnessError, match="(?s)none on 1 process: process 0 failed .exit code 1.*folder /nowhere does not exist"
     ):
         strategies.run(case, config, ["task.root=/nowhere"], steps=2, threads=1)
 

@@ -76,7 +76,7 @@ def test_rows_of_another_order_are_paired_by_id_and_truth(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "columns", "why"),
     [
-        ([("x", 1, 1), ("x", 0, 1)], "id,prediction,label", "hold different rows"),
+        ([("x", 1, 1), ("x", 0, 1)], "id,prediction,label", "contain different rows"),
         ([("q", 1, 1)], "id,prediction,label", "no row in common"),
         ([("x", 0.5, 1)], "id,score,label", "no predictions.csv with ids, predictions and labels"),
         ([("x", 1)], "id,prediction,label", "no predictions.csv with"),

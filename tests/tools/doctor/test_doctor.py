@@ -210,13 +210,13 @@ def install(tmp_path, monkeypatch):
     [
         (BROKEN | metadata("0.9.10.dev0", "pyramid", "velruse"), "problem", ["PyPI's apex 0.9.10.dev0"],
          "python -m pip uninstall apex"),
-        (BROKEN | metadata("3.0", "requests"), "note", ["not NVIDIA's Apex but another package: 3.0"],
+        (BROKEN | metadata("3.0", "requests"), "note", ["not NVIDIA's Apex but another package (3.0"],
          "python -m pip uninstall apex"),
         (PARTS | AMP | metadata("0.1") | {"amp_C.py": "raise ImportError"}, "ok",
-         ["NVIDIA's 0.1, in ", "has amp, parallel, optimizers, multi_tensor_apply, contrib; extensions: amp_C"], None),
+         ["NVIDIA's Apex 0.1, in ", "has amp, parallel, optimizers, multi_tensor_apply, contrib; extensions: amp_C"], None),
         (PARTS, "note", ["of unknown version", "extensions: none; without amp and parallel, which NVIDIA removed"],
          "python -m harness.apex SCRIPT"),
-        (PARTS | AMP | ROCM | metadata("1.9"), "ok", ["ROCm's 1.9, in "], None),
+        (PARTS | AMP | ROCM | metadata("1.9"), "ok", ["ROCm's Apex 1.9, in "], None),
         ({"apex/csrc/x.cpp": "", "apex/setup.py": ""}, "note", ["hides any installed apex"], "mv "),
     ],
     ids=["PyPI", "other", "NVIDIA", "NVIDIA without amp", "ROCm", "folder"],
@@ -592,4 +592,4 @@ def test_launch():
     assert "unset the variables" in half.remedies[0]
     whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     finding = only(network.launch, System(whole))
-    assert finding == Finding("launch", "ok", "rank 1 of 2 by RANK and WORLD_SIZE, rendezvous at 10.0.0.1:29500")
+    assert finding == Finding("launch", "ok", "rank 1 of 2 (according to RANK and WORLD_SIZE), rendezvous at 10.0.0.1:29500")

@@ -243,4 +243,4 @@ def test_unwritable_folder_is_refused(folder):
     write_sweep(folder, space=SPACE)
     (folder / "tried").write_text("a file")
     assert sweep(folder) == 2
-    assert "cannot be written" in output(folder)
+    assert "cannot write to the run folder" in output(folder)

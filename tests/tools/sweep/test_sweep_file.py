@@ -113,7 +113,7 @@ def test_settings_are_checked_before_anything_runs(tmp_path):
     assert "sweep.yaml" in message
     assert "train.epohcs: unknown key; did you mean train.epochs?" in message
     assert "optimizer.lr: it should be greater than 0 (found: -1.0)" in message
-    assert "and 1 more trials" in message
+    assert "and 1 more trial\n" in message
     assert not (tmp_path / "tried").exists()
 
 
@@ -185,7 +185,7 @@ def test_damaged_study_is_reported_with_its_place(tmp_path, capsys):
     assert cli.main(["sweep", "-c", str(tmp_path / "sweep.yaml")]) == 2
     message = capsys.readouterr().err
     assert "study.db: cannot open Optuna's storage" in message
-    assert "if the file is damaged, move it away" in message
+    assert "if the file is damaged, move it elsewhere" in message
 
 
 def test_missing_optuna_is_reported_with_a_hint(tmp_path, capsys, monkeypatch):
