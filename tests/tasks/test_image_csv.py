@@ -476,8 +476,8 @@ def test_damaged_facts_of_the_training_data(folder, facts):
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(65536, "two images of 65536x65536 take 32.0 GiB, but 16.0 of the 16.0 GiB of memory"),
-     (12288, "the tensors of one operation of small_cnn take .* GiB, but 16.0 of")],
+    [(65536, "two images of 65536x65536 take 32.0 GiB, but only 16.0 of this machine's 16.0 GiB"),
+     (12288, "the tensors of one operation of small_cnn take .* GiB, but only 16.0 of")],
 )  # fmt: skip
 def test_images_larger_than_the_memory(folder, monkeypatch, size, message):
     """Refused before the pixels, or what the model makes of them, are in memory."""

@@ -62,7 +62,7 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
         "in bfloat16, half the size); parallel.strategy=fsdp (weights, gradients and optimizer state shared by 4 ranks)"
     )
     error = run_out_of_memory(tmp_path / "b", ["batch.accumulate=2", "batch.eval_per_rank=6"], at="evaluation")
-    assert "on cpu in evaluation" in error.message
+    assert "on cpu during evaluation" in error.message
     assert "for 6 rows at a time (not measured on a CPU)" in error.message
     assert "batch.eval_per_rank=3" in error.hint
     assert error.hint.count(";") == 2

@@ -70,7 +70,7 @@ def test_patterns_that_match_nothing():
     model = nn.Sequential(nn.Linear(2, 2))
     for pattern, message in [("0.weigth", "did you mean 0.weight"), ("zzz", "the model has 0.weight, 0.bias")]:
         section = OptimizerSection(groups=(GroupSection(match=pattern),))
-        with pytest.raises(ConfigError, match=rf"optimizer\.groups\.0\.match: no trained.*[\s\S]*{message}"):
+        with pytest.raises(ConfigError, match=rf"optimizer\.groups\.0\.match: no trainable.*[\s\S]*{message}"):
             groups(section, model, 0.1)
     with pytest.raises(ConfigError, match="every parameter is frozen"):
         freeze(model, ["*"])

@@ -220,7 +220,7 @@ def test_suggested_commands_are_quoted(refused, tmp_path):
     for content, command in (
         (b"PK\x03\x04....", "unzip '{}'"),
         (b"\xff\xfea", "iconv -f UTF-16 -t UTF-8 '{}'"),
-        (gzip.compress(HEADER + GOOD, mtime=0)[:-20], "gzip -t '{}' tests"),
+        (gzip.compress(HEADER + GOOD, mtime=0)[:-20], "gzip -t '{}' checks"),
         ("path,label\na,\xe9\n".encode("latin-1"), "iconv -f LATIN1 -t UTF-8 '{}' >"),
     ):
         assert command.format(f"{tmp_path}/data/my rows.csv") in refused(content, "my rows.csv")[2]
