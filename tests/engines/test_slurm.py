@@ -128,7 +128,7 @@ def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, mon
     with launched(cluster, config) as run_:
         wait_for_steps(folder, 3, START_S)
         number = number_of(run_)
-        with pytest.raises(LaunchError, match=f"job {number} already trains run in this run folder"):
+        with pytest.raises(LaunchError, match=f"job {number} is already training run in this run folder"):
             engine.submit(launch.plan(str(config), []))
         run_.signal(signal.SIGINT)
         assert run_.wait(END_S) == 75, run_.text()
