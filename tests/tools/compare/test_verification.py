@@ -43,10 +43,10 @@ def test_sound_configuration_is_exact(tmp_path):
     folder = tmp_path / "kept"
     code, out = verify_resume(config, "--kills", "4", "--folder", str(folder))
     assert code == 0, out
-    assert "shortened: train.max_steps null -> 14" in out
+    assert "changed for the test: train.max_steps null -> 14" in out
     assert "14 steps, 1 epoch end, 2 evaluations, 7 checkpoints" in out
     assert len(re.findall(r"^kill \d of 4: ", out, re.M)) == 4
-    assert "during the write of the checkpoint of step" in out
+    assert "while writing the checkpoint at step" in out
     assert "during the evaluation of step" in out
     assert re.search(
         r"^exact: killed 4 times, the run equals the uninterrupted one bit for bit \(7 checkpoints, ", out, re.M
