@@ -47,7 +47,7 @@ def test_sound_configuration_is_exact(tmp_path):
     assert "14 steps, 1 epoch end, 2 evaluations, 7 checkpoints" in out
     assert len(re.findall(r"^kill \d of 4: ", out, re.M)) == 4
     assert "while writing the checkpoint at step" in out
-    assert "during the evaluation of step" in out
+    assert "during the evaluation at step" in out
     assert re.search(
         r"^exact: killed 4 times, the run equals the uninterrupted one bit for bit \(7 checkpoints, ", out, re.M
     )
