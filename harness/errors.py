@@ -49,8 +49,8 @@ def first_line(error: BaseException, otherwise: str | None = None) -> str:
 
 
 def plural(amount: int, noun: str) -> str:
-    """ "1 rank", "2 ranks", "2 processes"."""
-    return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith('s') else 's'}"
+    """ "1 rank", "2 ranks", "2 processes", "2 batches"."""
+    return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 _REMEDIES = {

@@ -26,7 +26,7 @@ def checked_lists(tensor_lists: TensorLists, name: str, *numbers: int) -> list[l
     lengths = [len(tensors) for tensors in tensor_lists]
     if len(lengths) not in numbers or len(set(lengths)) > 1:
         raise RuntimeError(
-            f"{name} takes {' or '.join(map(str, numbers))} list(s) of equal length; got {len(lengths)} of length "
+            f"{name} takes {' or '.join(map(str, numbers))} list(s) of equal length; got lists of lengths "
             f"{lengths}. Call multi_tensor_applier(amp_C.{name}, noop_flag, [list, ...], ...)."
         )
     return [list(tensors) for tensors in tensor_lists]

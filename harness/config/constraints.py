@@ -10,6 +10,7 @@ from harness.config import targets
 from harness.config.schedule import USED_BY, ScheduleSection
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask
+from harness.errors import plural
 
 
 class Conflict(NamedTuple):
@@ -56,7 +57,7 @@ def _batch(config: Config) -> Iterator[Conflict]:
     if size is not None and size % batch.accumulate:
         yield Conflict(
             ("batch.global", "batch.per_rank", "batch.accumulate"),
-            f"{size} rows cannot be split into {batch.accumulate} equal micro-batches",
+            f"{plural(size, 'row')} cannot be split into {batch.accumulate} equal micro-batches",
             f"make the batch a multiple of batch.accumulate, for example {size + -size % batch.accumulate}",
         )
 
@@ -110,8 +111,8 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     if schedule.name == "plateau" and config.train.patience and config.train.patience <= schedule.patience:
         yield Conflict(
             ("schedule.patience", "train.patience"),
-            f"the run stops after {config.train.patience} evaluations without a better metric, but the learning rate "
-            f"would fall only after {schedule.patience + 1}",
+            f"the run stops after {plural(config.train.patience, 'evaluation')} without a better metric, but the "
+            f"learning rate would fall only after {schedule.patience + 1}",
             f"raise train.patience above {schedule.patience}, or lower schedule.patience",
         )
     if schedule.warmup_epochs > epochs:

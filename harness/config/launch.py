@@ -32,7 +32,7 @@ def _not_a_number(value: Any) -> Any:
 
 
 class SlurmSection(Section):
-    """Settings of the engine slurm."""
+    """Settings for the slurm engine."""
 
     partition: Word | None = None
     """Partition to submit to; null: the cluster's default."""
@@ -72,7 +72,7 @@ class SlurmSection(Section):
 
 
 class DaskSection(Section):
-    """Settings of the engine dask."""
+    """Settings for the dask engine."""
 
     scheduler: str | None = None
     """Scheduler address, such as tcp://10.0.0.1:8786; null: a cluster on this machine, for this run only."""
@@ -89,7 +89,7 @@ class DaskSection(Section):
 
 
 class FlyteSection(Section):
-    """Settings of the engine flyte."""
+    """Settings for the flyte engine."""
 
     image: str | None = None
     """Container image with the project in it; null: Flyte's own. Runs on this machine use none."""
@@ -102,7 +102,7 @@ class FlyteSection(Section):
 
 
 class KubernetesSection(Section):
-    """Settings of the engine kubernetes."""
+    """Settings for the kubernetes engine."""
 
     image: str | None = None
     """Container image with the project in it. Required."""
@@ -136,7 +136,7 @@ class KubernetesSection(Section):
 class LaunchSection(Section):
     engine: Annotated[str, NameOf("engine")] = "local"
     """Launcher of the ranks: local (processes on this machine), torchrun, slurm, dask, flyte, kubernetes, or
-    package.module of your own.
+    your own package.module.
     """
     nnodes: Positive = 1
     """Number of machines."""
@@ -158,7 +158,7 @@ class LaunchSection(Section):
     ) = None
     """For torchrun: HOST:PORT of the first machine, where all machines meet; null: one machine."""
     join_s: Seconds = 600.0
-    """For torchrun: seconds to wait for the other machines, at the start and after one was lost."""
+    """For torchrun: seconds to wait for the other machines, at the start and after one is lost."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """For torchrun: number of this machine, from 0; null: in the order of the machines' addresses."""
     grace_s: Seconds = 60.0
@@ -168,12 +168,12 @@ class LaunchSection(Section):
     env: Variables = {}
     """Environment variables to set for every rank, such as {NCCL_DEBUG: INFO}; null: none."""
     slurm: SlurmSection = SlurmSection()
-    """Settings of the engine slurm."""
+    """Settings for the slurm engine."""
     dask: DaskSection = DaskSection()
-    """Settings of the engine dask."""
+    """Settings for the dask engine."""
     flyte: FlyteSection = FlyteSection()
-    """Settings of the engine flyte."""
+    """Settings for the flyte engine."""
     kubernetes: KubernetesSection = KubernetesSection()
-    """Settings of the engine kubernetes."""
+    """Settings for the kubernetes engine."""
     options: Arguments = {}
-    """Settings of a custom engine, checked against its class Options."""
+    """Settings of a custom engine, checked against its Options class."""

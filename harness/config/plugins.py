@@ -118,5 +118,5 @@ def unknown(kind: str, name: str, known: Iterable[str], where: str) -> ConfigErr
     """The error for a name that is not built in, with the nearest spelling."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}; or package.module of your own"
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}, or your own package.module"
     return ConfigError(f"unknown {kind} {name!r}", where=where, hint=hint)

@@ -54,7 +54,7 @@ class ScheduleSection(Section):
     milestones: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), strict=False)
     """Epochs at which `step` multiplies the learning rate by gamma."""
     gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Factor of `step`."""
+    """Factor by which `step` multiplies the learning rate."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`; 1 is a straight line."""
     cycle_epochs: Annotated[float, Field(gt=0)] | None = None
@@ -66,7 +66,7 @@ class ScheduleSection(Section):
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay of `wsd`; sqrt: 1 - sqrt(progress)."""
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Factor of `plateau`."""
+    """Factor by which `plateau` multiplies the learning rate."""
     patience: Annotated[int, Field(ge=0)] = 10
     """`plateau` lowers the learning rate after more than this many evaluations in a row without a better metric."""
     threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-4
@@ -80,7 +80,7 @@ class ScheduleSection(Section):
     final_div_factor: Annotated[float, Field(ge=1)] = 1e4
     """`one_cycle` ends at its first learning rate / final_div_factor."""
     cycle_momentum: bool = True
-    """`one_cycle` lowers the momentum (of Adam: beta1) from max_momentum to base_momentum while the learning rate
+    """`one_cycle` lowers the momentum (beta1 for Adam) from max_momentum to base_momentum while the learning rate
     rises, and raises it again; false: only the learning rate changes.
     """
     base_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.85

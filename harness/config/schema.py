@@ -28,7 +28,7 @@ class TaskSection(Section):
     """Base class of every task's options. ``metrics`` are those of its evaluation, with the better direction."""
 
     name: str
-    """A built-in task (image_csv, mnist, ...), or package.module of your own."""
+    """A built-in task (image_csv, mnist, ...), or your own package.module."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {"loss": "min"}
 
@@ -69,7 +69,7 @@ class ModelSection(Section):
     """Keyword arguments of the model; null: none."""
     weights: str | None = None
     """Weights to start from: a file (.safetensors, .pth), a run folder, a URL, or DEFAULT, the best weights that
-    torchvision or timm publish for this model; null: random ones.
+    torchvision or timm publishes for this model; null: random ones.
     """
     strict: bool = True
     """true: the weights must match the model exactly; false: missing weights are initialized at random."""
@@ -106,7 +106,7 @@ class BatchSection(Section):
         down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
         split = f" with {self.accumulate} micro-batches each" if self.accumulate > 1 else ""
         return (
-            f"{self.global_} rows cannot be divided among {plural(world_size, 'rank')}{split}",
+            f"{plural(self.global_, 'row')} cannot be divided among {plural(world_size, 'rank')}{split}",
             f"use {f'batch.global={down} or ' if down else ''}batch.global={up}",
         )
 
@@ -130,7 +130,7 @@ class GroupSection(Section):
     the weights of norms.
     """
     lr_scale: Annotated[float, Field(ge=0)] = 1.0
-    """Factor of the learning rate."""
+    """Factor by which the learning rate is multiplied."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay; null: as for the others."""
 
@@ -155,8 +155,8 @@ class OptimizerSection(Section):
     lr_base_batch: Positive | None = None
     """The global batch that lr was tuned for."""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
-    """How an optimizer of torch updates the weights: in one kernel (fused), tensor lists (foreach) or one by one. auto:
-    fused for sgd, adam and adamw, and torch's default for others and for shards of fsdp on a CPU.
+    """How a torch optimizer updates the weights: in one kernel (fused), in lists of tensors (foreach) or one at a time.
+    auto: fused for sgd, adam and adamw, and torch's default for others and for shards of fsdp on a CPU.
     """
     larc: LarcSection | None = None
     """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""
@@ -220,8 +220,8 @@ class ParallelSection(Section):
     reduction with the backward pass.
     """
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """For fsdp: the type in which weights are gathered and used. bfloat16 halves the traffic; the shards that the
-    optimizer updates, batch norms and the outputs stay float32.
+    """For fsdp: the type in which weights are gathered and used. bfloat16 halves the traffic; batch norms,
+    the outputs and the shards that the optimizer updates stay in float32.
     """
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """For fsdp: the type in which gradients are averaged."""
@@ -242,8 +242,8 @@ class TrainSection(Section):
     """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all rows since the last line.
     """
     deterministic: bool | Literal["warn"] = True
-    """Use only deterministic algorithms, which bitwise resume on a GPU needs. true: refuse operations that have none on
-    CUDA; warn: only warn about them, in logs/rank-N.log; false: use the fastest algorithms.
+    """Use only deterministic algorithms; a bitwise-exact resume on a GPU requires them. true: refuse operations
+    that have none on CUDA; warn: only warn about them, in logs/rank-N.log; false: use the fastest algorithms.
     """
     cuda_graphs: bool = False
     """Run whole steps as CUDA graphs, in one process; learning rates are rounded to float32 (docs/strategies.md)."""
@@ -325,8 +325,8 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are written, how many are kept, and where to resume."""
     trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
-    """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or package.module of your
-    own.
+    """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or your own
+    package.module.
     """
     runtime: RuntimeSection = RuntimeSection()
     """The device, and how long to wait for other ranks."""

@@ -94,9 +94,9 @@ class LossSection(Section):
     """The training loss."""
 
     name: str | None = None
-    """cross_entropy, bce or focal for one class per row, bce or focal for several labels per row, mse, l1 or huber for
-    numbers; or package.module.Class (or function) of your own, which returns the mean over the rows. null: the first
-    that is named here for the kind of labels.
+    """For one class per row: cross_entropy, bce or focal. For several labels per row: bce or focal. For numbers: mse,
+    l1 or huber. Or your own package.module.Class (or function), which returns the mean over the rows. null: the first
+    one listed for the kind of labels.
     """
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """For cross_entropy and bce: share of the target spread evenly over all classes, in training."""
@@ -145,7 +145,7 @@ class LabelledTask(TaskSection):
     loss: LossSection = LossSection()
     """The training loss."""
     chosen_metrics: tuple[str | MetricSection, ...] = Field(default=(), strict=False, alias="metrics")
-    """Evaluation metrics by name; the first one picks the best checkpoint. [] chooses by the kind of the labels. A
+    """Evaluation metrics by name; the first one picks the best checkpoint. []: the defaults for the kind of labels. A
     metric of torchmetrics, or of your own, is a section {name, better, args}.
     """
 
@@ -235,7 +235,7 @@ def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
     if isinstance(task, TableTask) and task.labels.column is not None and task.label_column != "label":
         yield "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"
     suitable = {name: options for name, (kinds, options) in LOSSES.items() if kind in kinds}
-    own = "or package.module.Class of your own"
+    own = "or your own package.module.Class"
     if "." in loss:
         if refused := sorted(set(task.loss.options) - {"args"}):
             yield (
@@ -268,7 +268,10 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
                     "give it another key: {key: NAME}",
                 )
         elif metric(each.name) is _ANY:
-            hint = f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with better"
+            hint = (
+                f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with the key better "
+                "(max or min)"
+            )
             yield "task.metrics", f"there is no metric {each.name!r}", hint
         elif kind not in metric(each.name)[0]:
             yield "task.metrics", f"{each.name} is not a metric of {kind} labels", f"use {', '.join(suitable)}"

@@ -38,7 +38,7 @@ Steps = Annotated[tuple[Step, ...], BeforeValidator(lambda value: () if value is
 
 class TransformsSection(Section):
     """Transforms of each image. An entry is a class of torchvision.transforms.v2, alone or with its arguments, such as
-    RandomErasing: {p: 0.1}, or CenterCrop: 224 for the first argument; or package.module.Class of your own.
+    RandomErasing: {p: 0.1}, or CenterCrop: 224 for the first argument; or your own package.module.Class.
     """
 
     train: Steps = Field(default=(), strict=False)

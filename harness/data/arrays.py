@@ -13,7 +13,7 @@ import torch
 
 from harness.data.batch import Batch
 from harness.data.seeds import row_seed, seeded_torch
-from harness.errors import DataError, require_regular_file
+from harness.errors import DataError, plural, require_regular_file
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -67,7 +67,9 @@ def map_idx(path: Path, num_dims: int, hint: str) -> np.ndarray:
         raise DataError(f"the file cannot be read: {error.strerror}", where=str(path), hint=hint) from None
     shape = tuple(int(number) for number in np.frombuffer(header[4:], dtype=">u4")) if len(header) % 4 == 0 else ()
     if header[:4] != bytes([0, 0, 8, num_dims]) or len(shape) != num_dims:
-        raise DataError(f"this is not an IDX file of bytes with {num_dims} dimensions", where=str(path), hint=hint)
+        raise DataError(
+            f"this is not an IDX file of bytes with {plural(num_dims, 'dimension')}", where=str(path), hint=hint
+        )
     expected = len(header) + math.prod(shape)
     if size != expected:
         raise DataError(f"the file is damaged: {size} bytes instead of {expected}", where=str(path), hint=hint)

@@ -85,6 +85,9 @@ def _share(text: str) -> float:
     return value
 
 
+_share.__name__ = "share"  # shown by argparse if the text is not a number
+
+
 def run(arguments: argparse.Namespace) -> int:
     print(_run(arguments))
     return EXIT_DONE

@@ -46,7 +46,7 @@ def write(folder: Path, out: Path, labels: bool = True) -> str:
         command = f"harness data folder {shlex.quote(str(folder))} {shlex.quote(str(out))} --no-labels"
         hint = f"images are files whose names end with {', '.join(IMAGES)}"
         hint += f", in a folder per class: {folder}/cat/1.jpg" if labels else ""
-        hint += f"; to predict images without labels: {command}" if outside else ""
+        hint += f"; to make a table of unlabeled images for harness predict: {command}" if outside else ""
         what = "no images in class folders" if labels else "no images"
         raise DataError(f"{what}{skips(skipped)}", where=str(folder), hint=hint)
     root = shlex.quote(f"task.root={folder}")
@@ -55,7 +55,7 @@ def write(folder: Path, out: Path, labels: bool = True) -> str:
         return f"wrote {plural(count, 'row')} to {out}{skips(skipped)}\nnext: {command}"
     lines = [f"wrote {plural(count, 'row')} of {plural(len(found), 'class')} to {out}{skips(skipped)}"]
     if empty := sorted(classes - set(found)):
-        lines.append(f"note: {plural(len(empty), 'folder')} without images left out: {', '.join(empty[:_NAMED])}")
+        lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
         lines.append("note: there is only one class, so there is nothing to learn")
     return "\n".join([*lines, f"set {root}"])

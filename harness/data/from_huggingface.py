@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.table_file import require_new, write_rows
-from harness.errors import ConfigError, DataError, first_line
+from harness.errors import ConfigError, DataError, first_line, plural
 
 _LABELS = ("label", "labels", "target", "class")
 _ENDINGS = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"RIFF": "webp"}
@@ -26,7 +26,9 @@ def write(name: str, folder: Path, splits: Sequence[str], label: str | None, for
     chosen = list(splits) or list(found)
     if missing := [split for split in chosen if split not in found]:
         hint = f"it has {', '.join(found)}"
-        raise ConfigError(f"{name} has no split {', '.join(missing)}", where="--split", hint=hint)
+        raise ConfigError(
+            f"{name} has no split{'s' * (len(missing) > 1)} {', '.join(missing)}", where="--split", hint=hint
+        )
     folder.mkdir(parents=True, exist_ok=True)
     outs = {split: folder / f"{split}.csv" for split in chosen}
     require_new(outs.values(), force)
@@ -36,7 +38,7 @@ def write(name: str, folder: Path, splits: Sequence[str], label: str | None, for
         count = write_rows(out, columns, rows)
         if not count:
             raise DataError(f"split {split} of {name} is empty", where=name, hint="choose others with --split")
-        lines.append(f"wrote {count} rows ({', '.join(columns)}) to {out}")
+        lines.append(f"wrote {plural(count, 'row')} ({', '.join(columns)}) to {out}")
     return "\n".join([*lines, *([f"set {shlex.quote(f'task.root={folder}')}"] if (folder / "images").is_dir() else [])])
 
 
@@ -51,7 +53,7 @@ def _load(name: str) -> dict[str, Any]:
         saved = any((Path(name) / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
         loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
     except Exception as error:  # of the network, the Hub, or the data set
-        hint = "give a name as on https://huggingface.co/datasets, or a folder that save_to_disk wrote"
+        hint = "give a name as listed on https://huggingface.co/datasets, or a folder that save_to_disk wrote"
         what = f"the data set cannot be loaded: {type(error).__name__}: {first_line(error)}"
         raise DataError(what, where=name, hint=hint) from None
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
@@ -66,7 +68,7 @@ def _rows(data: Any, folder: Path, split: str, label: str | None) -> tuple[list[
     plain = [name for name, kind in data.features.items() if isinstance(kind, Value | ClassLabel)]
     if label is not None and label not in plain:
         raise ConfigError(
-            f"there is no column {label!r} with labels", where="--label", hint=f"it has {', '.join(plain)}"
+            f"there is no column {label!r} with labels", where="--label", hint=f"the columns are {', '.join(plain)}"
         )
     label = label or next((name for name in (*_LABELS, *classes) if name in plain), None)
     for name in images[:1]:

@@ -31,7 +31,7 @@ from harness.data.seeds import EVALUATION_SEED, row_seed, seeded_torch
 from harness.data.table.source import require_root
 from harness.data.table.table import Table
 from harness.data.transforms import Pipeline
-from harness.errors import ConfigError, DataError, first_line, similar
+from harness.errors import ConfigError, DataError, first_line, plural, similar
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 _AT_ONCE = 512  # paths that are read at once from the table
@@ -167,7 +167,7 @@ class ImageTable:
             raise self._with_others(first, [(row, path) for row, path, _ in bad[1:]], _NAMED_UNREADABLE)
         found = ", ".join(f"{height}x{width}" for height, width in sorted(sizes)[:3])
         of = f" in {len(sizes)} sizes" if len(sizes) > 3 else ""
-        skipped = f"; {len(bad)} cannot be decoded and are skipped" if bad else ""
+        skipped = f"; skipped {plural(len(bad), 'image')} that cannot be decoded" if bad else ""
         return f"{sum(sizes.values()):,} of {len(self):,} images decoded ({found}{', ...' if of else ''}{of}){skipped}"
 
     def _loaded(self, row: int, path: str, epoch: int | None, clock: StageClock) -> tuple[torch.Tensor, Transform]:
@@ -237,7 +237,7 @@ class ImageTable:
             except _UNREADABLE:
                 why = f"replace {self.files.place(path)} and the others, which are damaged or not images"
         raise DataError(
-            f"the image of this row cannot be read, and neither can those of {tried} other rows",
+            f"the image of this row cannot be read, and no other image was found instead (rows tried: {tried})",
             where=self.table.where(row),
             hint=why or "add readable images to the table",
         )

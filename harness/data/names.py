@@ -59,7 +59,7 @@ def read(path: Path, hint: str) -> tuple[list[str], int]:
     except FileNotFoundError:
         raise DataError("the file of names does not exist", where=str(path), hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
         raise DataError(f"the names cannot be read: {reason}", where=str(path), hint=hint) from None
     names = [name for line in lines if (name := clean(line))]
     return names, len(lines) - len(names)

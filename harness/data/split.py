@@ -42,7 +42,7 @@ def split(
     wanted = round(rows * fraction)
     if not 0 < wanted < rows:
         raise ConfigError(
-            f"{fraction:g} of {rows} rows is {wanted}: one part would be empty",
+            f"{fraction:g} of {plural(rows, 'row')} is {wanted}: one part would be empty",
             where="--eval",
             hint="choose a share that leaves at least one row in each file, such as 0.5",
         )
@@ -55,14 +55,14 @@ def split(
         )
         raise ConfigError(what, where="--by" if by else "--stratify", hint="choose another column or another --eval")
     _write(source, kind, outs, chosen)
-    lines = [f"wrote {rows - chosen.sum()} rows to {outs[0]} and {chosen.sum()} to {outs[1]}"]
+    lines = [f"wrote {plural(rows - chosen.sum(), 'row')} to {outs[0]} and {chosen.sum()} to {outs[1]}"]
     if by:
-        lines.append(f"{len(np.unique(codes[0][chosen]))} of {len(values[0])} values of {by} are in {outs[1].name}")
+        lines.append(f"values of {by} in {outs[1].name}: {len(np.unique(codes[0][chosen]))} of {len(values[0])}")
     if stratify and len(lacking := np.setdiff1d(strata, strata[chosen])):
         named = ", ".join(values[-1][code] for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
         lines.append(
-            f"note: {plural(len(lacking), 'value')} of {stratify} only in {outs[0].name}, not in {outs[1].name}: "
+            f"note: {plural(len(lacking), 'value')} of {stratify} found only in {outs[0].name}, not in {outs[1].name}: "
             f"{named}{more}"
         )
     return "\n".join([*lines, f"next: harness init {shlex.join(map(str, outs))}"])

@@ -76,7 +76,7 @@ def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # which grows otherwise
                     if member.offset_data + member.size > length and member.isreg():
-                        raise _truncated(name, f"in {member.name}")
+                        raise _truncated(name, f"it ends inside {member.name}")
                     if member.isreg() and member.sparse is None:
                         yield member.name.removeprefix("./"), member.offset_data, member.size
                 end = archive.offset
@@ -123,7 +123,7 @@ def _write_index(file: str, path: Path, name: str) -> None:
     if (twice := np.flatnonzero(np.diff(entries["hash"].view(np.int64)) == 0)).size:
         named = _named(file, name, int(entries["hash"][twice[0]]))
         hint = "give each sample a unique name"
-        raise DataError(f"the archive has two members {named}", where=name, hint=hint)
+        raise DataError(f"the archive has two members named {named}", where=name, hint=hint)
     for old in path.parent.glob("*.npy"):
         old.unlink(missing_ok=True)
     # Machines that share the cache may not see the lock.

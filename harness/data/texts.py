@@ -59,4 +59,4 @@ class TextTable:
         if not count:
             return ""
         where = self.table.where(first)
-        return f"{count} of {len(self)} rows without text in column {self.column!r}, the first at {where}"
+        return f"rows without text in column {self.column!r}: {count} of {len(self)}, the first at {where}"

@@ -300,7 +300,11 @@ def _made(entry: str | dict[str, Any], where: str) -> Transform:
         near = similar(str(wrong[0]), parameters)
         hint = f"did you mean {near}? " if near else ""
         takes = f"its arguments are: {', '.join(parameters)}" if parameters else "it has none"
-        raise ConfigError(f"{name} has no argument {', '.join(map(str, wrong))}", where=where, hint=hint + takes)
+        raise ConfigError(
+            f"{name} has no argument{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}",
+            where=where,
+            hint=hint + takes,
+        )
     hints = _hints(found)
     given = {key: _converted(key, value, hints.get(key), where) for key, value in given.items()}
     try:

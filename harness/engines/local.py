@@ -39,7 +39,7 @@ def _check(job: Job) -> None:
     refuse(
         job, "local", nnodes=_ONE_MACHINE, min_nodes=_ONE_MACHINE, rendezvous=_ONE_MACHINE, join_s=_ONE_MACHINE,
         node_rank=_ONE_MACHINE,
-        max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts by itself",
+        max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts the ranks",
     )  # fmt: skip
     wanted, known = job.settings.interface, interfaces()
     if wanted is not None and wanted not in known:

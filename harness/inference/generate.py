@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness.data.names import ALPHABET, BLANK, BLANK_CODE, STOP, STOP_CODE, clean, encode
-from harness.errors import ConfigError, DataError, HarnessError
+from harness.errors import ConfigError, DataError, HarnessError, plural
 from harness.runs import trained_run
 from harness.tasks.pet_names import task as pet_names
 from harness.tasks.pet_names.config import Task
@@ -56,7 +56,7 @@ def names(run: Path, request: NameRequest) -> Iterator[str]:
                 yield name.title()
     if num_left:
         raise HarnessError(
-            f"only {request.num - num_left} of {request.num} names were found in {num_tries} tries",
+            f"found only {request.num - num_left} of {plural(request.num, 'name')} in {num_tries} tries",
             hint="request fewer, raise --temperature, shorten --start, or add --keep-existing",
         )
 

@@ -32,6 +32,7 @@ from harness.errors import (
     EXITS_BY_SIGNAL,
     ConfigError,
     LaunchError,
+    plural,
 )
 from harness.runs import trained_run
 from harness.runs.files import output_error, require_output
@@ -164,9 +165,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     seconds = time.perf_counter() - start
     if written.bad:
         log.warning("images that could not be read: %d; their rows have no prediction", written.bad)
-    ranks = "1 rank" if runtime.world_size == 1 else f"{runtime.world_size} ranks"
+    ranks = plural(runtime.world_size, "rank")
     rate = written.rows / seconds
-    log.info("%s: %d rows in %.1f s (%.0f rows/s, %s)", request.out, written.rows, seconds, rate, ranks)
+    log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
 
 

@@ -74,4 +74,4 @@ def _fetch(store: UrlStore, folder: Path, newest: str) -> None:
 def require_out(place: str, out: Path | None, example: str) -> None:
     """Raise ConfigError if a command would write its result into a run at a URL."""
     if out is None and is_url(place):
-        raise ConfigError("results are not written into a run at a URL", where=place, hint=f"add --out {example}")
+        raise ConfigError("results cannot be written to a run at a URL", where=place, hint=f"add --out {example}")

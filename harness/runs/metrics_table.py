@@ -100,7 +100,7 @@ def _line_by_line(lines: Sequence[bytes], problem: str) -> tuple[pa.Table, str]:
     good = [row for row in rows if isinstance(row, dict)]
     problems = [problem] if problem else []
     if len(good) < len(rows):
-        problems.append(f"metrics.jsonl: {len(rows) - len(good)} of {len(rows)} lines are damaged and left out")
+        problems.append(f"metrics.jsonl: damaged lines, which are left out: {len(rows) - len(good)} of {len(rows)}")
     columns: dict[str, pa.Array] = {}
     for name in dict.fromkeys([*_KNOWN.names, *(key for row in good for key in row)]):
         values = [row.get(name) for row in good]

@@ -27,6 +27,7 @@ from harness.errors import (
     EXIT_USAGE,
     EXITS_BY_SIGNAL,
     HarnessError,
+    plural,
 )
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
@@ -128,7 +129,8 @@ def _without_failure(codes: set[int], stopped: int, folder: str, summary: Mappin
         best = summary.get("best") or {}
         shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
                         if name != "step" and isinstance(value, float))  # fmt: skip
-        return RunOutcome(code, f"done: {folder}, {summary.get('step', '?')} steps{shown}")
+        steps = f", {plural(summary['step'], 'step')}" if isinstance(summary.get("step"), int) else ""
+        return RunOutcome(code, f"done: {folder}{steps}{shown}")
     if code in EXITS_BY_SIGNAL and codes <= _STOPPED:
         return RunOutcome(code, f"stopped before the run began: {folder}; the same command starts it again")
     if code == EXIT_STOPPED:

@@ -283,7 +283,7 @@ def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str],
         return kind()
     if isinstance(content, kind):
         return content
-    problems.append(f"{path.name} contains a {type(content).__name__} where a {kind.__name__} was expected")
+    problems.append(f"{path.name} contains type {type(content).__name__} where {kind.__name__} was expected")
     return kind()
 
 

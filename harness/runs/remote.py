@@ -221,7 +221,8 @@ class RemoteRunFolder(RunFolder):
             if not start:
                 raise UploadTakenOver(f"the run was removed: its {layout.START} is missing")
             raise UploadTakenOver(
-                f"the run was started again on {json.loads(start)['host']}, and only that start uploads"
+                f"the run was started again on {json.loads(start)['host']}, and only the newer start may upload its "
+                "results"
             )
 
     def detach(self, rank: int, done: bool) -> None:

@@ -262,7 +262,7 @@ def _new_length(saved: dict[str, Any], config: Config) -> str:
     now = config.train
     pairs = {key: (saved[key], getattr(now, key)) for key in ("epochs", "max_steps") if key in saved}
     changes = [f"train.{key} {was or 'null'} -> {new or 'null'}" for key, (was, new) in pairs.items() if was != new]
-    limit = f", at most {now.max_steps} steps" if now.max_steps else ""
+    limit = f", at most {plural(now.max_steps, 'step')}" if now.max_steps else ""
     spans = f"the schedule now spans {plural(now.epochs, 'epoch')}{limit}"
     return f"{', '.join(changes)} since the last start; {spans}" if changes else ""
 

@@ -75,7 +75,7 @@ def learned(run: Path) -> dict[str, Any]:
     try:
         facts = read_json(run / layout.TASK)
         if not isinstance(facts, dict):
-            raise ValueError(f"it holds a {type(facts).__name__}, not an object")
+            raise ValueError(f"it holds a value of type {type(facts).__name__}, not an object")
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(

@@ -44,7 +44,7 @@ def require(names: Sequence[str]) -> None:
             found = plugins.find("tracker", name, "trackers")
             members = [member for member in vars(Tracker) if not member.startswith("_")]
             if not inspect.isclass(found) or any(not callable(getattr(found, member, None)) for member in members):
-                hint = f"harness.trackers.base.Tracker documents it: a class with {', '.join(members)}"
+                hint = f"a tracker is a class with {', '.join(members)}; see harness.trackers.base.Tracker"
                 raise ConfigError(f"{name} is not a tracker", where="trackers", hint=hint)
             continue
         if importlib.util.find_spec(name) is None:

@@ -172,8 +172,8 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     steps = num_steps(num_rows, world_size, per_rank, config.data.tail)
     if steps == 0:
         raise DataError(
-            f"{num_rows} training rows do not fill one global batch of {per_rank * world_size},"
-            " and data.tail=drop discards them",
+            f"{plural(num_rows, 'training row')} cannot fill one global batch of {per_rank * world_size},"
+            " and data.tail=drop discards incomplete batches",
             where="batch",
             hint="make the batch smaller, or set data.tail=use",
         )
@@ -201,7 +201,7 @@ def too_few_rows(size: Sizes, num_rows: int) -> str:
         return ""
     return (
         f"the global batch of {size.global_batch} is larger than the training data: each epoch is one step of "
-        f"{num_rows} rows; make the batch smaller"
+        f"{plural(num_rows, 'row')}; make the batch smaller"
     )
 
 

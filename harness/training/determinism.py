@@ -129,7 +129,7 @@ def described(level: Level, operations: set[str] | None = None) -> str:
     words = {
         True: "only deterministic algorithms; others are refused",
         "warn": "deterministic algorithms where torch has them; "
-        f"{layout.LOGS}/rank-N.log has a warning for each other operation",
+        f"{layout.LOGS}/rank-N.log has a warning for each operation without one",
         False: "any algorithm: on a GPU, identical runs may differ in their last bits",
     }[level]
     return f"{words}; no deterministic algorithm on CUDA for: {', '.join(sorted(operations))}" if operations else words

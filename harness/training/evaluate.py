@@ -56,7 +56,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     counted, unread = run.runtime.sum(torch.tensor([rows, bad], device=run.runtime.device)).tolist()
     if not counted:
         raise DataError(
-            f"none of the {data.num_rows} validation rows could be read",
+            f"no validation row could be read (of {data.num_rows})",
             where="task",
             hint="check the paths of the validation data; task.on_bad_image=error shows the first unreadable file",
         )

@@ -47,7 +47,7 @@ class Annotations:
 
     @property
     def described(self) -> str:
-        return f"{self.source} ({'more than ' if self.more else ''}{self.num_rows} rows)"
+        return f"{self.source} ({'more than ' if self.more else ''}{plural(self.num_rows, 'row')})"
 
 
 def write(sources: Sequence[str], out: Path | None) -> str:
@@ -58,7 +58,7 @@ def write(sources: Sequence[str], out: Path | None) -> str:
     out = out or Path(f"{name}.yaml")
     if missing := train.columns.keys() - evaluation.columns.keys():
         raise DataError(
-            f"it has no column {', '.join(sorted(missing))}",
+            f"it has no column{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}",
             where=evaluation.source,
             hint=f"add every column that {train.source} has",
         )
@@ -71,7 +71,7 @@ def write(sources: Sequence[str], out: Path | None) -> str:
             stream.write(text)
     except FileExistsError:
         hint = f"remove it, or write another file: --out {shlex.quote(str(out.with_stem(out.stem + '-new')))}"
-        raise ConfigError("this file already exists and is not overwritten", where=str(out), hint=hint) from None
+        raise ConfigError("this file already exists and will not be overwritten", where=str(out), hint=hint) from None
     except OSError as error:
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
     wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line]
@@ -244,7 +244,7 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
     others = {name: values for name, values in rows.columns.items() if name != inputs}
     found = {name: kind for name, values in others.items() if (kind := _kind(values, name.lower() in _LABEL_NAMES))}
     counts = {name: len(set(values)) for name, values in others.items()}
-    shown = {name: f"{name} ({counts[name]} values)" for name in others}
+    shown = {name: f"{name} ({plural(counts[name], 'value')})" for name in others}
     if not found:
         raise ConfigError(
             f"no column looks like labels; columns other than {inputs}: {', '.join(shown.values()) or 'none'}; "
@@ -330,4 +330,4 @@ def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None
         seen += f" to {heights[-1]}x{widths[-1]}"
     shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
     side = _TYPICAL if shorter >= _TYPICAL else max(32, shorter // 32 * 32)
-    return (side, side), gray, f"[height, width]; images examined: {len(shapes)}, of {seen}"
+    return (side, side), gray, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}"

@@ -78,7 +78,7 @@ class Health:
         only if the scale cannot fall any further.
         """
         if state.epoch_skipped and not state.epoch_applied and not self.precision.can_lower_scale():
-            what = f"none of the {state.epoch_skipped} steps of epoch {state.epoch + 1} updated the weights"
+            what = f"no step of epoch {state.epoch + 1} updated the weights ({state.epoch_skipped} skipped)"
             self._fail(f"{what}: their gradients were not finite", state, saved_step)
 
     def validation(self, metrics: dict[str, float], state: State) -> None:
@@ -98,7 +98,7 @@ class Health:
         """At the end of the run, check that an evaluation could be the best; warn if no step updated the weights."""
         if not state.applied:
             log.warning(
-                "none of the %d steps updated the weights, which are still the initial ones: the loss scale started "
+                "no step updated the weights (%d skipped), which are still the initial ones: the loss scale started "
                 "too high and has fallen to %g; train for more steps, or set precision.max_loss_scale=%g",
                 state.step,
                 scale := self.precision.loss_scale(),

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from harness.config import plugins
 from harness.config.targets import Kind, LossSection
-from harness.errors import ConfigError, first_line
+from harness.errors import ConfigError, first_line, plural
 
 Counts = Callable[[], tuple[np.ndarray, int]]  # (training rows with each label, training rows)
 
@@ -111,7 +111,11 @@ class OwnLoss:
             self._call.to(outputs.device)  # its buffers; does nothing after the first time
         loss = self._call(outputs.float(), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            found = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"an object of type {type(loss).__name__}"
+            )
             hint = "return the mean over the rows (in torch: reduction='mean')"
             raise ConfigError(
                 f"the loss {self.name} returns {found}, not one number", where="task.loss.name", hint=hint
@@ -166,7 +170,9 @@ def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, count
         weights = [float(weight) for weight in given]
     if len(weights) != len(labels):
         hint = "give one weight per label, in the same order, or {label: weight}"
-        raise ConfigError(f"{len(weights)} weights for {len(labels)} labels", where=where, hint=hint)
+        raise ConfigError(
+            f"{plural(len(weights), 'weight')} for {plural(len(labels), 'label')}", where=where, hint=hint
+        )
     if min(weights) < 0 or not any(weights):
         raise ConfigError("weights must be positive or zero, and not all zero", where=where)
     return weights

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from harness.config import plugins
 from harness.data import vision
 from harness.distributed import machine
-from harness.errors import ConfigError, first_line, similar
+from harness.errors import ConfigError, first_line, plural, similar
 from harness.training import determinism
 
 TIMM = "timm:"  # before the name of a model of timm
@@ -54,7 +54,7 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
             f"cannot build model {name}{shown}: {_reason(error)}", where="model.args", hint=f"it takes: {takes}"
         ) from None
     if not isinstance(model, nn.Module):
-        what = f"{name} returns a {type(model).__name__}, not a torch.nn.Module"
+        what = f"{name} returns an object of type {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
     try_batch(model, name, known, example)
     return model
@@ -125,10 +125,11 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
         ) from None
     finally:
         model.train()
-    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"an object of type {type(outputs).__name__}"
     if "num_classes" in known and shape != (len(example), known["num_classes"]):
         raise ConfigError(
-            f"model {name} returns {shape} for {len(example)} rows, not {known['num_classes']} outputs for each",
+            f"model {name} returns {shape} for {plural(len(example), 'row')}, not "
+            f"{plural(known['num_classes'], 'output')} for each",
             where="model.name",
             hint="add an argument num_classes to your model (the harness sets it), or set the number in model.args",
         )

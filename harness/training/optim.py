@@ -108,13 +108,15 @@ def build(
     if wrong := [] if takes_all else [key for key in wanted if key not in accepted]:
         takes = ", ".join(key for key in accepted if key != "params")
         hint = f"its arguments are: {takes}"
-        raise ConfigError(f"{section.name} has no argument {', '.join(wrong)}", where="optimizer", hint=hint)
+        raise ConfigError(
+            f"{section.name} has no argument{'s' * (len(wrong) > 1)} {', '.join(wrong)}", where="optimizer", hint=hint
+        )
     try:
         optimizer: torch.optim.Optimizer = make(trained, **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"cannot build {section.name}: {error}", where="optimizer") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
-        what = f"{section.name} returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        what = f"{section.name} returns an object of type {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise ConfigError(what, where="optimizer.name", hint="return a torch.optim.Optimizer from it")
     return optimizer
 

@@ -82,7 +82,7 @@ class PredictionFile:
         if self._schema is None:
             if "prediction" not in names and not set(names) - set(FIRST_COLUMNS):
                 raise DataError(
-                    f"none of the first {len(table)} rows could be read",
+                    f"none of the rows could be read (tried: {len(table)})",
                     hint="paths in the CSV are relative to the task.root of the run: set task.root=FOLDER",
                 )
             self._open(table.select(names))

@@ -25,7 +25,7 @@ from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
-from harness.errors import CheckpointError, DataError, HarnessError, first_line
+from harness.errors import CheckpointError, DataError, HarnessError, first_line, plural
 from harness.runs import layout
 from harness.trackers.base import LabelPairs, Sample
 from harness.training import fsdp
@@ -136,7 +136,7 @@ def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
             outputs: Tensor = predictor.model(inputs)
         except torch.OutOfMemoryError:
             raise HarnessError(
-                f"not enough device memory for {size} rows at once",
+                f"not enough device memory for {plural(size, 'row')} at once",
                 hint=f"set batch.eval_per_rank={max(1, size // 4)}",
             ) from None
         except RuntimeError as error:
@@ -150,7 +150,10 @@ def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
 def _array(values: Any, num_rows: int, what: str) -> pa.Array:
     array = pa.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
     if len(array) != num_rows:
-        raise HarnessError(f"the task's {what} has {len(array)} values for {num_rows} rows", hint="return one per row")
+        raise HarnessError(
+            f"the task's {what} has {plural(len(array), 'value')} for {plural(num_rows, 'row')}",
+            hint="return one per row",
+        )
     return array
 
 
@@ -190,7 +193,7 @@ def write_for_run(run: Run) -> bool:
     if written.head is not None:
         for sample in _samples(run.task.eval, written):
             run.tracker.show(sample)
-        log.info("predictions.csv: %d rows, with the weights of step %d", written.rows, run.state.best_step)
+        log.info("predictions.csv: %s, with the weights of step %d", plural(written.rows, "row"), run.state.best_step)
     return True
 
 

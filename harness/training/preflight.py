@@ -66,7 +66,7 @@ def examine(
             facts["weights"] = "; ".join(filter(None, [given["summary"], given["warning"]]))
         if again := attempt(recompute.apply, model, config.model.activation_checkpointing):
             shown = ", ".join(again if len(again) <= 4 else [*again[:3], "...", again[-1]])
-            facts["recomputed"] = f"{len(again)} modules in the backward pass: {shown}"
+            facts["recomputed"] = f"{plural(len(again), 'module')} in the backward pass: {shown}"
         if size is not None and (groups := attempt(optim.groups, config.optimizer, model, size.lr)):
             optimizer = attempt(optim.build, config.optimizer, groups, size.lr)
             facts |= optim.described(optimizer, model) if optimizer else {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
 from harness.distributed import machine, stack
-from harness.errors import ConfigError, HarnessError, TrainingError, first_line
+from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural
 from harness.training import evaluate, memory, recompute
 from harness.training.build import Sizes
 from harness.training.determinism import Audit
@@ -106,7 +106,9 @@ def _train(run: Candidate, found: Rehearsal, until: float) -> None:
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
             run.optimizer.step()
     found.audit, found.parts = guard, _parts(run, saved.num_bytes / len(batch))
-    found.done.append(f"{len(batch)} training rows through prepare, model, loss {loss.item():.4g}, backward, optimizer")
+    found.done.append(
+        f"{plural(len(batch), 'training row')} through prepare, model, loss {loss.item():.4g}, backward, optimizer"
+    )
 
 
 def _evaluate(run: Candidate, found: Rehearsal, until: float) -> None:
@@ -125,7 +127,7 @@ def _evaluate(run: Candidate, found: Rehearsal, until: float) -> None:
             with _stage("predictions() or known() of the task", "validation"):
                 task.predictions(outputs)
                 task.known(batch.rows)
-    found.done.append(f"{len(batch)} validation rows through prepare, model and metrics")
+    found.done.append(f"{plural(len(batch), 'validation row')} through prepare, model and metrics")
 
 
 def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str, found: Rehearsal) -> Batch | None:
@@ -149,7 +151,8 @@ def _outputs(run: Candidate, batch: Batch, split: str, training: bool) -> Any:
 def _require_loss(loss: Any) -> None:
     what = ""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"{tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__} instead of one number"
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        what = f"a value of {found} instead of one number"
     elif not torch.isfinite(loss):
         what = f"{loss.item()} with the initial weights"
     if what:
@@ -215,7 +218,7 @@ def _parts(run: Candidate, row_bytes: float) -> dict[str, float]:
             memory.num_bytes([*run.model.parameters(), *trained]) / 2
         )
     half = _HALF.get(level, 1.0) if run.device.type == "cuda" else 1.0
-    parts[f"activations of {run.size.micro_batch} rows"] = half * row_bytes * run.size.micro_batch
+    parts[f"activations of {plural(run.size.micro_batch, 'row')}"] = half * row_bytes * run.size.micro_batch
     return parts
 
 

@@ -15,6 +15,7 @@ from harness.config.schema import Config
 from harness.data.loader import EvalData, TrainData
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
+from harness.errors import plural
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
@@ -183,12 +184,12 @@ class Run:
         )  # fmt: skip
         text = f"{used} of {rows} rows used"
         if state.epoch_skipped:
-            steps = "1 step" if state.epoch_skipped == 1 else f"{state.epoch_skipped} steps"
-            why = "for overflow" if self.config.train.on_nan == "stop" else "for overflow or NaN"
-            text += f"; {used - left_out} of them updated the weights, {left_out} were in {steps} skipped {why}"
+            steps = plural(state.epoch_skipped, "step")
+            why = "because of overflow" + (" or NaN" if self.config.train.on_nan != "stop" else "")
+            text += f"; {used - left_out} of them updated the weights, and {left_out} belonged to {steps} skipped {why}"
         if missing and self.config.data.tail == "use":
             text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
-        unreadable = f"; {state.bad_rows} unreadable images so far" if state.bad_rows else ""
+        unreadable = f"; {plural(state.bad_rows, 'unreadable image')} so far" if state.bad_rows else ""
         log.info("epoch %d: %s%s", state.epoch + 1, text, unreadable)
         self.coverage.clear()
         if state.epoch_skipped:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from harness.config.schedule import ScheduleSection
-from harness.errors import ConfigError
+from harness.errors import ConfigError, plural
 
 _DECAYS: dict[str, Callable[[float], float]] = {  # progress from 0 to 1 -> share of the way that is left
     "linear": lambda progress: 1 - progress,
@@ -59,9 +59,9 @@ class Schedule:
         """Raise ConfigError if the warm-up is longer than the ``num_updates`` of all epochs, or meets the decay."""
         warmup, decay = self.warmup_steps, self._decay_steps
         if warmup + decay > num_updates:
-            parts = f"a warm-up of {warmup} updates" + (f" and a decay of {decay}" if decay else "")
+            parts = f"a warm-up of {plural(warmup, 'update')}" + (f" and a decay of {decay}" if decay else "")
             raise ConfigError(
-                f"{parts} take longer than the {num_updates} updates of the run" if decay else
+                f"{parts} take longer than the {plural(num_updates, 'update')} of the run" if decay else
                 f"{parts} is longer than the run of {num_updates}",
                 where="schedule.warmup_steps" if self.section.warmup_steps else "schedule.warmup_epochs",
                 hint="shorten the warm-up, or raise train.epochs",
@@ -168,7 +168,7 @@ class Schedule:
         points = [f"{self.lr(0):.3g} at the start"]
         points += [f"{self.lr(peak):.3g} at the peak (update {peak + 1})"] if peak else []
         points += [f"{self.lr(total - 1):.3g} at the end (update {total})"] if section.name != "plateau" else [
-            f"multiplied by {section.factor:g} after {section.patience + 1} evaluations without improvement"
+            f"multiplied by {section.factor:g} after {plural(section.patience + 1, 'evaluation')} without improvement"
         ]  # fmt: skip
         return f"{section.name}, {', '.join(points)}"
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness.config.schema import ParallelSection
-from harness.errors import ConfigError, TrainingError
+from harness.errors import ConfigError, TrainingError, plural
 from harness.training import fsdp
 from harness.training.precision import Precision
 
@@ -117,7 +117,7 @@ def wrap(
         switch: Any = model.set_requires_gradient_sync
         types = "" if section.param_dtype == "float32" else f" of {section.param_dtype}"
         parts = sum(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
-        return ParallelModel(model, model, f"fsdp in {parts} parts{types}{spans}", True, switch, norms)
+        return ParallelModel(model, model, f"fsdp in {plural(parts, 'part')}{types}{spans}", True, switch, norms)
     ddp = precision.distributed.DistributedDataParallel(model, delay_allreduce=section.delay_allreduce)
 
     def switch_sync(on: bool) -> None:

@@ -170,7 +170,7 @@ def require_members(opened: object, name: str) -> None:
     missing = [member for member in members if inspect.getattr_static(opened, member, None) is None]
     if missing:
         raise ConfigError(
-            f"Task.open of {name} returns a {type(opened).__name__} without {', '.join(missing)}",
+            f"Task.open of {name} returns an object of type {type(opened).__name__} without {', '.join(missing)}",
             where="task.name",
-            hint="add them: harness.training.task.OpenedTask documents each, docs/add_a_task.md shows an example",
+            hint="add them: harness.training.task.OpenedTask documents each, and docs/add_a_task.md shows an example",
         )

@@ -239,7 +239,8 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
         raise ConfigError(what, where=f"{_KEY}: {source.name}", hint=hint) from None
     if not isinstance(content, Mapping):
         raise ConfigError(
-            f"it holds a {type(content).__name__}, not a dictionary of weights", where=f"{_KEY}: {source.name}",
+            f"it holds an object of type {type(content).__name__}, not a dictionary of weights", where=f"{_KEY}: "
+                                                                                                       f"{source.name}",
             hint="write it with torch.save(model.state_dict(), FILE)",
         )  # fmt: skip
     return content

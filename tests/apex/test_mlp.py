@@ -83,7 +83,11 @@ def test_names_and_shapes():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: MLP([5, 3], activation="gelu"), TypeError, "'gelu' is unknown; choose one of 'none', 'relu', 'sigmoid'"),
+        (
+            lambda: MLP([5, 3], activation="gelu"),
+            TypeError,
+            "'gelu' is unknown; choose one of 'none', 'relu', 'sigmoid'",
+        ),
         (lambda: MLP([5]), ValueError, "needs at least two sizes"),
         (lambda: FusedDenseGeluDense(2, 3, 4, bias=False), ValueError, r"nn\.GELU"),
         (lambda: mlp_function(True, 1, torch.ones(1, 2), torch.ones(2, 2)), ValueError, "given 1 parameters"),

@@ -153,7 +153,7 @@ def test_clipping_as_in_bert_scripts():
 
 
 def test_wrong_arguments_are_explained():
-    with pytest.raises(RuntimeError, match=r"multi_tensor_scale takes 2 list\(s\).*got 1 of length \[1\]"):
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale takes 2 list\(s\).*got lists of lengths \[1\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)]], 1.0)
     with pytest.raises(RuntimeError, match=r"length \[1, 0\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)], []], 1.0)

@@ -149,7 +149,8 @@ CASES = {
     ),
     **{
         f"CUDA graphs with {section}.{key}": (
-            graphed(section, {key: value}), ["train.cuda_graphs"], f"this value of {section}.{key}", "cuda_graphs=false",
+            graphed(section, {key: value}), ["train.cuda_graphs"], f"this value of {section}.{key}",
+            "cuda_graphs=false",
         )
         for section, key, value in [
             ("runtime", "device", "cpu"), ("parallel", "strategy", "dp"), ("model", "compile", True),

@@ -27,7 +27,7 @@ def test_built_in_parts_are_found(kind):
 def test_unknown_part_names_the_nearest_or_all():
     with pytest.raises(ConfigError, match="here: unknown engine 'Slurmm'\n  -> did you mean slurm"):
         plugins.find("engine", "Slurmm", "here")
-    with pytest.raises(ConfigError, match="use one of mlflow, tensorboard, wandb; or package.module of your own"):
+    with pytest.raises(ConfigError, match="use one of mlflow, tensorboard, wandb, or your own package.module"):
         plugins.find("tracker", "zzz", "here")
 
 

@@ -67,7 +67,7 @@ def test_folder(tmp_path, capsys):
     assert "images outside a class folder (1)" in printed
     assert "files that are not images (2)" in printed
     assert "hidden files (2)" in printed
-    assert "1 folder without images left out: empty" in printed
+    assert "left out 1 folder without images: empty" in printed
     assert printed.endswith(f"set 'task.root={photos}'\n")
     expected = [("dog/1.png", "dog"), ("kätzchen/1.JPG", "kätzchen"),
                 ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.png", "wolf")]  # fmt: skip
@@ -107,7 +107,11 @@ def test_folders_that_make_no_table(tmp_path, capsys):
             65,
             f"No such file or directory\n  -> did you mean '{tmp_path}/my flat'?",
         ),
-        (("folder", tmp_path / "splits", tmp_path / "out.txt"), 2, "use a name that ends with .csv, .csv.gz or .parquet"),
+        (
+            ("folder", tmp_path / "splits", tmp_path / "out.txt"),
+            2,
+            "use a name that ends with .csv, .csv.gz or .parquet",
+        ),
         (("folder", tmp_path / "splits", tmp_path / "x y" / "out.csv"), 2, f"-> make it: mkdir -p '{tmp_path}/x y'"),
         (("folder", tmp_path / "splits", tmp_path / "splitz" / "out.csv"), 2, f"did you mean {tmp_path}/splits?"),
         (("tar", tmp_path / "trian.tar", out), 65, f"did you mean {tmp_path}/train.tar?"),

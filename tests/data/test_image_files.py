@@ -186,11 +186,11 @@ def test_bad_members_and_archives(folder, shards):
     for content, message in (
         (whole[:end], "the archive is not complete (it has no end marker)"),
         (whole[: end + 100], "the archive is not complete ("),
-        (whole[: offset + 1], "the archive is not complete (in ddd"),
+        (whole[: offset + 1], "the archive is not complete (it ends inside ddd"),
         (b"", "this is not a tar archive: empty file"),
         (b"x" * 2048, "this is not a tar archive: "),
         (b"\x1f\x8b" + whole, "the archive is compressed with gzip, so its members cannot be read one by one"),
-        (twice, "the archive has two members a.png"),
+        (twice, "the archive has two members named a.png"),
     ):
         archive.write_bytes(content)
         for on_bad_image in ("error", "skip"):

@@ -124,7 +124,8 @@ WRONG = [
     ("TenCrop", "TenCrop cannot be used here", "use CenterCrop"),
     ("nowhere.Blur", "the transform 'nowhere.Blur' cannot be imported", "write package.module"),
     ("os.path", "os.path is not a transform", "name a function that takes an image"),
-    ("fractions.Fraction", "fractions.Fraction is not a transform", "or a class whose instances can be called with one"),
+    ("fractions.Fraction", "fractions.Fraction is not a transform", "or a class whose instances can be called "
+                                                                    "with one"),
     ({f"{__name__}.Stripes": {"widht": 3}}, "Stripes has no argument widht", "did you mean width?"),
     ({f"{__name__}.darker": {"b": 3}}, "darker has no argument b", "its arguments are: by"),
 ]  # fmt: skip

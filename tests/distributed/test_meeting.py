@@ -117,7 +117,9 @@ def test_ranks_that_do_not_arrive_are_named():
     port = free_port()
     found = outcomes(_meet, [(0, 5, port, {}, 3.0), (2, 5, port, {}, 30.0)])
     message = assert_same_error(found, EXIT_FAILURE, 5)
-    assert message.startswith(f"ranks 1, 3-4 of 5 did not connect at 127.0.0.1:{port} within 3 s\n  -> check that the ranks")
+    assert message.startswith(
+        f"ranks 1, 3-4 of 5 did not connect at 127.0.0.1:{port} within 3 s\n  -> check that the ranks"
+    )
     ((message, code, seconds),) = outcomes(_meet, [(1, 2, free_port(), {}, 2.0)])
     assert re.match(r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+ within 2 s: Connection refused\n", message)
     assert code == EXIT_FAILURE

@@ -75,7 +75,7 @@ def test_schedule_counts_only_applied_updates(tmp_path, data):
     assert (second["rows_used"], second["rows_updated"], second["steps_skipped"]) == (61, 61, 0)
     assert [line["samples"] for line in lines[:8]] == [8, 16, 24, 32, 40, 48, 56, 61]
     assert lines[-1]["samples_skipped"] == left_out
-    said = f"61 of 61 rows used; {61 - left_out} of them updated the weights, {left_out} were in {skipped} step"
+    said = f"61 of 61 rows used; {61 - left_out} of them updated the weights, and {left_out} belonged to {skipped} step"
     assert said in (tmp_path / "terminal-0.txt").read_text()
 
 

@@ -119,7 +119,7 @@ def test_endless_names_and_padding_are_left_out(run):
     """From a model that never ends a name, and from one that puts padding into names."""
     folder = run(chain(blank={"z": 1.0}, z={"z": 0.999, "+": 0.001}))
     found = []
-    with pytest.raises(HarnessError, match=r"only \d+ of 60 names were found in \d+ tries") as caught:
+    with pytest.raises(HarnessError, match=r"found only \d+ of 60 names in \d+ tries") as caught:
         found.extend(generate.names(folder, NameRequest(60)))
     assert "--temperature" in caught.value.hint
     assert caught.value.exit_code == 70

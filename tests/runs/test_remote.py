@@ -216,9 +216,9 @@ def test_an_earlier_start_leaves_the_url_to_the_later_one(config, bucket):
     earlier = started(config())
     save(earlier, 1)
     later = started(config("elsewhere"))
-    with pytest.raises(CheckpointError, match="only that start uploads"):
+    with pytest.raises(CheckpointError, match="only the newer start may upload its results"):
         save(earlier, 2)
-    with pytest.raises(CheckpointError, match="only that start uploads"):
+    with pytest.raises(CheckpointError, match="only the newer start may upload its results"):
         earlier.publish()
     save(later, 2)
     before = uploaded(bucket)
@@ -244,7 +244,7 @@ def test_a_start_that_is_taken_over_during_an_upload(config, bucket, monkeypatch
             later.claim(config("elsewhere"))
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
-    with pytest.raises(CheckpointError, match="only that start uploads"):
+    with pytest.raises(CheckpointError, match="only the newer start may upload its results"):
         save(earlier, 1)
     assert "checkpoints/latest" not in uploaded(bucket)
 

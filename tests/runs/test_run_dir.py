@@ -147,7 +147,9 @@ def test_the_folder_of_another_program_is_left_alone(tmp_path, name, resume):
 
 def test_folders_that_cannot_be_written_or_moved(tmp_path, monkeypatch):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ConfigError, match="cannot write to the run folder: Not a directory\n  -> a part of this path is a file"):
+    with pytest.raises(
+        ConfigError, match="cannot write to the run folder: Not a directory\n  -> a part of this path is a file"
+    ):
         claim(tmp_path)
     (tmp_path / "runs").unlink()
     claim(tmp_path)

@@ -161,7 +161,7 @@ def test_report_has_every_metric(folder):
     ("options", "message"),
     [
         ({"mean": [0.5, 0.5, 0.5]}, "task.mean: 3 values, but task.color=gray has 1 channel"),
-        ({"color": "rgb", "std": [0.5]}, "task.std: 1 values, but task.color=rgb has 3 channel"),
+        ({"color": "rgb", "std": [0.5]}, "task.std: 1 value, but task.color=rgb has 3 channel"),
         ({"std": [0.0]}, "task.std"),
         ({"image_size": [8]}, "task.image_size"),
         ({"image_size": [0, 8]}, "task.image_size.0"),

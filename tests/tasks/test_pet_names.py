@@ -165,7 +165,7 @@ def test_notes_and_unusable_files(path, tmp_path):
     with pytest.raises(DataError, match="type: harness data pet_names"):
         opened(str(tmp_path / "none.txt"))
     (tmp_path / "few.txt").write_text("lucy\nbella\n")
-    with pytest.raises(DataError, match="2 distinct names are too few"):
+    with pytest.raises(DataError, match="too few distinct names for a training and a validation set: 2"):
         opened(str(tmp_path / "few.txt"))
 
 

@@ -70,7 +70,7 @@ def test_vocabulary_is_of_the_training_texts_only(folder):
     assert vocabulary[:3] == ["bad", "good", "film"]  # by frequency, then by the alphabet
     assert "new" not in vocabulary
     assert opened(folder, tokenizer={"max_words": 2}).learned["vocabulary"] == ["bad", "good"]
-    assert task.notes == [f"1 of 6 rows without text in column 'text', the first at {folder}/train.csv:6"]
+    assert task.notes == [f"rows without text in column 'text': 1 of 6, the first at {folder}/train.csv:6"]
     assert len(list((folder / "cache" / "words").glob("*.json"))) == 2
     assert opened(folder).learned == task.learned  # from the cache
 

@@ -188,7 +188,7 @@ def test_epoch_without_an_update_fails(start, settings):
 
 def test_run_without_an_update_warns(start, caplog):
     assert loop.train(start("large gradients", 1, "precision.opt_level=O2", "train.max_steps=2"))
-    assert "none of the 2 steps updated the weights, which are still the initial ones" in caplog.text
+    assert "no step updated the weights (2 skipped), which are still the initial ones" in caplog.text
     assert "has fallen to 256" in caplog.text
 
 
@@ -203,7 +203,7 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
     summary = json.loads((run.folder.path / "summary.json").read_text())
     assert (summary["samples"], summary["samples_skipped"], summary["skipped"]) == (12, 5, 1)
     assert run.throughput() == pytest.approx(12 / run.state.train_s)
-    assert "12 of 12 rows used; 7 of them updated the weights, 5 were in 1 step skipped" in caplog.text
+    assert "12 of 12 rows used; 7 of them updated the weights, and 5 belonged to 1 step skipped" in caplog.text
 
 
 def test_short_run_has_its_rows_and_loss(start):
@@ -225,7 +225,7 @@ def test_progress_says_that_all_steps_were_skipped(start):
 def test_evaluation_without_a_readable_row(start, tmp_path):
     for image in (tmp_path / "eval_images").iterdir():
         image.write_bytes(b"not an image")
-    with pytest.raises(DataError, match="cannot be read, and neither can those of 5 other rows") as caught:
+    with pytest.raises(DataError, match="cannot be read, and no other image was found instead") as caught:
         loop.train(start("", 1, task={"on_bad_image": "skip"}))
     assert "which are damaged or not images" in caught.value.hint
 

@@ -174,7 +174,7 @@ def test_few_unreadable_images_may_be_skipped(folder):
     damaged(folder)
     facts, problems = examine(folder, "task.on_bad_image=skip")
     assert problems == []
-    assert facts["files"].endswith("5 of 6 images decoded (8x8); 1 cannot be decoded and are skipped")
+    assert facts["files"].endswith("5 of 6 images decoded (8x8); skipped 1 image that cannot be decoded")
 
 
 def test_more_memory_than_there_is(folder, monkeypatch):

@@ -71,7 +71,10 @@ def test_last_layer_with_other_outputs_starts_fresh(tmp_path, config):
     facts = weights.load(here, config(weights=tmp_path / "given.pth"))
     assert torch.equal(here[0].weight, there[0].weight)
     assert torch.equal(here[3].weight, before)
-    assert "the last layer (3.weight, 3.bias) is not loaded but newly initialized: 10 outputs in the file, 3 here" in facts["summary"]
+    assert (
+        "the last layer (3.weight, 3.bias) is not loaded but newly initialized: 10 outputs in the file, "
+        "3 here" in facts["summary"]
+    )
 
 
 def test_what_is_missing_or_unexpected(tmp_path, config):
@@ -170,7 +173,10 @@ def test_a_model_of_timm(tmp_path, config):
     torch.save({"state_dict": there.state_dict()}, tmp_path / "given.pth")
     here = model_builder.build("timm:resnet10t", {}, {**known, "num_classes": 3}, example)
     facts = weights.load(here, config(weights=tmp_path / "given.pth", name="timm:resnet10t"))
-    assert "the last layer (fc.weight, fc.bias) is not loaded but newly initialized: 5 outputs in the file, 3 here" in facts["summary"]
+    assert (
+        "the last layer (fc.weight, fc.bias) is not loaded but newly initialized: 5 outputs in the file, "
+        "3 here" in facts["summary"]
+    )
     with pytest.raises(ConfigError, match="did you mean timm:resnet10t"):
         model_builder.build("timm:resnet10", {}, known, example)
 

@@ -158,8 +158,9 @@ class OptimWrapper:
             raise NotImplementedError("A wrapped optimizer takes no closure: compute the loss first, then call step().")
         if self._next_loss < len(self._scalers):
             raise RuntimeError(
-                f"step() was called after {self._next_loss} of {len(self._scalers)} losses. Call scale_loss once per "
-                f"loss, or use handle.wrap_optimizer(optimizer, num_loss={max(1, self._next_loss)})."
+                f"step() was called too early: losses so far: {self._next_loss} of {len(self._scalers)}. Call "
+                "scale_loss once per loss, or use handle.wrap_optimizer(optimizer, "
+                f"num_loss={max(1, self._next_loss)})."
             )
         self._next_loss = 0
         return self._optimizer.step()

@@ -144,7 +144,7 @@ def _optimizer_list(optimizers: Any) -> list[Optimizer]:
 def _describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
-    return f"a {type(value).__name__}"
+    return f"an object of type {type(value).__name__}"
 
 
 def _check_model(model: nn.Module) -> None:

@@ -112,7 +112,8 @@ def _warn_of_grad_scaler(stash: AmpStash) -> None:
             if frame.f_locals["self"].is_enabled():
                 stash.warned.add("scaler")
                 messages.warn_at_script(
-                    "torch.amp.GradScaler and amp.scale_loss both scale this loss, and both unscale and skip. Remove "
+                    "torch.amp.GradScaler and amp.scale_loss both scale this loss, unscale the gradients and skip "
+                    "steps. Remove "
                     "the GradScaler and use:\n"
                     "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
                     "        scaled_loss.backward()\n"

@@ -112,7 +112,7 @@ def _scaler(loss_id: int) -> LossScaler:
     except IndexError:
         count = len(_amp_state.loss_scalers)
         raise IndexError(
-            f"loss_id={loss_id}, but amp was initialized for {count} loss{'es' if count > 1 else ''} (ids 0 to "
+            f"loss_id={loss_id}, but amp was initialized for {count} loss{'es' if count > 1 else ''} (largest loss_id: "
             f"{count - 1}). Use amp.initialize(..., num_losses={loss_id + 1})."
         ) from None
 
@@ -121,8 +121,8 @@ def _stash(optimizer: Optimizer) -> AmpStash:
     stash = getattr(optimizer, "_amp_stash", None)
     if not isinstance(stash, AmpStash):
         raise RuntimeError(
-            f"scale_loss was given a {type(optimizer).__name__} that amp.initialize has not seen. Pass every optimizer "
-            "to amp.initialize, and use the ones it returns."
+            f"scale_loss was given an optimizer ({type(optimizer).__name__}) that amp.initialize has not seen. Pass "
+            "every optimizer to amp.initialize, and use the ones it returns."
         )
     return stash
 

@@ -175,7 +175,7 @@ class LossScaler:
             )
         if self._loss_scale <= self._min and (self._loss_scale != before or self._in_a_row % COMPLAIN_EVERY == 0):
             messages.warn(
-                f"Loss scaler {self.index} is at its floor of {self._min:g} after {self._in_a_row} overflows in a row: "
+                f"Loss scaler {self.index} is at its floor of {self._min:g} (overflows in a row: {self._in_a_row}): "
                 "the scale is not lowered further, and steps are skipped until gradients are finite. Usually the loss "
                 "is inf or NaN (check data and learning rate), or zero_grad() was not called after a skipped step. "
                 f"If the loss is finite but large, use amp.initialize(..., min_loss_scale={self._min / 1024:g}).",

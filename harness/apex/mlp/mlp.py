@@ -31,7 +31,7 @@ def mlp_function(bias: bool | int, activation: str | int, *tensors: Tensor) -> T
     num_layers, rest = divmod(len(parameters), 2 if bias else 1)
     if rest or not num_layers:
         raise ValueError(
-            f"mlp_function was given {len(parameters)} parameters with bias={bool(bias)}; "
+            f"mlp_function was given {len(parameters)} parameter{'s' * (len(parameters) != 1)} with bias={bool(bias)}; "
             "it takes the input, all weights, then as many biases"
         )
     act = _activation(activation)

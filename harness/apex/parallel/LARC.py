@@ -45,7 +45,7 @@ class LARC(OptimizerProxy):
     def __init__(self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"LARC wraps a torch optimizer; got a {type(optimizer).__name__}. Use "
+                f"LARC wraps a torch optimizer; got an object of type {type(optimizer).__name__}. Use "
                 "LARC(torch.optim.SGD(model.parameters(), lr=0.1))."
             )
         # Optimizer.__setstate__ creates the hook registries that Optimizer.__init__ would, and nothing else.

@@ -170,8 +170,8 @@ def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
         raise ValueError(f"num_allreduce_streams={streams} needs delay_allreduce=False. Leave one of the two out.")
     if communicators is not None and [len(part) for part in communicators] != [streams, streams]:
         raise ValueError(
-            f"allreduce_communicators must hold {streams} process groups and {streams} streams "
-            f"(num_allreduce_streams={streams}); got {[len(part) for part in communicators]}. Leave it out to use the "
+            "allreduce_communicators must hold as many process groups, and as many streams, as num_allreduce_streams "
+            f"({streams}); got {[len(part) for part in communicators]}. Leave it out to use the "
             "default process group."
         )
 

@@ -42,10 +42,10 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     most, least = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if most != least:
-        others = f"the ranks have {least[0]} to {most[0]} tensors and {least[1]} to {most[1]} elements"
+        others = f"over all ranks: tensors {least[0]} to {most[0]}, elements {least[1]} to {most[1]}"
         if most[:2] == least[:2]:
-            others = "so do all ranks, but shapes or dtypes differ"
+            others = "the same on all ranks, but shapes or dtypes differ"
         raise RuntimeError(
-            f"The ranks hold different tensors: rank {dist.get_rank()} has {len(tensors)} tensors with {elements} "
-            f"elements; {others}. Build the same model on every rank."
+            f"The ranks hold different tensors. Rank {dist.get_rank()}: tensors {len(tensors)}, elements {elements}; "
+            f"{others}. Build the same model on every rank."
         )

@@ -88,6 +88,6 @@ def _flatten(items: Any) -> Iterator[Tensor]:
             yield from _flatten(item)
     else:
         raise TypeError(
-            f"Reducer takes a module, or tensors in nested iterables; got a {type(items).__name__}. For gradients "
-            "that may be None, pass the module that they belong to."
+            f"Reducer takes a module, or tensors in nested iterables; got an object of type {type(items).__name__}. "
+            "For gradients that may be None, pass the module that they belong to."
         )

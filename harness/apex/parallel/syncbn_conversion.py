@@ -39,7 +39,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     if group_size < 0 or world % group_size:
         allowed = [size for size in range(1, world + 1) if world % size == 0]
         raise ValueError(
-            f"group_size={group_size} does not divide the {world} ranks into equal groups. Use 0 (all ranks "
+            f"group_size={group_size} does not divide the number of ranks ({world}). Use 0 (all ranks "
             f"together) or one of {', '.join(map(str, allowed))}."
         )
     blocks = [list(range(start, start + group_size)) for start in range(0, world, group_size)]
@@ -70,8 +70,9 @@ def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[
         )
     if not type(old).forward.__module__.startswith(("torch.", SyncBatchNorm.__module__)):
         warnings.warn(
-            f"convert_syncbn_model replaces a {type(old).__name__}; its own forward is lost. If it does more than "
-            "batch norm, convert that module's children instead, or derive it from parallel.SyncBatchNorm."
+            f"convert_syncbn_model replaces a module of type {type(old).__name__}; its own forward is lost. If it "
+            "does more than batch norm, convert that module's children instead, or derive it from "
+            "parallel.SyncBatchNorm."
         )
     new = SyncBatchNorm(
         old.num_features,

@@ -186,7 +186,8 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
         if len(columns) == 1 and separator in columns[0]:
             hints = [f"the columns seem to be separated by {plural}: save the file with commas"]
     raise DataError(
-        f"no column {', '.join(map(repr, missing))}; the columns are {', '.join(map(repr, columns))}",
+        f"no column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}; the columns are "
+        f"{', '.join(map(repr, columns))}",
         where=name,
         hint="; ".join(filter(None, hints)),
     )
@@ -263,7 +264,7 @@ def _require_labels(labels: LabelWriter, num_rows: int, name: str, path: Path, k
     more = ", …" if bad.count > len(bad.first) else ""
     means = labels.bad_means.format(column=" or ".join(map(repr, labels.label.columns)))
     raise DataError(
-        f"{bad.count} of {num_rows} rows {means}: {', '.join(places)}{more}",
+        f"rows {means} ({bad.count} of {num_rows}): {', '.join(places)}{more}",
         where=f"{name}:{lines[0]}" if lines else name,
         hint=f"{labels.remedy}; rows are counted from 0",
     )

@@ -93,10 +93,10 @@ def require_root(root: str) -> None:
     not asked."""
     folder = root.removeprefix("file://")
     if folder and not is_url(folder) and not os.path.isdir(folder):
-        found = "is not a folder" if os.path.exists(folder) else "does not exist"
+        found = f"{folder} is not a folder" if os.path.exists(folder) else f"the folder {folder} does not exist"
         meaning = "image paths are relative to task.root, which is itself relative to the working folder"
         hint = f"{did_you_mean(folder, os.path.isdir)} {meaning}".strip()
-        raise DataError(f"the folder {folder} {found}", where="task.root", hint=hint)
+        raise DataError(found, where="task.root", hint=hint)
 
 
 def absent(places: Iterable[str], root: str = "") -> Iterator[DataError]:

@@ -25,7 +25,7 @@ from harness.data.table.cache import CacheEntry
 from harness.data.table.convert import Text, converted, needed_columns, require_columns
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, locate
-from harness.errors import DataError
+from harness.errors import DataError, plural
 
 _FEW_ROWS = 512  # up to here, reading one value after the other is faster than grouping the rows by record batch
 
@@ -192,7 +192,9 @@ class Table:
     def _checked(self, rows: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and rows.view(np.uint64).max() >= self.num_rows:  # as uint64, a negative number is very large
-            raise IndexError(f"rows {rows.min()} to {rows.max()} are out of range for a table of {self.num_rows} rows")
+            raise IndexError(
+                f"rows {rows.min()} to {rows.max()} are out of range for a table of {plural(self.num_rows, 'row')}"
+            )
         return rows
 
 

@@ -101,7 +101,7 @@ def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[st
 def _check(job: Job) -> None:
     refuse(
         job, "dask", min_nodes=_ANY_WORKER, rendezvous=_ANY_WORKER, node_rank=_ANY_WORKER,
-        max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts by itself",
+        max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts the ranks",
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def _reserve(client: Any, job: Job, name: str, deadline: float) -> list[tuple[st
         if found["places"]:
             return list(found["places"])
         if time.monotonic() > deadline:
-            asked = f" that have {settings.resources} each" if settings.resources else ""
+            asked = f" and resources {settings.resources}" if settings.resources else ""
             seen = "".join(f"\n  {line}" for line in found["seen"]) or " none"
             raise LaunchError(
                 f"the run needs {plural(count, 'worker')} with a free thread{asked}, one per rank; seen within "

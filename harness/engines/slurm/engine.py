@@ -155,7 +155,10 @@ class SlurmRun:
         if self._gave_up:
             places = _hosts(nodes)
             where = [f"{rank} (on {places[rank // self._job.settings.nproc]})" for rank in silent] if places else silent
-            lost = f"no exit record of rank {', '.join(map(str, where))}, {_PEERS_S:.0f} s after the first failure"
+            lost = (
+                f"{_PEERS_S:.0f} s after the first failure there was still no exit record of "
+                f"rank{'s' * (len(where) > 1)} {', '.join(map(str, where))}"
+            )
         elif state is not None and state.over and state.name not in ("COMPLETED", "FAILED"):
             lost = lost or f"Slurm ended job {self._number}: {state.name}"
         lost = lost or self._output.killed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from harness.distributed.launch_env import FIXED_MACHINES
 from harness.distributed.network import address_of, interface_towards, interfaces, is_here, is_loopback
 from harness.engines.base import Job
-from harness.errors import LaunchError
+from harness.errors import LaunchError, plural
 
 _LAST_CALL_S = 5  # for more machines to join once there are enough
 _HEARTBEAT_S, _HEARTBEATS = 2, 5  # after ten silent seconds a machine is lost; clocks may differ by less than that
@@ -138,7 +138,8 @@ def check_batch(job: Job, least: int) -> None:
         if batch.global_ % (nodes * unit):
             common = math.lcm(*(count * unit for count in range(least, settings.nnodes + 1)))
             raise LaunchError(
-                f"batch.global={batch.global_} cannot be divided among {nodes} machines of {settings.nproc} ranks",
+                f"batch.global={batch.global_} cannot be divided among {plural(nodes, 'machine')} with "
+                f"{plural(settings.nproc, 'rank')} each",
                 where=job.path,
                 hint=f"for {least} to {settings.nnodes} machines, use a multiple of {common}, or set batch.per_rank",
             )

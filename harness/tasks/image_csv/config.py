@@ -60,7 +60,7 @@ class Task(TableTask):
         channels = _CHANNELS.get(info.data.get("color", ""))
         if values is not None and channels is not None and len(values) != channels:
             raise ValueError(
-                f"{len(values)} values, but task.color={info.data['color']} has {plural(channels, 'channel')}"
+                f"{plural(len(values), 'value')}, but task.color={info.data['color']} has {plural(channels, 'channel')}"
             )
         return values
 

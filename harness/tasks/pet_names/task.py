@@ -29,7 +29,7 @@ def read_names(task: Task) -> PetNames:
     train, validation = split(found)
     if not train or not validation:
         raise DataError(
-            f"{len(set(found))} distinct names are too few for a training and a validation set",
+            f"too few distinct names for a training and a validation set: {len(set(found))}",
             where=task.names,
             hint=hint,
         )

@@ -40,9 +40,7 @@ class TokenizerSection(Section):
     @classmethod
     def _is_known(cls, name: str) -> str:
         if "." not in name and name not in BUILT_IN:
-            raise ValueError(
-                f"there is no tokenizer {name!r}; use words, bytes, or package.module.function of your own"
-            )
+            raise ValueError(f"there is no tokenizer {name!r}; use words, bytes, or your own package.module.function")
         return name
 
     @model_validator(mode="after")

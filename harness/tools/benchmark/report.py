@@ -115,8 +115,8 @@ def page(bench: Bench) -> str:
         f"# Strategies: {bench.config} ({bench.model}, {bench.level})",
         "",
         f"Machine: {machine()}. {plural(bench.threads, 'thread')} per process. Each case ran in fresh processes, in "
-        f"{plural(rounds, 'round')} over all cases. Each time is the 10th percentile of {bench.steps} steps, on "
-        "the slowest rank, in the best round. Reading data is not measured.",
+        f"{plural(rounds, 'round')} over all cases. Each time is the 10th percentile of "
+        f"{plural(bench.steps, 'step')}, on the slowest rank, in the best round. Reading data is not measured.",
         *_warning(bench),
         "",
         "## Training",
@@ -225,4 +225,4 @@ def machine() -> str:
         if info.exists() else []  # fmt: skip
     cpu = names[0] if names else platform.processor() or platform.machine()
     cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ", ".join([*cards, cpu, f"{os.cpu_count()} cores", f"torch {torch.__version__}"])
+    return ", ".join([*cards, cpu, plural(os.cpu_count() or 1, "core"), f"torch {torch.__version__}"])

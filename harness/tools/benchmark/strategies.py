@@ -64,7 +64,7 @@ def strategies(
             figures = run(case, path, overrides, steps, threads)
             measured[case].append(figures)
             log.info(
-                "round %d of %d: %-16s x%d, %d rows, communication %s: %7.2f ms per step, %6.2f ms forward (%.0f s)",
+                "round %d of %d: %-16s x%d, rows %d, communication %s: %7.2f ms per step, %6.2f ms forward (%.0f s)",
                 number + 1, rounds, case.name, case.num_processes, case.rows, case.communication,
                 figures["train_s"] * 1e3, figures["forward_s"] * 1e3, time.perf_counter() - start,
             )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness.errors import plural
 from harness.runs.reader import Record
 from harness.tools.compare.comparison import Comparison
 from harness.tools.compare.equality import Equality, LogComparison
@@ -119,7 +120,7 @@ def _log(log: LogComparison) -> Iterator[str]:
     if not log.compared:
         yield f"not compared: no entries for the same steps ({log.lines[0]} and {log.lines[1]} entries)"
         return
-    yield f"{log.equal} of {log.compared} entries for the same steps are equal, times excluded"
+    yield f"equal entries for the same steps, times excluded: {log.equal} of {log.compared}"
     alone = [f"{label} has {lines - log.compared} more" for label, lines in zip("AB", log.lines, strict=True)
              if lines > log.compared]  # fmt: skip
     if alone:
@@ -216,7 +217,7 @@ def _predictions(found: PairedPredictions | None, why: str) -> Iterator[str]:
         return
     low, high = found.interval
     yield (
-        f"  predictions of the best weights, {found.rows} rows: {found.both} correct in both, "
+        f"  predictions of the best weights, {plural(found.rows, 'row')}: {found.both} correct in both, "
         f"{found.only_one} only in A, {found.only_other} only in B, {found.neither} in neither"
     )
     chance = ": these rows do not show a difference" if found.p >= 1 - LEVEL else ""
@@ -241,7 +242,7 @@ def _throughput(one: Throughput, other: Throughput) -> Iterator[str]:
 
 
 def _group_results(found: Comparison) -> Iterator[str]:
-    yield f"Results over {len(found.one.runs)} and {len(found.other.runs)} seeds: mean ± standard error"
+    yield f"Results over seeds (A: {len(found.one.runs)}, B: {len(found.other.runs)}): mean ± standard error"
     if not found.spreads["final"]:
         yield "  nothing to compare: no metric is in all of the runs"
     for title, spreads in found.spreads.items():

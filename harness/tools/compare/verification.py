@@ -95,7 +95,9 @@ def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Pat
         if not num_kills:
             _print("not tested: the run ended before the first kill; train longer with --steps N")
             return False
-        compared = f"{len(done.checkpoints)} checkpoints, {done.lines} log lines, summary, best weights"
+        compared = (
+            f"{plural(len(done.checkpoints), 'checkpoint')}, {plural(done.lines, 'log line')}, summary, best weights"
+        )
         compared += ", predictions" if done.predicts else ""
         times = f"{plural(num_kills, 'time')}"
         _print(f"exact: killed {times}, the run equals the uninterrupted one bit for bit ({compared})")

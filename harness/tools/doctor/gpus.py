@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from harness.errors import plural
 from harness.tools.doctor.findings import Finding, System
 
 GIB = 2**30
@@ -105,7 +106,7 @@ def _settings(system: System) -> Iterator[Finding]:
         text = f"nvidia-smi: GPU {index}, clock {clock} of {max_clock} MHz, ECC {ecc}, persistence mode {persistence}"
         if errors.isdigit() and int(errors):
             fix = (f"nvidia-smi -i {index} -q -d ECC,ROW_REMAPPER; restart the machine, or have the GPU replaced",)
-            yield Finding("cuda", "problem", f"{text}; {errors} uncorrected memory errors", fix)
+            yield Finding("cuda", "problem", f"{text}; {plural(int(errors), 'uncorrected memory error')}", fix)
         elif mode == "Prohibited":
             text += "; its compute mode allows no process"
             yield Finding("cuda", "problem", text, (f"sudo nvidia-smi -i {index} -c DEFAULT",))
@@ -124,9 +125,9 @@ def _peers(torch_cuda: Any, count: int) -> Finding:
     pairs = [(first, second) for first in range(count) for second in range(first + 1, count)]
     without = [f"{a}-{b}" for a, b in pairs if not torch_cuda.can_device_access_peer(a, b)]
     if not without:
-        return Finding("cuda", "ok", f"peer access between all {count} devices")
+        return Finding("cuda", "ok", f"peer access between all devices ({count})")
     shown = ", ".join(without[:6]) + (", ..." if len(without) > 6 else "")
-    text = f"no peer access between {shown}: gradients are exchanged through the host's memory, which is slower"
+    text = f"GPU pairs without peer access: {shown}; they exchange gradients through the host's memory, which is slower"
     return Finding("cuda", "note", text, ("nvidia-smi topo -m  # how are they connected?",))
 
 

@@ -21,8 +21,8 @@ def cpu(system: System) -> Iterator[Finding]:
     present = os.cpu_count() or 1
     usable, quota = usable_cores(system.root), cpu_quota(system.root)
     threads = torch.get_num_threads()
-    text = f"{usable} of {present} cores are usable"
-    text += f" (the cgroup limits CPU use to {quota:g} cores)" if quota and quota < present else ""
+    text = f"usable cores: {usable} of {present}"
+    text += f" (the cgroup limits CPU use to {quota:g} of them)" if quota and quota < present else ""
     text += f"; torch uses {plural(threads, 'thread')}"
     if threads > usable:
         yield Finding("cpu", "note", f"{text}, which will compete for them", (f"export OMP_NUM_THREADS={usable}",))
@@ -56,8 +56,8 @@ def shared_memory(system: System) -> Iterator[Finding]:
     # Each worker of each rank keeps two batches ready (harness.data.loader_workers.PREFETCH).
     image_batches = usage.free // (64 * 224 * 224 * 3)
     text = (
-        f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free: space for {image_batches} batches "
-        "of 64 images of 224 x 224 (each loader worker of each rank keeps 2)"
+        f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free: space for "
+        f"{plural(image_batches, 'batch')} of 64 images of 224 x 224 (each loader worker of each rank keeps 2)"
     )
     plan = "harness check -c CONFIG --world RANKS  # what a run needs"
     more = ("docker run --shm-size=8g …; in Kubernetes, an emptyDir with medium: Memory at /dev/shm", without)
@@ -102,7 +102,9 @@ def folder(system: System) -> Iterator[Finding]:
     text = f"{where} is writable and has {free / GIB:.1f} GiB free"
     if free < 5 * GIB:
         short = free < 200 * MIB
-        text += f": space for {'no' if short else 'few'} checkpoints of a large model"
+        text += (
+            f", {'not enough for one checkpoint' if short else 'enough for only a few checkpoints'} of a large model"
+        )
         remedies = (elsewhere, "checkpoint.keep=1")
         yield Finding("folder", "problem" if short else "note", text, remedies)
     else:

@@ -31,7 +31,7 @@ class SlowCause:
 CAUSES = (
     SlowCause(
         "other load", 0.2, shares.other_load,
-        lambda f: f"competes with other programs, which keep {f.others:.1f} of {f.cores} cores busy",
+        lambda f: f"competes with other programs, which keep {f.others:.1f} of {plural(f.cores, 'core')} busy",
         lambda f: Change("Stop them, or train on another machine"),
     ),
     SlowCause(
@@ -118,7 +118,8 @@ CAUSES = (
     ),
     SlowCause(
         "frequent checkpoints", 0.15, shares.saving(False),
-        lambda f: f"writes {shares.num_saves(f)} checkpoints in {f.steps} steps", changes.saving_change,
+        lambda f: f"writes {plural(shares.num_saves(f), 'checkpoint')} in {plural(f.steps, 'step')}",
+        changes.saving_change,
     ),
     SlowCause(
         "slow checkpoints", 0.15, shares.saving(True),

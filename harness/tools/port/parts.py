@@ -208,7 +208,7 @@ def _larc(context: Context, node: ast.expr, path: str, call: ast.Call | None) ->
     ):
         context.edits.replace(node, "LARC")
     context.snippets.add("LARC")
-    context.note(node, SAME, "LARC", "torch has no LARC: the patch adds a class of 25 lines")
+    context.note(node, SAME, "LARC", "torch has no LARC: the patch adds one (25 lines)")
     return True
 
 
@@ -289,7 +289,7 @@ def _casting(context: Context, node: ast.expr, path: str, call: ast.Call | None)
     dtype = "torch.float16" if "half" in name else "torch.bfloat16" if "bfloat16" in name else "torch.float32"
     context.imports.add("functools")
     context.snippets.add("cast_inputs")
-    context.note(node, SAME, f"amp.{name}", "torch has no such decorator: the patch adds one of 15 lines")
+    context.note(node, SAME, f"amp.{name}", "torch has no such decorator: the patch adds one (15 lines)")
     if not name.startswith("register"):
         context.edits.replace(node, f"cast_inputs({dtype})")
         return True

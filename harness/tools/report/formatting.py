@@ -65,7 +65,7 @@ def duration(seconds: float | None) -> str:
 
 def ranks(numbers: str) -> str:
     """ "1 rank", "1, then 2 ranks"."""
-    return f"{numbers} rank{'' if numbers == '1' else 's'}"
+    return f"{numbers} rank{'' if numbers.split()[-1] == '1' else 's'}"
 
 
 def metric(name: str | None) -> str:

@@ -64,7 +64,7 @@
         type: "scatter", mode: marked ? "lines+markers" : "lines", x, y, name: line.label,
         line: { color: ink, dash: line.dash, width: report.lines.length > 8 ? 1.6 : 2.2, shape: chart.shape ?? "linear" },
         marker: { symbol: line.symbol, size: y.length > 1 ? 5.5 : 11 },  // a single point needs a larger marker
-        hovertemplate: `${line.shown}<br>%{x:,.4~g} ${AXES[axis]}: <b>%{y:.5~g}</b><extra></extra>`,
+        hovertemplate: `${line.shown}<br>${AXES[axis]}: %{x:,.4~g}<br><b>%{y:.5~g}</b><extra></extra>`,
       });
     });
     const powers = chart.powers ? { type: "log", tickvals: chart.powers, ticktext: chart.powers.map((n) => n.toLocaleString("en")) } : {};

@@ -93,7 +93,7 @@ def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries])
 def _headline(runs: RunSet) -> str:
     text = f"{plural(len(runs.runs), 'run')}: {tables.states(runs.runs)}."
     if runs.best is None:
-        return text + (" It has" if len(runs.runs) == 1 else " None of them has") + " an evaluation yet."
+        return text + (" It has no" if len(runs.runs) == 1 else " None of them has an") + " evaluation yet."
     better = "higher" if runs.direction == "max" else "lower"
     return f"{text} Ranked by validation {formatting.metric(runs.metric)}; {better} is better."
 

@@ -71,8 +71,8 @@ def caveats(run: ReportedRun) -> list[str]:
             for (_, before), (step, after) in pairwise(lengths):
                 change = f"from {formatting.setting(before)} to {formatting.setting(after)} at step {step}"
                 found.append(
-                    f"{key} changed {change}, and the {schedule} schedule spans the whole run: these commands, "
-                    "which use the last value from the start, give different learning rates."
+                    f"{key} changed {change}, and the {schedule} schedule spans the whole run: these commands "
+                    "use the last value for the whole run, so they give different learning rates."
                 )
     on_gpu = set(devices(run.record)) != {"cpu"}
     if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):
@@ -102,7 +102,7 @@ def _facts(start: dict[str, Any]) -> dict[str, str]:
         "harness": _harness(start),
         **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
         "machine": machine(start.get("ranks")),
-        "launched by": str(start.get("launched_by", formatting.NOTHING)),
+        "launch": str(start.get("launched_by", formatting.NOTHING)),
         "amp": str(start.get("amp", formatting.NOTHING)),
         "Python": str(start.get("python", formatting.NOTHING)),
         "CUDA": str(start.get("cuda") or "none"),

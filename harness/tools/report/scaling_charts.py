@@ -151,5 +151,5 @@ def _line(each: ScalingSeries, key: str, place: int) -> Trace:
         "type": "scatter", "mode": "lines+markers", "x": [point.world for point in known],
         "y": [_measure(point, key) for point in known], "name": plain(each.label),
         "line": {"color": f"@c{place % NUM_COLORS}", "width": 2},
-        "marker": {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 9}, "hovertemplate": f"%{{x}} ranks: {digits}",
+        "marker": {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 9}, "hovertemplate": f"ranks: %{{x}}<br>{digits}",
     }  # fmt: skip

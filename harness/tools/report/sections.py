@@ -114,7 +114,7 @@ def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
     if not hidden or not lines:
         return ""
     others = f"{plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
-    return f"Only the best {len(lines)} lines are drawn; {others} in the table of all runs."
+    return f"Drawn: only the best {plural(len(lines), 'line')}; {others} in the table of all runs."
 
 
 def _time_to_target(
@@ -155,7 +155,7 @@ def _speed_up(scaling: Sequence[ScalingSeries], left_out: list[str]) -> ReportSe
         shown = ", ".join(uneven[:6]) + (f" and {len(uneven) - 6} more" if len(uneven) > 6 else "")
         notes.append(
             f"The pace of {shown} was uneven (the fastest tenth was more than {MAX_BURST:g} times as fast as the "
-            "mean), perhaps because the machine was busy. Their speed-ups are approximate."
+            "mean), perhaps because the machine was busy. The affected speed-ups are approximate."
         )
     header, rows = tables.scaling_rows(scaling)
     return ReportSection("speed", "Speed-up", figures, notes, header, rows, "Compared runs")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.schema import Config
+from harness.errors import plural
 from harness.tools.sweep.space import Settings, identity
 from harness.training.optim import scaled_lr
 
@@ -72,7 +73,7 @@ def _world_sizes(
         return
     batches = {world: sorted({t.global_batch for t in trials if t.world == world}) for world in worlds}
     if len({tuple(sizes) for sizes in batches.values()}) > 1:
-        seen = "; ".join(f"{world} ranks: {_listed(sizes)}" for world, sizes in batches.items())
+        seen = "; ".join(f"{plural(world, 'rank')}: {_listed(sizes)}" for world, sizes in batches.items())
         yield Confounder(
             True,
             f"world sizes have different global batches ({seen})",

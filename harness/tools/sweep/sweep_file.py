@@ -135,7 +135,9 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
             yield Conflict((*place, "sampler"), "a grid needs single values", "write [0.01, 0.1], or sampler: tpe")
         if isinstance(axis, Range):
             if axis.low >= axis.high:
-                yield Conflict(place, f"low {axis.low} is not below high {axis.high}", "lower low, or raise high")
+                yield Conflict(
+                    place, f"low {axis.low} is not below high {axis.high}", "use a smaller low, or a larger high"
+                )
             if axis.log and axis.low <= 0:
                 yield Conflict(place, f"log: true needs low > 0 (found: {axis.low})", "use log: false, or a larger low")
             if axis.log and axis.step:

@@ -137,7 +137,14 @@ def test_vocabulary(opened, labels, vocabulary):
 
 @pytest.mark.parametrize(
     ("labels", "note"),
-    [("1\n2\n1.5\n", "numbers but not all integers.*'1.5' in row 2"), ("1\n2\ncat\n", r"a mix of integers \(2\) and other values \(1, such as 'cat' in row 2\)")],
+    [
+        ("1\n2\n1.5\n", "numbers but not all integers.*'1.5' in row 2"),
+        (
+            "1\n2\ncat\n",
+            r"a mix of integers \(2\) "
+            r"and other values \(1, such as 'cat' in row 2\)",
+        ),
+    ],
 )
 def test_doubtful_labels_are_noted(opened, labels, note):
     table = opened(b"label\n" + labels.encode(), label="label")

@@ -213,7 +213,8 @@ def install(tmp_path, monkeypatch):
         (BROKEN | metadata("3.0", "requests"), "note", ["not NVIDIA's Apex but another package (3.0"],
          "python -m pip uninstall apex"),
         (PARTS | AMP | metadata("0.1") | {"amp_C.py": "raise ImportError"}, "ok",
-         ["NVIDIA's Apex 0.1, in ", "has amp, parallel, optimizers, multi_tensor_apply, contrib; extensions: amp_C"], None),
+         ["NVIDIA's Apex 0.1, in ", "has amp, parallel, optimizers, multi_tensor_apply, contrib; extensions: "
+                                    "amp_C"], None),
         (PARTS, "note", ["of unknown version", "extensions: none; without amp and parallel, which NVIDIA removed"],
          "python -m harness.apex SCRIPT"),
         (PARTS | AMP | ROCM | metadata("1.9"), "ok", ["ROCm's Apex 1.9, in "], None),
@@ -399,13 +400,13 @@ def test_cpu_limits(monkeypatch, tmp_path):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     assert only(limits.cpu, System(root=tmp_path)) == Finding(
-        "cpu", "ok", "16 of 64 cores are usable; torch uses 16 threads"
+        "cpu", "ok", "usable cores: 16 of 64; torch uses 16 threads"
     )
     system = write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"})
     assert only(limits.cpu, system) == Finding(
         "cpu",
         "note",
-        "3 of 64 cores are usable (the cgroup limits CPU use to 2.5 cores); "
+        "usable cores: 3 of 64 (the cgroup limits CPU use to 2.5 of them); "
         "torch uses 16 threads, which will compete for them",
         ("export OMP_NUM_THREADS=3",),
     )
@@ -592,4 +593,6 @@ def test_launch():
     assert "unset the variables" in half.remedies[0]
     whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     finding = only(network.launch, System(whole))
-    assert finding == Finding("launch", "ok", "rank 1 of 2 (according to RANK and WORLD_SIZE), rendezvous at 10.0.0.1:29500")
+    assert finding == Finding(
+        "launch", "ok", "rank 1 of 2 (according to RANK and WORLD_SIZE), rendezvous at 10.0.0.1:29500"
+    )

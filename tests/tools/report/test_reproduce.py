@@ -116,7 +116,7 @@ def test_caveat_of_a_length_that_changed_at_a_resume(place):
 
     text = caveats("cosine")
     assert "train.epochs changed from 8 to 12 at step 9, and the cosine schedule spans the whole run: these" in text
-    assert "which use the last value from the start, give different learning rates." in text
+    assert "use the last value for the whole run, so they give different learning rates." in text
     assert "train.epochs" not in caveats("constant"), "which does not depend on the length"
 
 
