@@ -171,4 +171,4 @@ def test_wrong_interface_is_explained(tmp_path, stripes, machines):
     assert [here.wait(START_S), there.wait(START_S)] == [2, 2]
     assert "interface lo (127.0.0.1) cannot reach other machines" in here.run.text()
     assert "this machine has no network interface eth7 with an IPv4 address" in there.run.text()
-    assert f"interfaces of this machine: lo (127.0.0.1), eth0 ({ADDRESSES[1]})" in there.run.text()
+    assert f"set launch.interface to one of: lo (127.0.0.1), eth0 ({ADDRESSES[1]})" in there.run.text()
