@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.end_to_end.processes import python
 
 # Runs chains of the campaign, each in a process of its own, with a defect planted into the harness. Forked ranks
@@ -13,6 +14,7 @@ from tests.end_to_end.processes import python
 PROGRAM = """
 import dataclasses, json, os, sys, time
 from pathlib import Path
+sys.path.insert(0, sys.argv[2])
 from benchmarks.campaign import __main__ as campaign, chain, job, plan
 campaign.preload()
 from harness.distributed.stop import Stop
@@ -77,7 +79,7 @@ for index, (plant, signal, place, traits) in enumerate(CASES):
 @pytest.mark.slow
 def test_campaign_finds_planted_defects(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    assert python([tmp_path / "program.py", tmp_path], terminal := tmp_path / "terminal.txt") == 0
+    assert python([tmp_path / "program.py", tmp_path, ROOT], terminal := tmp_path / "terminal.txt") == 0
     results = [json.loads(line) for line in terminal.read_text().splitlines() if line.startswith("{")]
     found = [(result["plant"], sorted({problem["kind"] for problem in result["problems"]})) for result in results]
     assert found == [
