@@ -50,7 +50,7 @@ def first_line(error: BaseException, otherwise: str | None = None) -> str:
 
 def plural(amount: int, noun: str) -> str:
     """ "1 rank", "2 ranks", "2 processes", "2 batches"."""
-    return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+    return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith(('s', 'tch')) else 's'}"
 
 
 _REMEDIES = {

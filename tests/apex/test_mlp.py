@@ -90,7 +90,7 @@ def test_names_and_shapes():
         ),
         (lambda: MLP([5]), ValueError, "needs at least two sizes"),
         (lambda: FusedDenseGeluDense(2, 3, 4, bias=False), ValueError, r"nn\.GELU"),
-        (lambda: mlp_function(True, 1, torch.ones(1, 2), torch.ones(2, 2)), ValueError, "given 1 parameters"),
+        (lambda: mlp_function(True, 1, torch.ones(1, 2), torch.ones(2, 2)), ValueError, "given 1 parameter with"),
         (lambda: mlp_function(True, 1, torch.ones(1, 2)), ValueError, "given 0 parameters"),
         (lambda: mlp_function(False, 3, torch.ones(1, 2), torch.ones(2, 2)), ValueError, "activation=3"),
         (lambda: mlp_function(False, -1, torch.ones(1, 2), torch.ones(2, 2)), ValueError, "activation=-1"),

@@ -175,7 +175,7 @@ BRIDGES = {
         assert x.masked_scatter_(mask, torch.ones(1)).tolist() == [1, 0]
         assert x.masked_scatter(mask, torch.ones(1)).tolist() == [1, 0] == torch.masked_scatter(x, mask, x).tolist()
     """,
-    "subtraction of a bool tensor (1 - mask)": """
+    "subtraction of a bool tensor": """
         import torch
         x = 1 - (torch.arange(2) > 0)
         assert (x.tolist(), x.dtype) == ([1, 0], torch.uint8) and (1 - torch.ones(1)).item() == 0

@@ -155,7 +155,7 @@ def test_clipping_as_in_bert_scripts():
 def test_wrong_arguments_are_explained():
     with pytest.raises(RuntimeError, match=r"multi_tensor_scale takes 2 list\(s\).*got lists of lengths \[1\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)]], 1.0)
-    with pytest.raises(RuntimeError, match=r"length \[1, 0\]"):
+    with pytest.raises(RuntimeError, match=r"lengths \[1, 0\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)], []], 1.0)
     with pytest.raises(RuntimeError, match=r"multi_tensor_sgd takes 3 or 4 list\(s\).*got 2"):
         multi_tensor_applier(amp_C.multi_tensor_sgd, flag(), [[], []], 0, 0, 0, 0.1, False, True, False, 1.0)

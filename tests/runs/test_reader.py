@@ -79,18 +79,18 @@ def test_a_last_line_without_newline_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "left", "problem"),
     [
-        (b"\0\0\0\n", 2, "1 of 3 lines"),
-        (b"[1, 2]\n", 2, "1 of 3 lines"),
+        (b"\0\0\0\n", 2, "left out: 1 of 3"),
+        (b"[1, 2]\n", 2, "left out: 1 of 3"),
         (b'{"split": "train", "loss": "high"}\n', 3, "'loss' has values of several types"),
         (b'{"split": 7, "loss": 1.0}\n', 3, "'split' has values of several types"),
         (b'{"split": "eval", "top1": {"a": 1}}\n', 3, "'top1' has values of several types"),
-        (b'{"split": "train", "step": 1.5}\n{"a": 1}{\n', 3, "1 of 4 lines"),
+        (b'{"split": "train", "step": 1.5}\n{"a": 1}{\n', 3, "left out: 1 of 4"),
         (b'{"loss": 1, "loss": 2}\n', 3, None),
         (b'{"split": "train", "loss": NaN}\n', 3, None),
         (b"\n\n", 2, None),
-        (b"\xff\xfe\n", 2, "1 of 3 lines"),
-        (b'{"event": "\\ud800"}\n', 2, "1 of 3 lines"),
-        (b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"\n", 2, "1 of 3 lines"),
+        (b"\xff\xfe\n", 2, "left out: 1 of 3"),
+        (b'{"event": "\\ud800"}\n', 2, "left out: 1 of 3"),
+        (b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"\n", 2, "left out: 1 of 3"),
     ],
 )
 def test_damaged_lines_are_left_out_and_reported(tmp_path, damage, left, problem):
@@ -113,7 +113,7 @@ def test_a_first_line_that_is_no_object(tmp_path):
     (run / "metrics.jsonl").write_bytes(b"null\n[1]\n" + (run / "metrics.jsonl").read_bytes())
     record = reader.read(run)
     assert len(record.metrics()) == 2
-    assert "2 of 4 lines" in record.problems[0]
+    assert "left out: 2 of 4" in record.problems[0]
 
 
 def test_states(tmp_path):
@@ -141,7 +141,7 @@ def test_missing_and_broken_files(tmp_path):
     problems = "; ".join(record.problems)
     for part in (
         "config.yaml cannot be read",
-        "summary.json contains a list",
+        "summary.json contains type list where dict was expected",
         "failure.json cannot",
         "metrics.jsonl is mis",
     ):

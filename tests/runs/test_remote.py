@@ -386,5 +386,5 @@ def test_results_are_read_from_the_url(config, bucket, monkeypatch, tmp_path):
     assert local_copy(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match="this is not a run"):
         local_copy(f"{URL}/letters")
-    with pytest.raises(ConfigError, match="results are not written into a run at a URL"):
+    with pytest.raises(ConfigError, match="results cannot be written to a run at a URL"):
         require_out(f"{URL}/digits", None, "report.html")

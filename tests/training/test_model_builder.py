@@ -169,7 +169,7 @@ def test_first_weights_depend_on_the_seed_alone():
         ),
         ("torch.nn.Flatten", {}, "returns (2, 64) for 2 rows, not 4 outputs for each"),
         ("small_cnn", {"num_classes": 3}, "returns (2, 3) for 2 rows"),
-        ("tests.training.test_model_builder.Dictionary", {}, "returns dict for 2 rows"),
+        ("tests.training.test_model_builder.Dictionary", {}, "returns an object of type dict for 2 rows"),
     ],
 )
 def test_model_that_cannot_be_built(name, args, message):

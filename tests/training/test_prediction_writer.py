@@ -178,7 +178,7 @@ def test_stop_writes_nothing(folder):
 
 
 def test_unreadable_rows_only_is_an_error(folder):
-    with pytest.raises(DataError, match="none of the first 100 rows"):
+    with pytest.raises(DataError, match="none of the rows could be read .tried: 100"):
         write(folder, "out.csv", Rows(100, frozenset(range(100))))
     assert not (folder / "out.csv").exists()
 

@@ -122,7 +122,7 @@ def no_outputs(self, outputs):
         (None, ("model.name=tests.training.test_preflight.Pair", "train.deterministic=false"),
          TrainingError, "loss() of the task fails on the training data: TypeError: "),
         (("loss", lambda self, outputs, targets: outputs.sum(1)), ("train.deterministic=false",), TrainingError,
-         "task: loss() of the task returned (4,) instead of one number"),
+         "task: loss() of the task returned a value of shape (4,) instead of one number"),
         (("loss", lambda self, outputs, targets: outputs.sum() / 0), (), TrainingError, "with the initial weights"),
         (("evaluate", lambda self, outputs, targets: {"loss": (nn.functional.nll_loss(outputs, targets + 3), 1)}), (),
          TrainingError, "evaluate() of the task fails on the validation data: IndexError: Target "),
@@ -238,7 +238,7 @@ def test_too_few_rows(folder):
     _, problems = examine(folder, "batch.global=48", world=24)
     assert "only 20 training rows for 24 ranks" in str(problems[0])
     _, problems = examine(folder, "batch.global=32", "data.tail=drop")
-    assert "do not fill one global batch of 32" in str(problems[0])
+    assert "cannot fill one global batch of 32" in str(problems[0])
     facts, problems = examine(folder, "batch.global=4096", "batch.accumulate=2", "data.num_workers=1", world=2)
     assert problems == []
     assert facts["warning"].startswith("the global batch of 4096 is larger than the training data: each epoch is one")

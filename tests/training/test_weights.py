@@ -100,7 +100,7 @@ def test_what_is_missing_or_unexpected(tmp_path, config):
             "none of this model's weights: it has head.w",
         ),
         (lambda state: {"epoch": 3}, "no tensors; its keys are epoch"),
-        (lambda state: [1, 2], "it holds a list, not a dictionary of weights"),
+        (lambda state: [1, 2], "it holds an object of type list, not a dictionary of weights"),
         (lambda state: {"model": Path("x")}, "it is damaged, or holds more than tensors and plain data"),
     ],
     ids=["other shape", "nan", "other model", "no tensors", "list", "code"],

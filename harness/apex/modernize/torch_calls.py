@@ -200,7 +200,7 @@ CALLS = [
         "torch:Tensor",
         "__rsub__",
         "torch 1.2",
-        "subtraction of a bool tensor (1 - mask)",
+        "subtraction of a bool tensor",
         "Subtraction, the `-` operator, with a bool tensor is not supported",
         _retried(RuntimeError, "with a bool tensor is not supported", _subtracted),
     ),

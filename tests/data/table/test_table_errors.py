@@ -153,7 +153,7 @@ def test_unusable_content(refused, content, message, line, hint):
 
 def test_missing_columns(refused, tmp_path):
     message, _, hint = refused(b"path,Label,caption\na,1,x\n", text=["path", "captoin"])
-    assert message == "no column 'captoin', 'label'; the columns are 'path', 'Label', 'caption'"
+    assert message == "no columns 'captoin', 'label'; the columns are 'path', 'Label', 'caption'"
     assert hint == "did you mean 'caption'?; did you mean 'Label'?"
     label = LabelColumns("class", ("label",), setting="task.label_column")
     for header, expected in (

@@ -58,7 +58,7 @@ def test_documented_commands(place, block, capsys):
             compared += 1
     assert compared
     if "seeds" in out:
-        assert "over 3 and 3 seeds" in out
+        assert "over seeds (A: 3, B: 3)" in out
         assert re.search(r"top1 +[\d.]+ ± [\d.]+ +[\d.]+ ± [\d.]+", out)
 
 

@@ -35,7 +35,7 @@ REFUSED, NOTED = True, False
 @pytest.mark.parametrize(
     ("space", "fixed", "verdict", "message"),
     [
-        (GRID, PER_RANK, REFUSED, "different global batches (1 ranks: 4; 2 ranks: 8)"),
+        (GRID, PER_RANK, REFUSED, "different global batches (1 rank: 4; 2 ranks: 8)"),
         ([{"launch.nproc": 1, "batch.global": 8, "data.shard": "global"},
           {"launch.nproc": 2, "batch.global": 16, "data.shard": "global"}], {}, REFUSED, "different global batches"),
         ({"launch.nproc": [1, 2]}, {}, REFUSED, "data.shard=contiguous"),

@@ -129,7 +129,7 @@ def test_batch_that_ranks_cannot_share_and_machine_that_is_too_small(tmp_path):
 def test_incomparable_trials_are_refused_with_a_remedy(tmp_path):
     content = {"space": {"launch.nproc": [1, 2]}, "set_": {"batch.global": None, "batch.per_rank": 2}}
     message = not_planned(tmp_path, **content)
-    assert "world sizes have different global batches (1 ranks: 2; 2 ranks: 4)" in message
+    assert "world sizes have different global batches (1 rank: 2; 2 ranks: 4)" in message
     assert "set: {data.shard: global}" in message
     assert "comparable: false" in message
     write_sweep(tmp_path, **content, comparable=False)
