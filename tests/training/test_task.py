@@ -19,7 +19,9 @@ def test_missing_members_are_named():
          "report"), 1)  # fmt: skip
     require_members(SimpleNamespace(**complete), "mine")
     del complete["loss"], complete["notes"]
-    with pytest.raises(ConfigError, match="Task.open of mine returns an object of type SimpleNamespace without notes, loss"):
+    with pytest.raises(
+        ConfigError, match="Task.open of mine returns an object of type SimpleNamespace without notes, loss"
+    ):
         require_members(SimpleNamespace(**complete), "mine")
 
 

@@ -329,7 +329,9 @@ def test_settings_of_a_gpu(gpus_of, tmp_path, line, mark, words):
     assert mark in ("ok", None) or findings[-1].remedies
 
 
-@pytest.mark.parametrize(("access", "mark", "words"), [(True, "ok", "all devices (3)"), (False, "note", "0-1, 0-2, 1-2;")])
+@pytest.mark.parametrize(
+    ("access", "mark", "words"), [(True, "ok", "all devices (3)"), (False, "note", "0-1, 0-2, 1-2;")]
+)
 def test_peer_access(gpus_of, monkeypatch, tmp_path, access, mark, words):
     gpus_of((9, 0), (9, 0), (9, 0))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: access)
