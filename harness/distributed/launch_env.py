@@ -30,7 +30,7 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    by: str = "one process"
+    by: str = "none (one process)"
     elastic: bool = False  # torch's launcher, which ends all ranks of a node once one has ended
     supervised: bool = False  # started by a launcher that this process must not outlive
     restart: int = 0

@@ -74,7 +74,7 @@ def test_torch_launch_killed_rank_then_sigint_then_finished(tmp_path, data):
     assert failure["step"] >= 2
 
     with started(command, tmp_path / "interrupted.txt") as run:
-        wait_until(lambda: "launch: " in run.text(), START_S, "the second start")
+        wait_until(lambda: "launcher: " in run.text(), START_S, "the second start")
         wait_for_steps(folder, 2)
         run.signal(signal.SIGINT)
         assert run.wait(END_S) != 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
-from harness.distributed.launch_env import detect
+from harness.distributed.launch_env import Launch, detect
 from harness.distributed.network import address_of, interface_towards
 from harness.errors import LaunchError
 from harness.tools.doctor.findings import Finding, System
@@ -85,7 +85,7 @@ def launch(system: System) -> Iterator[Finding]:
     except LaunchError as error:
         yield Finding("launch", "problem", error.message, (error.hint,) if error.hint else ())
         return
-    if found.by == "one process":
+    if found.by == Launch.by:
         yield Finding("launch", "ok", "no launcher variables: one process")
     else:
         where = f"{found.master_addr}:{found.master_port}"

@@ -102,7 +102,7 @@ def _facts(start: dict[str, Any]) -> dict[str, str]:
         "harness": _harness(start),
         **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
         "machine": machine(start.get("ranks")),
-        "launch": str(start.get("launched_by", formatting.NOTHING)),
+        "launcher": str(start.get("launched_by", formatting.NOTHING)),
         "amp": str(start.get("amp", formatting.NOTHING)),
         "Python": str(start.get("python", formatting.NOTHING)),
         "CUDA": str(start.get("cuda") or "none"),
