@@ -4,7 +4,7 @@
 
 The JPEGs are made: noise whose amplitude falls with the frequency as in photographs, so that files have a
 photograph's size. Each contender has a process of its own with one thread and no loader processes; they take turns as
-in benchmarks/peers.py, and the time is that on a core. nvJPEG takes part on a machine with a GPU, timm where it is
+in benchmarks/turns.py, and the time is that on a core. nvJPEG takes part on a machine with a GPU, timm where it is
 installed.
 """
 
@@ -32,7 +32,7 @@ from torchvision.io import ImageReadMode, decode_image, decode_jpeg, read_file
 from torchvision.transforms import v2
 
 from benchmarks import machine
-from benchmarks.peers import AGAIN, Case, Result, Steps, measure
+from benchmarks.turns import AGAIN, Case, Result, Steps, measure
 
 GOAL = 1.5  # times PIL
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
