@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """``-c CONFIG`` and ``key=value`` overrides, as ``arguments.config`` and ``arguments.overrides``."""
-    parser.add_argument(
-        "-c", "--config", required=True, metavar="CONFIG", help="a YAML file, such as configs/digits.yaml"
-    )
+def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, such as configs/digits.yaml") -> None:
+    """``-c CONFIG``, with ``what`` as its help, and ``key=value`` overrides: ``arguments.config`` and ``overrides``."""
+    parser.add_argument("-c", "--config", required=True, metavar="CONFIG", help=what)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that override the file, such as train.epochs=3"
     )

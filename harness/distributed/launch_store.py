@@ -23,7 +23,7 @@ _PAUSES_S = 0.02, 0.25  # first and longest pause between two requests; 1,024 ra
 
 HINT = (
     "check that the ranks on all machines were started with the same MASTER_ADDR, MASTER_PORT and number of machines, "
-    "and that the port is open; a rank that failed before that has printed why"
+    "and that the port is open; a rank that failed before it connected has printed why"
 )
 
 Value = TypeVar("Value")

@@ -63,7 +63,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     task = build.open_task(config, Runtime())
     if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
         raise ConfigError(
-            "the classes or the image size of the training data have changed since the run was trained",
+            "the classes or the image size of the training data changed after the model was trained",
             where=str(run),
             hint="restore the old files",
         )

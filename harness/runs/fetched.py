@@ -38,7 +38,7 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
             if store.read(layout.START) == start and not removed:
                 return folder
     raise ConfigError(
-        "the run changed while it was downloaded",
+        "the run changed while it was being downloaded",
         where=place,
         hint="run the same command again, or wait until the run has ended",
     )

@@ -142,7 +142,7 @@ class ExitReporter:
             return None, Paused(
                 f"this process was suspended for {pause_s:.0f} s and lost contact with the other ranks, which wait "
                 f"at most {self._runtime.timeout_s:g} s (runtime.timeout_s)",
-                hint="the process or its machine was suspended; the same command resumes from the last checkpoint",
+                hint="run the same command again; training resumes from its newest checkpoint, if there is one",
             )
         if missing := watchdog.missing(stack.raised_at(error), "imed out" in lost):
             return missing, TrainingError(f"lost contact with rank {missing.rank}")
@@ -189,7 +189,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
     built."""
     if isinstance(error, SystemExit):
         return TrainingError(
-            f"training ended early: the code called sys.exit({error.code!r})", where=stack.raised_at(error),
+            f"the code called sys.exit({error.code!r}) before the end", where=stack.raised_at(error),
             hint="raise an error instead",
         )  # fmt: skip
     if lost := lost_peer(error):
@@ -203,7 +203,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
         return TrainingError(
             f"a file could not be read or written: {reason(error)}",
             where=str(error.filename or ""),
-            hint=remedy(error, "run the same command again: it resumes from the newest checkpoint"),
+            hint=remedy(error, "run the same command again; training resumes from its newest checkpoint, if there is one"),
         )
     return (worker_death(error) if isinstance(error, Exception) else None) or error
 

@@ -108,7 +108,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
 def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> tuple[pa.Table, int]:
     """(the table of ``rows``, number of unreadable rows, which have no prediction)."""
     columns = {
-        name: _array(values, len(rows), f"known() {name!r}") for name, values in predictor.task.known(rows).items()
+        name: _array(values, len(rows), f"known()[{name!r}]") for name, values in predictor.task.known(rows).items()
     }
     columns = {"id": pa.array(rows), **columns}
     if len(batch):
@@ -116,7 +116,7 @@ def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> t
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
-            columns[name] = _array(values, len(batch), f"predictions() {name!r}").take(place_of)
+            columns[name] = _array(values, len(batch), f"predictions()[{name!r}]").take(place_of)
         if isinstance(predictor.task, SupportsErrors):
             known = {name: values.to_numpy(zero_copy_only=False) for name, values in columns.items()}
             columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}

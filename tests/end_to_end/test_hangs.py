@@ -46,7 +46,7 @@ def failure_of(config):
 # What rank 1 does; the cause, parts of the message, and a part of its stack.
 ENDS = {
     "sleep": ("hung", ["calling <lambda> (models.py:", "rank 0 waited for it in finish (harness/apex/"], "time.sleep"),
-    "exit": ("error", ["training ended early: the code called sys.exit(0)"], "sys.exit"),
+    "exit": ("error", ["the code called sys.exit(0) before the end"], "sys.exit"),
     "no gradient": ("error", ["no parameter of the model received a gradient"], "strategy.py"),
 }
 
@@ -152,7 +152,7 @@ def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, d
             break
     assert codes == [EXIT_FAILURE] * 2
     assert re.search(r"this process was suspended for \d+ s and lost contact with the other", terminal.read_text())
-    assert "resumes from the last checkpoint" in failure_of(config)["message"]
+    assert "training resumes from its newest checkpoint" in failure_of(config)["message"]
     assert run(config, 2) == [EXIT_DONE] * 2
     unbroken = write_config(tmp_path / "unbroken", data, model=slow)
     assert run(unbroken, 2) == [EXIT_DONE] * 2

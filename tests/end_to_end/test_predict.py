@@ -436,7 +436,7 @@ def test_export_needs_the_data_of_the_training(trained, tmp_path, capsys):
     (data / "other.csv").write_text((data / "train.csv").read_text() + "images/train0.png,zebra\n")
     words = ["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "x")]
     assert cli.main([*words, f"task.train_csv={data / 'other.csv'}"]) == 2
-    assert "the classes or the image size of the training data have changed" in capsys.readouterr().err
+    assert "the classes or the image size of the training data changed" in capsys.readouterr().err
 
 
 def test_export_of_damaged_weights(trained, tmp_path, capsys):

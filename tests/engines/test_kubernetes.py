@@ -220,7 +220,7 @@ JOB = [str(ROOT / "configs" / "digits.yaml"), [IMAGE, "launch.nnodes=2", "launch
         ("Failed", 65, 65, 65, "exit code 65"),
         ("Failed", 70, 137, 70, "rank 4 at step 0: Killed: the process received SIGKILL"),
         ("Failed", 70, 70, 70, "Lost: pod digits-master-0 ended with exit code 70, pod digits-worker-0 ended with "
-                               "exit code 70; its report: rank 3 on h at step 5: ValueError: no"),
+                               "exit code 70; the report of the run: rank 3 on h at step 5: ValueError: no"),
     ],
 )  # fmt: skip
 def test_exit_codes_of_pods(answers, condition, master, worker, code, said, capfd):

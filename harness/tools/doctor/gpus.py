@@ -111,7 +111,7 @@ def _settings(system: System) -> Iterator[Finding]:
             text += "; its compute mode allows no process"
             yield Finding("cuda", "problem", text, (f"sudo nvidia-smi -i {index} -c DEFAULT",))
         elif used.isdigit() and total.isdigit() and int(used) > BUSY * int(total):
-            text += f"; {used} of {total} MiB of its memory are in use"
+            text += f"; {used} of {total} MiB of its memory is in use"
             yield Finding("cuda", "note", text, ("nvidia-smi  # which processes use it?",))
         elif persistence == "Disabled":
             text += ", so every training run first waits for the driver to load"

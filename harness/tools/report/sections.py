@@ -114,7 +114,7 @@ def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
     if not hidden or not lines:
         return ""
     others = f"{plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
-    return f"Drawn: only the best {plural(len(lines), 'line')}; {others} in the table of all runs."
+    return f"The figures show only the best {plural(len(lines), 'line')}; {others} in the table of all runs."
 
 
 def _time_to_target(

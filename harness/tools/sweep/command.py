@@ -12,7 +12,7 @@ HELP = "train an experiment over a space of settings; the same command resumes t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_config(parser)
+    shared.add_config(parser, "a sweep file, such as configs/sweeps/digits_search.yaml")
     parser.add_argument(
         "--engine", metavar="NAME", help="engine that starts the trials (default: launch.engine of the experiment)"
     )

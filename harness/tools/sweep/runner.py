@@ -183,7 +183,7 @@ class Runner:
             self._study.fail(number, why)
             self._message(trial, f"failed: {why}; see {results.run_folder(self._folder, number)}.log")
         elif self._stopping:
-            self._message(trial, why)
+            self._message(trial, f"interrupted: {why}")
         elif self._starts[number] < _STARTS:
             self._waiting.append(trial)
             self._message(trial, f"interrupted, will be restarted: {why}")

@@ -93,7 +93,7 @@ class Study:
             raise ConfigError(
                 f"the sweep's earlier trials were trained with different settings ({shown}{more})",
                 where=str(self._spec.folder),
-                hint="restore these settings, or give the new sweep a name: name=NAME",
+                hint="restore these settings, or give the new sweep another name: name=NAME",
             )
         self._study.set_user_attr("axes", varied)
 

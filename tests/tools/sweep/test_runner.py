@@ -152,7 +152,7 @@ def test_stopped_sweep_stops_its_trials_and_explains_how_to_resume(folder, numbe
     assert states(folder) == ["waiting"] * 3
     terminal = output(folder)
     assert f"stopping ({number.name}): running trials will write a checkpoint" in terminal
-    assert "trial 0000 stopped with a checkpoint" in terminal
+    assert "trial 0000 interrupted: stopped with a checkpoint" in terminal
     assert "run the same command to resume" in terminal
     behave(folder)
     assert sweep(folder) == 0
