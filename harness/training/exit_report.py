@@ -203,7 +203,9 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
         return TrainingError(
             f"a file could not be read or written: {reason(error)}",
             where=str(error.filename or ""),
-            hint=remedy(error, "run the same command again; training resumes from its newest checkpoint, if there is one"),
+            hint=remedy(
+                error, "run the same command again; training resumes from its newest checkpoint, if there is one"
+            ),
         )
     return (worker_death(error) if isinstance(error, Exception) else None) or error
 

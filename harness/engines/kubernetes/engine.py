@@ -173,7 +173,9 @@ class KubernetesRun:
         exits.sort(key=lambda exit: exit.exit_code >= 0)  # a killed pod ended before those that noticed
         if not self._num_stops and (failing or not codes):
             lost = ", ".join(failing) or (_message(found) if found else "the job was deleted")
-            exits.append(RankExit.lost(lost + (f"; the report of the run: {report.removeprefix('failed: ')}" if report else "")))
+            exits.append(
+                RankExit.lost(lost + (f"; the report of the run: {report.removeprefix('failed: ')}" if report else ""))
+            )
         return EngineReport(exits, stopped=self._num_stops > 0)
 
 
