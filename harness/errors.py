@@ -65,7 +65,7 @@ _REMEDIES = {
     errno.EPERM: "the system forbids it there (ls -ld shows the owner, lsattr the attributes): change the permissions",
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n), or lower data.num_workers",
     errno.ENFILE: "this machine has too many open files: end other programs, or raise fs.file-max",
-    errno.ENOTDIR: "a part of this path is a file, not a folder",
+    errno.ENOTDIR: "a part of this path is a file, not a folder: correct the path",
     errno.ELOOP: "symbolic links in this path form a loop: remove them",
 }
 _MAX_NAMES = 10_000  # of a folder, compared with a missing one

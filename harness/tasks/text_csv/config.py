@@ -30,7 +30,7 @@ class TokenizerSection(Section):
     max_length: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Maximum number of tokens per text; the rest is cut off."""
     pad: Literal["batch", "max_length"] = "batch"
-    """Fill shorter texts up to the longest of the batch, or up to max_length, which torch.compile prefers."""
+    """Pad shorter texts to the length of the longest in the batch, or to max_length, which torch.compile prefers."""
     num_tokens: Positive | None = None
     """For a tokenizer of your own: its largest id plus one."""
     args: Arguments = {}
