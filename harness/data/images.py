@@ -257,7 +257,9 @@ class ImageTable:
             folder, name = os.path.split(file)
             there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
             near = similar(name, there)  # a frequent reason is .JPG instead of .jpg
-            hint = f"correct the path: the most similar file in that folder is {near}" if near else self._other_root(path)
+            hint = (
+                f"correct the path: the most similar file in that folder is {near}" if near else self._other_root(path)
+            )
             if not os.path.isdir(folder):
                 hint = f"there is no folder {folder}; {self._other_root(path)}"
             return DataError(f"image not found: {file}", where=where, hint="; ".join([hint, *self._skip_missing()]))
