@@ -389,7 +389,7 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
     assert "the run needs 5 workers with a free thread, one per rank" in str(refused.value)
     assert str(refused.value).count("1 thread, running: room for 1") == 3
     assert not list(tmp_path.glob("runs/*"))
-    with pytest.raises(LaunchError, match="that have {'GPU': 1.0} each"):
+    with pytest.raises(LaunchError, match="and resources {'GPU': 1.0}"):
         engine.run(dask_cluster.client, config, ["launch.dask.timeout_s=1", "launch.dask.resources={GPU: 1.0}"])
 
 
