@@ -166,7 +166,7 @@ def explained(error: BaseException) -> ConfigError | None:
 def _error(what: str, operations: set[str]) -> ConfigError:
     instead = [f"{name}: {OPERATIONS[name].instead}" for name in sorted(operations) if OPERATIONS[name].instead]
     return ConfigError(
-        f"{what}, which train.deterministic=true requires for an exact resume",
+        f"{what}, and train.deterministic=true requires one for an exact resume",
         where="train.deterministic",
         hint="use train.deterministic=warn (a resume may then differ in the last bits) or false"
         + (f"; or use another operation ({'; '.join(instead)})" if instead else ""),

@@ -133,7 +133,7 @@ def _evaluate(run: Candidate, found: Rehearsal, until: float) -> None:
 def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str, found: Rehearsal) -> Batch | None:
     """``num_rows`` rows, evenly spread over ``dataset``; None if all of them are unreadable."""
     rows = np.linspace(0, len(dataset) - 1, num_rows).round().astype(np.int64)
-    with _stage("reading the data", split):
+    with _stage("batch() of the dataset", split):
         batch = dataset.batch(rows, epoch)
     if not len(batch):
         found.left_out.append(f"the {split} data, none of whose {num_rows} sampled rows could be read")

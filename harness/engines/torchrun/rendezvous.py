@@ -60,9 +60,9 @@ class Rendezvous:
         """The error of a launcher that ended before it had started a rank."""
         if not self.host:
             return LaunchError("torchrun started no rank; its error is printed above")
-        least = f"{self.min_nodes} to {self.nnodes}" if self.elastic else str(self.nnodes)
+        least = self.min_nodes if self.elastic else self.nnodes
         return LaunchError(
-            f"torchrun started no rank on {self.address}: {least} machines did not meet at {self.host}:{self.port} "
+            f"torchrun started no rank on {self.address}: fewer than {least} machines met at {self.host}:{self.port} "
             f"within {self.wait_s} s, or the others had already exited",
             hint="run the same command on every machine; the port must be free on the first and open to the others, "
             "and launch.interface (a name such as eth0) must be able to reach them",

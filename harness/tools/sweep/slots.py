@@ -41,9 +41,9 @@ class Need:
     def lacks(self, machine: Machine) -> str:
         """The reason why ``machine`` can never run it; empty if it can."""
         if self.gpus > len(machine.gpus):
-            return f"it needs {plural(self.gpus, 'GPU')}, but the machine has {len(machine.gpus)}"
+            return f"{plural(self.gpus, 'GPU')} needed, but the machine has {len(machine.gpus)}"
         if self.cores > machine.cores:
-            return f"it needs {self.cores} cores (launch.nproc x launch.threads), but the machine has {machine.cores}"
+            return f"{plural(self.cores, 'core')} needed (launch.nproc x launch.threads), but the machine has {machine.cores}"
         return ""
 
 

@@ -49,8 +49,8 @@ def test_need_of_a_trial(tmp_path):
 
 def test_need_beyond_the_machine_is_explained():
     assert Need(cores=2).lacks(Machine(2)) == ""
-    assert "needs 3 cores" in Need(cores=3).lacks(Machine(2))
-    assert "needs 1 GPU, but the machine has 0" in Need(gpus=1).lacks(Machine(2))
+    assert "3 cores needed" in Need(cores=3).lacks(Machine(2))
+    assert "1 GPU needed, but the machine has 0" in Need(gpus=1).lacks(Machine(2))
 
 
 def test_this_machine():

@@ -122,7 +122,7 @@ def test_batch_that_ranks_cannot_share_and_machine_that_is_too_small(tmp_path):
         tmp_path, space={"launch.nproc": [1, 4], "batch.global": [6]}, set_={"data.shard": "global"}, cores=2
     )
     assert "2 problems in the sweep; nothing was started" in message
-    assert "this machine cannot run [launch.nproc=4 batch.global=6]: it needs 4 cores" in message
+    assert "this machine cannot run [launch.nproc=4 batch.global=6]: 4 cores needed" in message
     assert "6 rows cannot be divided among 4 ranks" in message
 
 
