@@ -55,7 +55,7 @@ def plural(amount: int, noun: str) -> str:
 
 _REMEDIES = {
     errno.ENOSPC: "free some space there (df -h shows the disk, df -i the number of files)",
-    errno.EDQUOT: "your disk quota is used up (quota -s shows it): remove some of your files there, or ask for more",
+    errno.EDQUOT: "your disk quota is used up (quota -s shows it): remove some files there, or ask for a larger quota",
     errno.EROFS: "the disk is mounted read-only, which Linux also does after a disk error (see dmesg): remount it",
     errno.EFBIG: "the file is larger than the limit of this process (ulimit -f) or of the disk: raise the limit",
     errno.EIO: "the disk, or the connection to it, failed (see dmesg): use another disk",

@@ -51,8 +51,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     elif len(saved) != len(scalers):
         _warn(
             f"loss scalers in the amp state: {len(saved)}; in this run: {len(scalers)}; restored: "
-            f"{min(len(saved), len(scalers))}. Initialize with the num_losses and opt_level of the checkpoint to "
-            "restore all."
+            f"{min(len(saved), len(scalers))}. To restore all of them, initialize with the "
+            "num_losses and opt_level of the checkpoint."
         )
     for key, scaler in zip(saved, scalers, strict=False):
         scale, unskipped = state_dict[key]["loss_scale"], state_dict[key]["unskipped"]

@@ -48,7 +48,7 @@ except ImportError:  # Windows, where a mapped file cannot be deleted anyway
     fcntl = None  # type: ignore[assignment]
 
 _HINT = (
-    "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with about as much free space as the CSV needs"
+    "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with free space of about the size of the CSV"
 )
 
 

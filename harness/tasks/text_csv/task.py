@@ -80,7 +80,7 @@ def _built_in(task: Task) -> Tokenizer | None:
         elif options.args:
             function = functools.partial(function, **options.args)
         own = OwnTokenizer(options.name, function, options.num_tokens)
-        own.encode(["", "A text: two sentences, for a try. Ünïcode."])
+        own.encode(["", "A sample text with two sentences. Ünïcode."])
     except Exception as error:  # of the user's own code
         what = f"the tokenizer {options.name} fails: {type(error).__name__}: {first_line(error)}"
         hint = "it is called with a text, and returns a list of ids from 0 to task.tokenizer.num_tokens - 1"

@@ -43,7 +43,8 @@ class Need:
         if self.gpus > len(machine.gpus):
             return f"{plural(self.gpus, 'GPU')} needed, but the machine has {len(machine.gpus)}"
         if self.cores > machine.cores:
-            return f"{plural(self.cores, 'core')} needed (launch.nproc x launch.threads), but the machine has {machine.cores}"
+            needed = f"{plural(self.cores, 'core')} needed (launch.nproc x launch.threads)"
+            return f"{needed}, but the machine has {machine.cores}"
         return ""
 
 
