@@ -70,7 +70,7 @@ class LabelsSection(Section):
     separator: Annotated[str, Field(min_length=1)] | None = None
     """Text between the labels of a row, such as "|", for multi_label."""
     empty: Literal["error", "allow"] = "error"
-    """For multi_label: a row without any label is an error (error), or is valid and counts as having no label (allow)."""
+    """For multi_label: a row without any label is an error (error), or valid and counted as having no label (allow)."""
 
     @property
     def chosen(self) -> Kind:

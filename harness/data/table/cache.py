@@ -47,9 +47,7 @@ try:
 except ImportError:  # Windows, where a mapped file cannot be deleted anyway
     fcntl = None  # type: ignore[assignment]
 
-_HINT = (
-    "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with free space of about the size of the CSV"
-)
+_HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with free space of about the size of the CSV"
 
 
 @dataclass(frozen=True)
