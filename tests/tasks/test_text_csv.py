@@ -123,7 +123,7 @@ def test_own_tokenizer(folder):
     task = opened(folder, tokenizer=own)
     assert task.train.batch(np.asarray([1]), 0).inputs[0, :3].tolist() == [4, 3, 6]
     assert "vocabulary" not in task.learned
-    with pytest.raises(ConfigError, match="returned the id 27; ids are from 0 to 24"):
+    with pytest.raises(ConfigError, match="returned the id 26; ids are from 0 to 24"):
         opened(folder, tokenizer={**own, "num_tokens": 25})
     with pytest.raises(ConfigError, match="unexpected keyword argument 'shft'"):
         opened(folder, tokenizer={**own, "args": {"shft": 2}})
