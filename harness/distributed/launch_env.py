@@ -63,7 +63,8 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
         launch = Launch()
     if local_rank is not None and local_rank != launch.local_rank:
         raise LaunchError(
-            f"--local_rank={local_rank} contradicts local rank {launch.local_rank} of the environment ({launch.by})",
+            f"--local_rank={local_rank} contradicts local rank {launch.local_rank} of the environment; "
+            f"launcher: {launch.by}",
             hint="remove --local_rank, or start the script with a launcher that sets both",
         )
     return launch

@@ -42,8 +42,8 @@ _WORDS = {
 }  # fmt: skip
 _SIGNALS: dict[int, str] = {
     signal.SIGKILL: "sent by the OOM killer, a user or a scheduler",
-    signal.SIGABRT: "a C++ library aborted; see the rank's log; with gloo, ranks have usually called different "
-    "collectives",
+    signal.SIGABRT: "a C++ library aborted; see the rank's log; with gloo, the usual cause is that ranks called "
+    "different collectives",
 }
 
 

@@ -141,7 +141,9 @@ def test_no_validation_image_can_be_read(tmp_path):
     no_readable_validation_image(data)
     ended = train(write_config(tmp_path, data), 2, "task.on_bad_image=skip")
     assert_reported_once(
-        ended, EXIT_DATA, "eval.csv:2: the image of this row cannot be read, and no other image was found instead"
+        ended,
+        EXIT_DATA,
+        "eval.csv:2: the image of this row cannot be read, and no other image was found instead (rows tried: 22)",
     )
 
 

@@ -75,7 +75,7 @@ FROZEN = [
     ("c call", 1, "torchrun", "it is running C code that does not release the GIL"),
     ("lock", 0, "torch.distributed.launch", "calling _wait_for_another_thread (models.py:"),
     ("vanish", 1, "local", "ended without a report"),
-    ("extra collective", 1, "local", "called different collectives"),
+    ("extra collective", 1, "local", "ranks called different collectives"),
 ]
 
 

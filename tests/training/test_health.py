@@ -182,6 +182,7 @@ def test_epoch_without_an_update_fails(start, settings):
     text = failure(start("endless gradients", 2 * STEPS + 1, "train.epochs=20", *settings))
     # From 1024 the scale reaches 1 in 10 steps, from the third epoch on; a static scale fails the first such epoch.
     place = "step 18, epoch 6" if "precision.opt_level=O1" in settings else "step 9, epoch 3"
+    assert "no step of epoch" in text
     assert "updated the weights (3 skipped)" in text
     assert f"({place}, loss scale 1)" in text
 
@@ -225,7 +226,8 @@ def test_progress_says_that_all_steps_were_skipped(start):
 def test_evaluation_without_a_readable_row(start, tmp_path):
     for image in (tmp_path / "eval_images").iterdir():
         image.write_bytes(b"not an image")
-    with pytest.raises(DataError, match="cannot be read, and no other image was found instead") as caught:
+    error = r"cannot be read, and no other image was found instead \(rows tried: 5\)"
+    with pytest.raises(DataError, match=error) as caught:
         loop.train(start("", 1, task={"on_bad_image": "skip"}))
     assert "which are damaged or not images" in caught.value.hint
 
