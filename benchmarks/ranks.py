@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,18 @@ import torch.multiprocessing as multiprocessing
 from torch import distributed
 
 
+def free_port() -> int:
+    """A TCP port that nothing listens on, below 32768, where Linux begins to give ports to outgoing connections."""
+    ports = random.sample(range(20_000, 32_768), 100)
+    return next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port)))
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, group: bool = True) -> list[Any]:
     """Call ``function(*args)``, a module-level function, on ``world_size`` ranks; return the values by rank.
 
     With ``group``, a gloo process group exists around the call. Raises the exception of the first rank that fails.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     values = multiprocessing.get_context("spawn").SimpleQueue()
     multiprocessing.spawn(_rank, (world_size, port, function, args, group, values), nprocs=world_size)
     return [value for _, value in sorted((values.get() for _ in range(world_size)), key=lambda found: found[0])]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from benchmarks.ranks import free_port
 
 Steps = Callable[[int], float]  # takes that many steps; returns the seconds they took
 Batches = list[tuple[Tensor, Tensor]]
@@ -98,9 +99,7 @@ class Team:
     """The ranks of one contender, each a process that waits for the next number of steps."""
 
     def __init__(self, make: Callable[[], Steps], world: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("spawn")
         self.members = []
         for rank in range(world):

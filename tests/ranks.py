@@ -6,13 +6,16 @@ second and share nothing with the test's own process.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -28,11 +31,18 @@ class RankFailure(AssertionError):
     """A rank raised an exception, died or exceeded the time limit."""
 
 
+# Each of pytest's workers has a thousand ports, below 32768, where Linux begins to give ports to outgoing connections.
+_FIRST_PORT = 10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10)
+_ports = (_FIRST_PORT + number % 1000 for number in itertools.count(random.randrange(1000)))
+
+
 def free_port() -> int:
-    """A TCP port on the loopback interface that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A free TCP port. Nothing else takes it until the ranks of a test meet there, some seconds later."""
+    for port in itertools.islice(_ports, 1000):
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("", port))
+            return port
+    raise RuntimeError(f"all ports from {_FIRST_PORT} to {_FIRST_PORT + 999} are in use")
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

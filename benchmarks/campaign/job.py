@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 
 from benchmarks.campaign import trigger
 from benchmarks.campaign.trigger import Kill
+from benchmarks.ranks import free_port
 from harness.cli import command, leave
 from harness.distributed import processes
 
@@ -79,7 +79,7 @@ class Job:
                 _kill_all()
 
     def _start_ranks(self) -> None:
-        port = _free_port()
+        port = free_port()
         group = 0
         for rank in range(self._world_size):
             environ = {} if self._world_size == 1 else {
@@ -246,10 +246,3 @@ def _command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
     return "?"
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

@@ -129,14 +129,17 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
-    """One task of an srun step. The port is computed from the job id, so that all ranks agree without communication."""
+    """One task of an srun step. The port is computed from the job id, so that all ranks agree without communication.
+
+    It is below 32768, where Linux begins to give ports to outgoing connections.
+    """
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", 1)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not nodes and "MASTER_ADDR" not in environ:
         raise LaunchError("Slurm's environment has no node list (SLURM_STEP_NODELIST)", hint="export MASTER_ADDR")
     job, step = (_number(environ, n, 0) if n in environ else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # With the step: steps of one job may run at the same time on one node.
-    port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 20000
+    port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 12768
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
     return Launch(
         rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),

@@ -172,13 +172,18 @@ def _enter(network: str) -> None:
 def started(
     command: Sequence[str | Path], terminal: Path, *, fork: bool = False, network: str = "", **environ: str
 ) -> Iterator[Started]:
-    """Run ``command`` in the project's folder; kill whatever is left of it when the body ends.
+    """Run ``command`` in the project's folder; kill whatever is left of it when the body ends. An assertion that
+    fails in the body shows the command's output.
 
     ``fork``: as ``StartedByFork`` does, in the network namespace ``network`` if there is one.
     """
     process = StartedByFork(command, terminal, environ, network) if fork else Started(command, terminal, environ)
     try:
         yield process
+    except AssertionError as error:
+        if (text := process.text()) not in str(error):
+            error.args = (f"{error}\nThe output of the command:\n{text}",)
+        raise
     finally:
         process.end()
 

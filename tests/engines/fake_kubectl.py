@@ -3,7 +3,7 @@ machine: it runs the very commands of a manifest, with the variables that the op
 pods by the operator's rules (restartPolicy ExitCode and OnFailure, backoffLimit, cleanPodPolicy Running).
 
 It shows that our manifest and our reading of the cluster's answers go together; what a real cluster does, it cannot.
-Its state lies in the folder that FAKE_CLUSTER names.
+Its state lies in the folder that FAKE_CLUSTER names. The pods of a job meet at the port FAKE_PORT.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -143,14 +142,11 @@ class Pod:
 def operate() -> None:
     job = read("job")
     spec = job["spec"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     pods, number = [], 0
     count = str(sum(replica["replicas"] for replica in spec["pytorchReplicaSpecs"].values()))
     for kind, replica in spec["pytorchReplicaSpecs"].items():
         for index in range(replica["replicas"]):
-            environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number),
+            environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["FAKE_PORT"], "RANK": str(number),
                        "WORLD_SIZE": count, "PET_NNODES": count, "PET_NODE_RANK": str(number),
                        "PET_NPROC_PER_NODE": spec["nprocPerNode"]}  # fmt: skip
             pods.append(Pod(f"{job['metadata']['name']}-{kind.lower()}-{index}", replica, environ, number))

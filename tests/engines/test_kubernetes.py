@@ -25,6 +25,7 @@ from harness.runs.outcome import ExitCollector
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
+from tests.ranks import free_port
 
 MODELS = "tests.end_to_end.models"
 GOLDEN = Path(__file__).parent / "golden"
@@ -280,7 +281,7 @@ def cluster(tmp_path):
     script = programs / "kubectl"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_kubectl.py")} "$@"\n')
     script.chmod(0o755)
-    return {"FAKE_CLUSTER": str(home), "PATH": f"{programs}:{os.environ['PATH']}"}
+    return {"FAKE_CLUSTER": str(home), "FAKE_PORT": str(free_port()), "PATH": f"{programs}:{os.environ['PATH']}"}
 
 
 def command(config, nnodes):

@@ -10,10 +10,14 @@ from harness.errors import LaunchError
 from harness.runs import layout
 
 # launch/slurm.sbatch ends with the same lines, and a test compares them.
-_BODY = r"""# The ranks meet on the first node, at the address that Slurm uses for it, on a free port.
+_BODY = r"""# The ranks meet on the first node, at the address that Slurm uses for it, on a free port. It is below
+# 32768, where Linux begins to give ports to outgoing connections, so that none takes it before rank 0 does.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-MASTER_PORT=$("${rank[0]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+MASTER_PORT=$("${rank[0]}" -c '
+import random, socket
+ports = random.sample(range(20000, 32768), 100)
+print(next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port))))')
 export MASTER_ADDR MASTER_PORT
 
 newest() { cat "$folder/@LATEST@" 2>/dev/null; }
