@@ -33,6 +33,7 @@ from tests.ranks import free_port, launch_environment, start, wait_for
 START_S = 60  # limit until a launcher's ranks train, on a slow machine
 END_S = 30  # limit until all ranks have exited, whatever happened to their peers
 _MARK = "TEST_PROCESS_MARK"
+_OWN = {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}  # PYTHON: for the scripts of launch/
 _PYTHON = forked._python
 
 
@@ -75,7 +76,7 @@ class Started:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**inherited, "OMP_NUM_THREADS": "1", **environ, _MARK: self._mark},
+                env={**inherited, **_OWN, **environ, _MARK: self._mark},
                 start_new_session=True,
             )
 
@@ -127,7 +128,7 @@ class StartedByFork(Started):
         self.terminal, self._mark = terminal, secrets.token_hex(8)
         ours, theirs = multiprocessing.Pipe(duplex=False)
         arguments = ([str(word) for word in command], str(terminal), network, theirs)
-        self._parent, self._result = start(_follow, arguments, {"OMP_NUM_THREADS": "1", **environ, _MARK: self._mark})
+        self._parent, self._result = start(_follow, arguments, {**_OWN, **environ, _MARK: self._mark})
         theirs.close()
         self.process = _Handle(ours)  # type: ignore[assignment]
 
