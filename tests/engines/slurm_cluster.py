@@ -51,7 +51,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,bf_interval=2
 ReturnToService=2
-SlurmdTimeout=6
+SlurmdTimeout=12
 KillWait=5
 MailProg=/bin/true
 {nodes}

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 MODELS = "tests.end_to_end.models"
 EACH_STEP = {"log_every": 1}
-START_S = 90
+START_S = 120
 
 
 @pytest.fixture(scope="module")
