@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -203,7 +204,7 @@ def _launch(engine: str, config: Path, world_size: int) -> int:
         from harness.cli import main
 
         python = config.parent / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} -m benchmarks.campaign.rank "$@"\n')
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m benchmarks.campaign.rank "$@"\n')
         python.chmod(0o755)
         return main(["launch", "-c", str(config), "--engine", "local", f"launch.python={python}"])
     from torch.distributed import launch, run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -432,10 +433,9 @@ def test_small_shared_memory_is_an_error_that_names_the_remedy(tmp_path, data):
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount file systems")
     config = write_config(tmp_path, data, task={"image_size": [600, 600]}, data={"num_workers": 1})
-    python = f"{sys.executable} -m harness"
-    script = (
-        f"{mount} && {sys.executable} {DRIVER} -c {config}; echo train $?; {python} check -c {config}; echo check $?"
-    )
+    train = shlex.join([sys.executable, str(DRIVER), "-c", str(config)])
+    check = shlex.join([sys.executable, "-m", "harness", "check", "-c", str(config)])
+    script = f"{mount} && {train}; echo train $?; {check}; echo check $?"
     with started(["unshare", "-m", "sh", "-c", script], tmp_path / "terminal.txt") as run:
         assert run.wait(START_S) == 0
         text = run.text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -279,7 +280,8 @@ def cluster(tmp_path):
     home.mkdir()
     programs.mkdir()
     script = programs / "kubectl"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_kubectl.py")} "$@"\n')
+    words = [sys.executable, str(Path(__file__).with_name("fake_kubectl.py"))]
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     script.chmod(0o755)
     return {"FAKE_CLUSTER": str(home), "FAKE_PORT": str(free_port()), "PATH": f"{programs}:{os.environ['PATH']}"}
 

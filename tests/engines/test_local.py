@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 
@@ -35,7 +36,9 @@ def test_render(tmp_path, stripes):
     words = ["launch.interface=lo", "launch.env={A: b c}"]
     text = local.render(launch.plan(config, words))
     assert text.startswith(f"{environ} RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 ")
-    assert text.endswith(f" {sys.executable} driver.py -c {config} launch.interface=lo 'launch.env={{A: b c}}'\n")
+    command = shlex.join([sys.executable, "driver.py", "-c", config, *words])
+    assert text.endswith(f" {command}\n")
+    assert command.endswith(" launch.interface=lo 'launch.env={A: b c}'")
     note, line = local.render(launch.plan(config, [*words, "launch.nproc=4"])).splitlines()
     assert "RANK and LOCAL_RANK from 0 to 3" in note
     assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=4" in line

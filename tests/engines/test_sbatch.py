@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,7 @@ EVERYTHING = [
 
 @pytest.mark.parametrize(("golden", "words"), [("plain", []), ("everything", EVERYTHING)])
 def test_script(planned, golden, words):
-    text = engine.render(planned(*words)).replace(sys.executable, "PYTHON")
+    text = engine.render(planned(*words)).replace(shlex.quote(sys.executable), "PYTHON")
     assert text == (GOLDEN / f"slurm_{golden}.txt").read_text()
     assert_shell(text)
 

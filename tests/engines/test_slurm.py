@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import sys
 import time
@@ -137,7 +138,7 @@ def test_killed_then_stopped_then_done(cluster, tmp_path, stripes, unbroken, mon
         assert cluster.job(number)["JobState"] == "FAILED"  # not to be started again
     (tmp_path / "fast").touch()
     script = (ROOT / "launch" / "slurm.sbatch").read_text()
-    mine = {"config": str(config), "folder": str(folder), "python": sys.executable,
+    mine = {"config": str(config), "folder": str(folder), "python": shlex.quote(sys.executable),
             "#SBATCH --output": f"{tmp_path}/%j.txt"}  # fmt: skip
     for name, value in mine.items():
         script, count = re.subn(rf"^{name}=\S+", f"{name}={value}", script, flags=re.M)
