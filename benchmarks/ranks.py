@@ -6,6 +6,7 @@ import os
 import random
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch import distributed
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on, below 32768, where Linux begins to give ports to outgoing connections."""
-    ports = random.sample(range(20_000, 32_768), 100)
-    return next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port)))
+    """A free TCP port below 32768, where Linux begins to give ports to outgoing connections."""
+    for port in random.sample(range(20_000, 32_768), 100):
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("", port))
+            return port
+    raise RuntimeError("100 ports from 20000 to 32767 were tried, and all are in use")
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, group: bool = True) -> list[Any]:

@@ -37,7 +37,7 @@ _ports = (_FIRST_PORT + number % 1000 for number in itertools.count(random.randr
 
 
 def free_port() -> int:
-    """A free TCP port. Nothing else takes it until the ranks of a test meet there, some seconds later."""
+    """A free TCP port. Until the ranks of a test meet there, no outgoing connection and no other test takes it."""
     for port in itertools.islice(_ports, 1000):
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("", port))

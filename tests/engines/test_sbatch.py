@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from harness.engines.slurm.scontrol import JobState, SlurmUnavailable, parse
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_config
+from tests.ranks import free_port
 
 GOLDEN = ROOT / "tests" / "engines" / "golden"
 
@@ -73,6 +75,19 @@ def test_scripts_in_launch_are_current(name):
         assert f"\n{setting}" in head, setting
     for option in ("nodes", "ntasks-per-node", "cpus-per-task", "time", "signal", "requeue", "open-mode", "output"):
         assert f"\n#SBATCH --{option}" in head, option
+
+
+def test_port_of_the_ranks_is_free_on_every_address(monkeypatch, capsys):
+    """A port is in use, too, if a socket that does not listen has it, on another address than 127.0.0.1."""
+    choose = re.search(r"^MASTER_PORT=.* -c '\n(.*?)'\)$", sbatch.BODY, re.M | re.S)[1]
+    free, drawn_from = free_port(), []
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", 0))
+        taken = other.getsockname()[1]
+        monkeypatch.setattr("random.sample", lambda ports, count: drawn_from.append(ports) or [taken, free])
+        exec(choose, {})
+    assert capsys.readouterr().out == f"{free}\n"
+    assert drawn_from == [range(20_000, 32_768)]
 
 
 def test_trials_of_the_array_in_launch_are_valid():

@@ -16,8 +16,13 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$("${rank[0]}" -c '
 import random, socket
-ports = random.sample(range(20000, 32768), 100)
-print(next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port))))')
+for port in random.sample(range(20000, 32768), 100):
+    try:
+        socket.socket().bind(("", port))
+    except OSError:  # in use
+        continue
+    print(port)
+    break')
 export MASTER_ADDR MASTER_PORT
 
 newest() { cat "$folder/@LATEST@" 2>/dev/null; }
