@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from benchmarks.ranks import free_port
 from harness.data import digits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,13 +39,10 @@ def read(folder: Path) -> list[dict]:
 
 def run(folder: Path, data: Path, kill: tuple[int, int] | None = None) -> int:
     """Train in ``folder`` on two processes; with ``kill``, kill a rank at a step. Returns the last logged step."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     own = (f"output={folder.parent}", f"name={folder.name}", f"task.root={data}", f"data.cache_dir={data}/cache")
     files = (f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv")
     command = [sys.executable, "driver.py", "-c", "configs/digits.yaml", *own, *files, *SETTINGS]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             command,
