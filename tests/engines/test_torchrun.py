@@ -167,6 +167,7 @@ def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
     (job.folder / "logs").mkdir(parents=True)
     exit_files.write(job.folder / "logs", exit_of(1, 70))
     started_ = torchrun.start(job)
+    wait_until(lambda: list(tmp_path.glob("harness-torchrun-*/*/*/0/error.json")), START_S, "the launcher")
     if not is_ended:
         threading.Timer(2.0, lambda: (started_.stop(), started_.stop())).start()
     begun = time.monotonic()
