@@ -50,6 +50,11 @@ class Raises(Slow):
         return super().forward(images)
 
 
+def _announce_and_sleep() -> None:
+    print("the model sleeps", flush=True)
+    time.sleep(1e9)
+
+
 def _wait_for_another_thread() -> None:
     lock = threading.Lock()
     lock.acquire()
@@ -67,6 +72,7 @@ def _raise_beside_a_thread() -> None:
 
 WAYS: dict[str, Callable[[], object]] = {
     "sleep": lambda: time.sleep(1e9),
+    "announced sleep": _announce_and_sleep,
     "lock": _wait_for_another_thread,
     "c call": lambda: ctypes.PyDLL(None).pause(),  # holds Python's global lock: none of its threads runs
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),

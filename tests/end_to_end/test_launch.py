@@ -313,11 +313,11 @@ def test_signal_while_the_ranks_meet(tmp_path, data):
 
 
 def test_second_signal_ends_at_once(tmp_path, data):
-    """In a long step, which the first one would wait for."""
-    model = {"name": SLOW["model"]["name"], "args": {"step_s": 8}}
-    config = write_config(tmp_path, data, model=model, train={"log_every": 1})
+    """In a step that does not end, which the first one waits for."""
+    model = {"name": "tests.end_to_end.models.Hangs", "args": {"rank": 0, "step": 2, "how": "announced sleep"}}
+    config = write_config(tmp_path, data, model=model)
     with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", fork=True) as run:
-        wait_for_steps(run_folder(config), 1)
+        wait_until(lambda: "the model sleeps" in run.text(), START_S, "the second step")
         run.signal(signal.SIGINT)
         run.signal(signal.SIGHUP)  # the system delivers the lower number first if it finds both
         wait_until(lambda: "): a checkpoint is written first" in run.text(), 10, "the message")
