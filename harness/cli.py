@@ -76,16 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             _output.may_be_lost = arguments.keeps_running
         code: int = arguments.run(arguments)
         signals.finish(code)
-    except KeyboardInterrupt as error:
-        return _interrupted(error)
-    except HarnessError as error:
+    except KeyboardInterrupt:
+        return _interrupted()
+    except Exception as error:
+        if signals.interrupted_by() is not None:  # as which the error began
+            return _interrupted()
+        if not isinstance(error, HarnessError):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return code
 
 
-def _interrupted(error: KeyboardInterrupt) -> int:
-    number = error.number if isinstance(error, signals.Interrupted) else signal.SIGINT
+def _interrupted() -> int:
+    number = signals.interrupted_by() or signal.SIGINT
     if may_be_first(os.environ):
         print(f"{signals.clear_line()}interrupted ({signals.name(number)})", file=sys.stderr)
     return signals.ended_by(number)
@@ -151,8 +155,8 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
         _open_standard_streams()
         signals.install(quiet=not may_be_first(os.environ))
         code = main(argv)
-    except KeyboardInterrupt as error:
-        code = _interrupted(error)
+    except KeyboardInterrupt:
+        code = _interrupted()
     except SystemExit as error:  # of argparse
         code = error.code if isinstance(error.code, int) else EXIT_FAILURE
     except OSError as error:

@@ -197,6 +197,51 @@ cli.leave(75)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 
+@pytest.mark.parametrize(
+    ("then", "code", "error"),
+    [
+        ("raise ValueError('in a callback') from None", 130, "interrupted (SIGINT)\n"),
+        ("pass", 0, "stopping (SIGINT): now\n"),  # the next part of the command gets the signal
+    ],
+)
+def test_library_may_convert_or_ignore_the_interruption(tmp_path, then, code, error):
+    """Libraries with compiled callbacks do, pydantic for one."""
+    package = tmp_path / "own"
+    package.mkdir()
+    (package / "verb.py").write_text(f"""
+import os, signal, threading, time
+from harness.distributed import monitor
+
+VERB = "own.verb"
+HELP = "wait"
+
+class Run:
+    stopped = threading.Event()
+
+    def follow(self):
+        assert self.stopped.wait(30)
+        return monitor.EngineReport()
+
+    def stop(self):
+        self.stopped.set()
+
+def add_arguments(parser):
+    pass
+
+def run(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    except BaseException:
+        {then}
+    assert monitor.follow_until_done(Run, "now").signal == signal.SIGINT
+    return 0
+""")
+    command, environ = [sys.executable, "-m", "harness", "own.verb"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, error)
+
+
 def harness(output: str, *words: str) -> tuple[int, str]:
     """(exit code, standard error) of a command whose standard output is redirected to ``output``."""
     command = f'exec "{sys.executable}" -m harness {" ".join(words)} {output}'

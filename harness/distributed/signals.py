@@ -22,14 +22,6 @@ WARNING = signal.SIGUSR1  # sent once by a scheduler before its time limit; the 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal ended a command that has nothing to save."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
 def name(number: int) -> str:
     return signal.Signals(number).name
 
@@ -55,16 +47,16 @@ class _Phase:
 
 
 def _raise_first(number: int) -> None:
-    if number != WARNING and not _state.raised:
-        _state.raised = True
-        raise Interrupted(number)
+    if number != WARNING and _state.raised is None:
+        _state.raised = number
+        raise KeyboardInterrupt
 
 
 @dataclass
 class _State:
     phase: _Phase = field(default_factory=lambda: _Phase(_raise_first))
     before: dict[int, object] = field(default_factory=dict)  # handlers before ``install``
-    raised: bool = False
+    raised: int | None = None
     warned: bool = False
     code: int | None = None
     quiet: bool = False
@@ -74,9 +66,9 @@ _state = _State()
 
 
 def install(quiet: bool = False) -> None:
-    """From now on the first signal raises Interrupted, and the next ends the process at once, with exit code 128 +
-    its number; SIGUSR1 is only remembered. For programs, in their main thread. ``quiet``: another process of the same
-    command tells the user."""
+    """From now on the first signal raises KeyboardInterrupt, and the next ends the process at once, with exit code
+    128 + its number; SIGUSR1 is only remembered. For programs, in their main thread. ``quiet``: another process of the
+    same command tells the user."""
     _state.quiet = quiet
     if _state.before:
         return
@@ -86,6 +78,12 @@ def install(quiet: bool = False) -> None:
     _state.before = {number: signal.signal(number, _received) for number in _obeyed()}
     os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_watch, args=(reader,), name="harness-signals", daemon=True).start()
+
+
+def interrupted_by() -> int | None:
+    """The signal for which KeyboardInterrupt was raised. A library that a signal handler interrupts may raise an error
+    of its own instead, or continue."""
+    return _state.raised
 
 
 def finish(code: int) -> None:
@@ -102,7 +100,8 @@ def phase(
     again: Callable[[int], None] = end_now,
 ) -> Iterator[None]:
     """While the body runs, every signal calls ``handle`` in the main thread, and the first request calls ``notice`` in
-    another one, later ones ``again``. A warning that came before the body is handed to ``handle``.
+    another one, later ones ``again``. A warning that came before the body is handed to ``handle``, and so is a request
+    that a library has ignored.
 
     Without ``install`` handlers are set for the body only, and ``notice`` and ``again`` are not called. Does nothing
     outside the main thread, where Python allows no handlers.
@@ -116,6 +115,8 @@ def phase(
     try:
         if _state.warned:
             handle(WARNING)
+        if _state.raised is not None:
+            handle(_state.raised)
         yield
     finally:
         if _state.code is None:
