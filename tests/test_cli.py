@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from textwrap import indent
 
 import pytest
 
@@ -197,6 +198,17 @@ cli.leave(75)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 
+def own_verb(folder, run: str, **modules: str) -> subprocess.CompletedProcess:
+    """Run a verb of the user's package ``own``. ``run``: body of its function; ``modules``: its other modules."""
+    (folder / "own").mkdir()
+    words = "VERB, HELP = 'own.verb', 'test'\n\ndef add_arguments(parser): ...\n"
+    modules["verb"] = f"{words}\ndef run(arguments):\n{indent(run, '    ')}"
+    for name, text in modules.items():
+        (folder / "own" / f"{name}.py").write_text(text)
+    command, environ = [sys.executable, "-m", "harness", "own.verb"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize(
     ("then", "code", "error"),
     [
@@ -205,15 +217,11 @@ cli.leave(75)
     ],
 )
 def test_library_may_convert_or_ignore_the_interruption(tmp_path, then, code, error):
-    """Libraries with compiled callbacks do, pydantic for one."""
-    package = tmp_path / "own"
-    package.mkdir()
-    (package / "verb.py").write_text(f"""
+    done = own_verb(
+        tmp_path,
+        f"""
 import os, signal, threading, time
 from harness.distributed import monitor
-
-VERB = "own.verb"
-HELP = "wait"
 
 class Run:
     stopped = threading.Event()
@@ -225,21 +233,42 @@ class Run:
     def stop(self):
         self.stopped.set()
 
-def add_arguments(parser):
-    pass
-
-def run(arguments):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(30)
-    except BaseException:
-        {then}
-    assert monitor.follow_until_done(Run, "now").signal == signal.SIGINT
-    return 0
-""")
-    command, environ = [sys.executable, "-m", "harness", "own.verb"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+except BaseException:
+    {then}
+assert monitor.follow_until_done(Run, "now").signal == signal.SIGINT
+return 0
+""",
+    )
     assert (done.returncode, done.stderr) == (code, error)
+
+
+def test_interruption_waits_for_the_end_of_an_import(tmp_path):
+    """Compiled modules, such as those of torch and pydantic, ignore or convert it while they are imported."""
+    done = own_verb(
+        tmp_path,
+        """
+try:
+    import own.library
+    print("continued")
+finally:
+    print("cleaned up")
+""",
+        library="from own import compiled\nprint('imported library')",
+        compiled="""
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+except BaseException:
+    print("ignored")
+print("imported compiled")
+""",
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted (SIGINT)\n")
+    assert done.stdout.splitlines() == ["imported compiled", "imported library", "cleaned up"]
 
 
 def harness(output: str, *words: str) -> tuple[int, str]:

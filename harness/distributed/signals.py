@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import NoReturn
 
 REPEAT_S = 1.0  # launchers, shells and terminals may deliver one request several times within this time
 WARNING = signal.SIGUSR1  # sent once by a scheduler before its time limit; the default action would kill the process
@@ -47,9 +48,30 @@ class _Phase:
 
 
 def _raise_first(number: int) -> None:
-    if number != WARNING and _state.raised is None:
-        _state.raised = number
+    if number == WARNING or _state.raised is not None:
+        return
+    _state.raised = number
+    importing = _importing()
+    if importing is None:
         raise KeyboardInterrupt
+
+    # Compiled modules may ignore an exception while they are imported, or raise one of their own: raise it afterwards.
+    def raise_now(*event: object) -> NoReturn:
+        sys.settrace(None)
+        raise KeyboardInterrupt
+
+    importing.f_trace = raise_now
+    sys.settrace(lambda *event: None)  # else f_trace is not called
+
+
+def _importing() -> FrameType | None:
+    """The outermost frame of this thread that is importing a module."""
+    frame, outermost = sys._getframe(), None
+    while frame.f_back is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            outermost = frame.f_back
+        frame = frame.f_back
+    return outermost
 
 
 @dataclass
@@ -81,8 +103,8 @@ def install(quiet: bool = False) -> None:
 
 
 def interrupted_by() -> int | None:
-    """The signal for which KeyboardInterrupt was raised. A library that a signal handler interrupts may raise an error
-    of its own instead, or continue."""
+    """The signal for which KeyboardInterrupt was raised. A library may have raised an error of its own from it, or may
+    have ignored it."""
     return _state.raised
 
 
