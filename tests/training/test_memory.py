@@ -110,4 +110,4 @@ def test_a_step_reuses_the_memory_of_the_one_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr(build.determinism, "require", lambda level: None)  # it changes settings of the whole process
     run_out_of_memory(tmp_path, ["precision.opt_level=O0"])  # builds a run
-    assert min(step() for _ in range(4)) < 1000
+    assert min(step() for _ in range(30)) < 1000  # the heap takes up to six steps to settle
