@@ -108,7 +108,8 @@ def page(record: dict[str, Any]) -> str:
                     [[r.name, f"`{r.command}`"] for r in (*libraries, *projects) if r.command],
                 ),
                 "## What was missing",
-                table(["what stopped them", "projects", "now"], record["missing"]),
+                "Earlier versions of `harness.apex` did not run these projects, or ran them too slowly.",
+                table(["problem", "projects", "now"], record["missing"]),
             ]
         )
         + "\n"
@@ -126,8 +127,8 @@ def _counts(projects: Sequence[Run]) -> str:
     rows += [(f"of these, {text[outcome]}", f"{len(of[outcome])}") for outcome in OUTCOMES if outcome != "other"]
     rows += [
         ("of those that train, the loss falls by more than 1 %", f"{len(falls)}"),
-        ("of those that train, the script can resume", f"{len(able)}"),
-        ("of these, resumed from its own checkpoint", f"{sum(run.resumed == 'yes' for run in able)}"),
+        ("of those that train, the script supports resuming", f"{len(able)}"),
+        ("of these, resumed from their own checkpoints", f"{sum(run.resumed == 'yes' for run in able)}"),
         ("**of the rest, train with a falling loss, and resume if the script can**", _share(len(whole), runnable)),
     ]
     return table(["", "projects"], [list(row) for row in rows])
@@ -150,7 +151,7 @@ def _row(run: Run) -> list[str]:
     parts += ["put back: " + ", ".join(run.bridges) if run.bridges else ""]
     losses = "" if run.first_loss is None or run.last_loss is None else f"{run.first_loss:.4g} to {run.last_loss:.4g}"
     resumed = RESUMES[run.resumed] if run.outcome == "trains" else ""
-    text = ": ".join(["; ".join(p for p in parts[:2] if p), "; ".join(p for p in parts[2:] if p)]).removesuffix(": ")
+    text = "; ".join(part for part in parts if part)
     return [
         run.name,
         run.version[:7] if len(run.version) == 40 else run.version,

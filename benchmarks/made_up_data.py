@@ -1,4 +1,4 @@
-"""Small data sets for each built-in task, made up, for runs that only need to start: no network, no other packages."""
+"""Small datasets for each built-in task, made up, for runs that only need to start: no network, no other packages."""
 
 from __future__ import annotations
 

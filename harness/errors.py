@@ -59,7 +59,7 @@ _REMEDIES = {
     errno.EROFS: "the disk is mounted read-only, which Linux also does after a disk error (see dmesg): remount it",
     errno.EFBIG: "the file is larger than the limit of this process (ulimit -f) or of the disk: raise the limit",
     errno.EIO: "the disk, or the connection to it, failed (see dmesg): use another disk",
-    errno.ESTALE: "the server of this network disk has lost the file or was restarted: mount the disk again",
+    errno.ESTALE: "the server of this network file system lost the file or was restarted: remount the file system",
     errno.ENAMETOOLONG: "use shorter names for files and folders (name=NAME sets the name of a run)",
     errno.EACCES: "you have no permission there (ls -ld shows the owner): change the permissions",
     errno.EPERM: "the system forbids it there (ls -ld shows the owner, lsattr the attributes): change the permissions",

@@ -108,9 +108,9 @@ def no_leaks():
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data sets next to the project; skips the test if it does not exist."""
+    """The folder of real datasets next to the project; skips the test if it does not exist."""
     if not SHARED_DATA.is_dir():
-        pytest.skip(f"the real data sets are not next to the project ({SHARED_DATA.name}/ does not exist)")
+        pytest.skip(f"the real datasets are not next to the project ({SHARED_DATA.name}/ does not exist)")
     return SHARED_DATA
 
 

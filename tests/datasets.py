@@ -1,4 +1,4 @@
-"""Published data sets in their original format: the real ones if they are next to the project, else generated."""
+"""Published datasets in their original format: the real ones if they are next to the project, else generated."""
 
 from __future__ import annotations
 

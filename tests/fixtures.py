@@ -1,4 +1,4 @@
-"""Small data sets and configurations shared by several tests, all generated."""
+"""Small datasets and configurations shared by several tests, all generated."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     if schedule.warmup_epochs > epochs:
         yield Conflict(
             ("schedule.warmup_epochs", "train.epochs"),
-            f"warm-up of {schedule.warmup_epochs} epochs is longer than the run of {epochs}",
+            f"a warm-up of {schedule.warmup_epochs} epochs is longer than the run of {epochs}",
             "lower schedule.warmup_epochs or raise train.epochs",
         )
     if schedule.min_lr > config.optimizer.lr:
@@ -155,7 +155,7 @@ def _cycled_momentum(config: Config) -> Iterator[Conflict]:
     if optimizer.momentum is not None:
         yield Conflict(
             ("optimizer.momentum", "schedule.cycle_momentum"),
-            f"one_cycle sets the momentum, from {high} to {low} and back, so {optimizer.momentum} would not be used",
+            f"one_cycle varies the momentum from {high} to {low} and back, so {optimizer.momentum} would not be used",
             "use optimizer.momentum=null, or schedule.cycle_momentum=false",
         )
 

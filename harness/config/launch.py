@@ -83,8 +83,8 @@ class DaskSection(Section):
     shared: bool | None = None
     """true: the workers share this machine's run folder; false: its files are copied; null: detected."""
     working_folder: str | None = None
-    """Working folder of the ranks, which relative data paths start from; null: the current one if the disk is shared,
-    else the folder in which the worker was started.
+    """Working folder of the ranks, in which relative data paths are resolved; null: the current one if the disk is
+    shared, else the folder in which the worker was started.
     """
 
 
@@ -111,12 +111,12 @@ class KubernetesSection(Section):
             str,
             Matching(
                 r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?",
-                "use up to 46 lower-case letters, digits and -, starting with a letter",
+                "use up to 46 lowercase letters, digits and -, starting with a letter",
             ),
         ]
         | None
     ) = None
-    """Name of the job; null: the experiment's name in lower case, with - in place of . and _."""
+    """Name of the job; null: the experiment's name in lowercase, with - in place of . and _."""
     namespace: str = "default"
     """Namespace of the job."""
     cpu: Quantity | None = None
@@ -130,7 +130,7 @@ class KubernetesSection(Section):
     write to `output`. null: none, and the results are lost with the pods.
     """
     workdir: str | None = None
-    """Working folder in the pod, which relative paths start from; null: the image's."""
+    """Working folder in the pod, in which relative paths are resolved; null: the image's."""
 
 
 class LaunchSection(Section):

@@ -138,7 +138,7 @@ def _config_class(raw: dict[str, Any]) -> tuple[type[Config], list[Problem]]:
     except ConfigError as error:
         return Config, [("task.name", f"{error.message}; {error.hint}")]
     if not (isinstance(found, type) and issubclass(found, TaskSection)):
-        seen = f"Task of {name} is not a harness.config.schema.TaskSection"
+        seen = f"Task of {name} is not a subclass of harness.config.schema.TaskSection"
         return Config, [("task.name", f"{seen}; docs/add_a_task.md has an example")]
     return config_class(found), []
 

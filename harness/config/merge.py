@@ -143,7 +143,7 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
         if not isinstance(node, yaml.MappingNode | None):
             raise _no_sections(path)
         if _num_values(node, {}) > MAX_VALUES:
-            message = f"invalid YAML: with each use of an alias counted, it has more than {MAX_VALUES} values"
+            message = f"invalid YAML: its aliases expand to more than {MAX_VALUES:,} values"
             raise ConfigError(message, where=str(path), hint="use fewer aliases (*name)")
         return OmegaConf.create(text), _lines(node, path)
     except RecursionError:

@@ -82,8 +82,8 @@ class ModelSection(Section):
     compile: bool = False
     """Compile the model with torch.compile."""
     activation_checkpointing: bool | Annotated[tuple[str, ...], Field(strict=False)] = False
-    """Compute activations again in the backward pass instead of keeping them, which takes less memory and more time.
-    true: those of the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
+    """Recompute activations in the backward pass instead of storing them, which takes less memory and more time.
+    true: in the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
     the names of modules.
     """
 
@@ -106,7 +106,7 @@ class BatchSection(Section):
         down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
         split = f" with {self.accumulate} micro-batches each" if self.accumulate > 1 else ""
         return (
-            f"{plural(self.global_, 'row')} cannot be divided among {plural(world_size, 'rank')}{split}",
+            f"{plural(self.global_, 'row')} cannot be divided evenly among {plural(world_size, 'rank')}{split}",
             f"use {f'batch.global={down} or ' if down else ''}batch.global={up}",
         )
 
@@ -126,8 +126,8 @@ class GroupSection(Section):
     """Parameters with their own learning rate or weight decay."""
 
     match: str
-    """A pattern such as "layer1.*" for the names of the parameters; `1d`: all with one dimension, which are biases and
-    the weights of norms.
+    """A pattern such as "layer1.*" for the names of the parameters; `1d`: all parameters with one dimension, which
+    are biases and the weights of normalization layers.
     """
     lr_scale: Annotated[float, Field(ge=0)] = 1.0
     """Factor by which the learning rate is multiplied."""
@@ -137,7 +137,7 @@ class GroupSection(Section):
 
 class OptimizerSection(Section):
     name: str = "sgd"
-    """A class of torch.optim in lower case (sgd, adam, adamw, ...), one of Apex's (fused_adam, fused_lamb, fused_sgd,
+    """A class of torch.optim in lowercase (sgd, adam, adamw, ...), one of Apex's (fused_adam, fused_lamb, fused_sgd,
     fused_novograd, fused_adagrad), or package.module.Class.
     """
     lr: Annotated[float, Field(gt=0)] = 0.1
@@ -191,8 +191,8 @@ class PrecisionSection(Section):
     backend: Literal["auto", "apex", "harness"] = "auto"
     """auto: NVIDIA's or ROCm's Apex on CUDA if an Apex with amp is installed, else harness.apex."""
     tf32: bool | None = None
-    """Use TF32 for float32 operations on CUDA: true for convolutions and matrix products, false for neither; null:
-    torch's default, only convolutions.
+    """Use TF32 for float32 operations on CUDA. true: for convolutions and matrix products; false: for neither; null:
+    torch's default, which is only for convolutions.
     """
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
     """`dynamic`, or a constant; null: the default of the level."""
@@ -205,9 +205,9 @@ class PrecisionSection(Section):
     master_weights: bool | None = None
     """Update float32 copies of half-precision weights; null: the default of the level."""
     cast_model_type: Literal["float32", "float16", "bfloat16"] | None = None
-    """Type of the weights; null: the default of the level."""
+    """Dtype of the weights; null: the default of the level."""
     cast_model_outputs: Literal["float32", "float16", "bfloat16"] | None = None
-    """Type that the model's outputs are cast to; null: the default of the level."""
+    """Dtype that the model's outputs are cast to; null: the default of the level."""
 
 
 class ParallelSection(Section):
@@ -220,11 +220,11 @@ class ParallelSection(Section):
     reduction with the backward pass.
     """
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """For fsdp: the type in which weights are gathered and used. bfloat16 halves the traffic; batch norms,
+    """For fsdp: the dtype in which weights are gathered and used. bfloat16 halves the traffic; batch norms,
     the outputs and the shards that the optimizer updates stay in float32.
     """
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """For fsdp: the type in which gradients are averaged."""
+    """For fsdp: the dtype in which gradients are averaged."""
     sync_batchnorm: bool = False
     """For ddp and fsdp: compute batch norm statistics over the rows of all ranks."""
 
@@ -323,7 +323,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     """The training loop: its length, its log, clipping, averaging, early stopping."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """When checkpoints are written, how many are kept, and where to resume."""
+    """When checkpoints are written, how many are kept, and which one to resume from."""
     trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
     """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or your own
     package.module.

@@ -80,13 +80,13 @@ class LabelsSection(Section):
     def _fits_together(self) -> LabelsSection:
         columns = self.column if isinstance(self.column, tuple) else ()
         if self.chosen == "multi_label" and self.separator is None:
-            raise ValueError('kind: multi_label needs the text between labels: set separator, such as separator: "|"')
+            raise ValueError('kind: multi_label needs a separator, the text between labels, such as separator: "|"')
         if self.chosen != "multi_label" and (self.separator is not None or self.empty != "error"):
             raise ValueError(f"separator and empty are for kind: multi_label, but the kind is {self.chosen}")
         if self.chosen != "regression" and isinstance(self.column, tuple):
             raise ValueError("only kind: regression takes several columns; name one column")
         if isinstance(self.column, tuple) and (not columns or len(set(columns)) < len(columns)):
-            raise ValueError(f"name each column once (found: {list(columns)})")
+            raise ValueError(f"name at least one column, and each only once (found: {list(columns)})")
         return self
 
 
@@ -264,13 +264,13 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
             if each.shown in METRICS:
                 yield (
                     "task.metrics",
-                    f"{each.name} has the name of a built-in metric",
+                    f"the key {each.shown} of {each.name} is the name of a built-in metric",
                     "give it another key: {key: NAME}",
                 )
         elif metric(each.name) is _ANY:
             hint = (
-                f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with the key better "
-                "(max or min)"
+                f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
+                "better: max (or min)"
             )
             yield "task.metrics", f"there is no metric {each.name!r}", hint
         elif kind not in metric(each.name)[0]:

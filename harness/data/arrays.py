@@ -1,4 +1,4 @@
-"""Data sets in memory: arrays, which may be mapped from files so that ranks and workers share them."""
+"""Datasets in memory: arrays, which may be mapped from files so that ranks and workers share them."""
 
 from __future__ import annotations
 

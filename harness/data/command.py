@@ -1,4 +1,4 @@
-"""``harness data``: make annotation tables of your own data, split them, or download a published data set."""
+"""``harness data``: make annotation tables of your own data, split them, or download a published dataset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.errors import EXIT_DONE, ConfigError
 
 VERB = "data"
-HELP = "make an annotation table (from a folder, tars or Hugging Face), split one, or download a data set"
+HELP = "make an annotation table (from a folder, tars or Hugging Face), split one, or download a dataset"
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
 _DERIVED = ("digit_canvases", "rotated_digits", "character_names")
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="cache folder; if the run sets data.cache_dir, use the same folder",
     )
-    hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face data set")
+    hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face dataset")
     hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")
     hub.add_argument("folder", type=Path, help="folder to write SPLIT.csv and images to")
     hub.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split (may be repeated)")
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for verb in (folder, tar, hub, split):
         verb.add_argument("--force", action="store_true", help="replace existing files")
     for name in _DERIVED:
-        made = verbs.add_parser(name, help=f"make {name}, a small data set (docs/targets.md)")
+        made = verbs.add_parser(name, help=f"make {name}, a small dataset (docs/targets.md)")
         made.add_argument("folder", type=Path, help="folder to write it to")
     for name in _PUBLISHED:
         published = verbs.add_parser(name, help=f"download {name}")

@@ -1,4 +1,4 @@
-"""Small data sets for several labels per row, for numbers and for texts, made from what is on every machine.
+"""Small datasets for several labels per row, for numbers and for texts, made from what is on every machine.
 
 digit_canvases and rotated_digits are made from the digits of scikit-learn (``harness.data.digits``): training images
 from its training rows, validation images from its validation rows. character_names is the Unicode 3.2 character

@@ -1,4 +1,4 @@
-"""The digits data set in the form of a user's own: PNG files and two annotation CSVs.
+"""The digits dataset in the form of a user's own: PNG files and two annotation CSVs.
 
 1,797 handwritten digits of 8x8 pixels, part of scikit-learn (https://archive.ics.uci.edu/dataset/80, CC BY 4.0).
 """
@@ -25,7 +25,7 @@ def write(folder: Path) -> str:
 
 
 def write_whole(folder: Path, what: str, fill: Callable[[Path], tuple[int, int]]) -> str:
-    """Let ``fill`` write a data set into ``folder`` and return its number of training and validation rows; return a
+    """Let ``fill`` write a dataset into ``folder`` and return its number of training and validation rows; return a
     sentence to print.
 
     A complete folder is not changed. An incomplete one never has this name: files are written elsewhere, then renamed.

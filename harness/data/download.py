@@ -1,6 +1,6 @@
 """Download published files into a folder: verified by hash, completely or not at all, by one process at a time.
 
-``harness.data.published`` lists the files of each data set.
+``harness.data.published`` lists the files of each dataset.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def fetch(
             failures.append(f"{place}: {failure}")
         else:
             missing = "\n".join(f"       {file}" for file in files if file.mismatch(folder / file.name))
-            missing += f"\n       or instead\n       {alternative}" if alternative else ""
+            missing += f"\n       or, instead of these,\n       {alternative}" if alternative else ""
             raise DataError(
                 f"could not get {file.name}: " + "; ".join(failures),
                 where=str(folder),

@@ -1,4 +1,4 @@
-"""Annotation tables, and image files, from a data set of Hugging Face (the extra ``datasets``)."""
+"""Annotation tables, and image files, from a dataset of Hugging Face (the extra ``datasets``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES = 10_000  # per folder of images
 
 
 def write(name: str, folder: Path, splits: Sequence[str], label: str | None, force: bool) -> str:
-    """Write SPLIT.csv for each of ``splits`` (all if empty) of the data set ``name``, and its images below ``images``,
+    """Write SPLIT.csv for each of ``splits`` (all if empty) of the dataset ``name``, and its images below ``images``,
     into ``folder``; return a summary to print.
 
     ``name`` is a name on the Hub, or a folder that ``save_to_disk`` wrote. The columns: path if there are images, label
@@ -43,7 +43,7 @@ def write(name: str, folder: Path, splits: Sequence[str], label: str | None, for
 
 
 def _load(name: str) -> dict[str, Any]:
-    """{split: its rows}. Raises ConfigError if the package is missing, DataError if the data set cannot be loaded."""
+    """{split: its rows}. Raises ConfigError if the package is missing, DataError if the dataset cannot be loaded."""
     try:
         import datasets
     except ImportError:
@@ -52,9 +52,9 @@ def _load(name: str) -> dict[str, Any]:
     try:
         saved = any((Path(name) / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
         loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
-    except Exception as error:  # of the network, the Hub, or the data set
+    except Exception as error:  # of the network, the Hub, or the dataset
         hint = "give a name as listed on https://huggingface.co/datasets, or a folder that save_to_disk wrote"
-        what = f"the data set cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        what = f"the dataset cannot be loaded: {type(error).__name__}: {first_line(error)}"
         raise DataError(what, where=name, hint=hint) from None
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
 

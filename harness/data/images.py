@@ -237,7 +237,7 @@ class ImageTable:
             except _UNREADABLE:
                 why = f"replace {self.files.place(path)} and the others, which are damaged or not images"
         raise DataError(
-            f"the image of this row cannot be read, and no other image was found instead (rows tried: {tried})",
+            f"the image of this row cannot be read, and no readable image replaces it (rows tried: {tried})",
             where=self.table.where(row),
             hint=why or "add readable images to the table",
         )

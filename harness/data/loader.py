@@ -162,9 +162,9 @@ class Loader:
         if waited_s > self._timeout_s:
             raise TrainingError(
                 f"the loader workers delivered no batch for {self._timeout_s:g} s (runtime.timeout_s)",
-                hint="likely causes: a slow or unreachable disk, a dataset that waits for a lock or a network, or "
+                hint="likely causes: a slow or unreachable disk, a dataset that waits for a lock or the network, or "
                 "batches that take longer than that; py-spy dump --pid PID shows where a worker is. Raise "
-                "runtime.timeout_s if the data is only slow, or set data.num_workers=0 to see the dataset's own error",
+                "runtime.timeout_s if loading is merely slow, or set data.num_workers=0 to see the dataset's own error",
             )
 
     def take_times(self) -> tuple[float, dict[str, float]]:

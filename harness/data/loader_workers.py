@@ -29,7 +29,7 @@ SHARED_MEMORY = "/dev/shm"
 PREFETCH = 2  # batches that each worker keeps ready
 MORE_SHARED_MEMORY = (
     f"give {SHARED_MEMORY} more space (docker run --shm-size=8g; in Kubernetes, an emptyDir with medium: Memory), "
-    "lower the batch size or data.num_workers, or set data.num_workers=0, which needs none"
+    "lower the batch size or data.num_workers, or set data.num_workers=0, which needs no shared memory"
 )
 MIB = 2**20
 _POLL_S = 0.5  # between two calls of ``while_waiting``

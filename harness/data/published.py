@@ -1,4 +1,4 @@
-"""The data sets of ``harness data``: their files, where they are published, and the layout they are stored in.
+"""The datasets of ``harness data``: their files, where they are published, and the layout they are stored in.
 
 ``mnist`` and ``fashion_mnist`` are stored in DIR/MNIST/raw and DIR/FashionMNIST/raw, where torchvision looks too;
 ``pet_names`` as DIR/names.txt, one cleaned name per line, next to the file it is made from.

@@ -4,8 +4,8 @@
     CACHE/urls/ab/HASH.*.tmp    a download in progress, or one of a process that was killed
 
 A URL is downloaded once: a file that changes under the same URL is not noticed. When the cache is full, copies that no
-process has used for a day make room; if there are none, further files are read each time without a copy, so that a data
-set larger than the cache keeps using the part that is in it.
+process has used for a day make room; if there are none, further files are read each time without a copy, so that
+a dataset larger than the cache keeps using the part that is in it.
 """
 
 from __future__ import annotations

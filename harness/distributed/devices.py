@@ -11,7 +11,9 @@ import torch
 
 from harness.errors import LaunchError, plural
 
-ALL_ALIKE = "run nvidia-smi and harness doctor where there is no CUDA device, or set runtime.device=cpu for all ranks"
+ALL_ALIKE = (
+    "run nvidia-smi and harness doctor on the machines without a CUDA device, or set runtime.device=cpu for all ranks"
+)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _LARGEST_KEPT = 32 * 2**20  # the largest _MMAP_THRESHOLD that glibc takes

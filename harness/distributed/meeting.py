@@ -50,7 +50,7 @@ def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: Excep
     """
     patience = Patience(timeout_s)
     number = Facts(
-        "give the launch command on every machine the same number of machines and processes",
+        "use the same number of machines and processes in the launch command on every machine",
         {_NUMBER: launch.world_size},
     )
     meeting = _Meeting(launch, agreement.to_text([number, *facts]), patience, failed)

@@ -147,7 +147,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     start = time.perf_counter()
     with runtime.together("opening the data"):
         task = open_task(request, config)
-    runtime.all_equal(task.fingerprint, request.source, "give every node the same file")
+    runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
     best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
     with runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)

@@ -141,7 +141,7 @@ class Checkpoints:
             if not problem:
                 require_same_format(str(self.folder), path.name, refused)
                 return path
-            log.warning("checkpoint refused: %s: %s", path, problem)
+            log.warning("checkpoint rejected: %s: %s", path, problem)
             refused[path.name] = problem
         if found or named:
             raise none_usable(str(self.folder), refused or {named: "it is missing"})
@@ -310,7 +310,7 @@ def _refusal(error: Exception) -> str:
         return ""
     found = _GLOBAL.search(str(error))
     what = f"refers to {found[1]}" if found else "holds something else, or is damaged"
-    return f"state.pt is refused: a checkpoint holds only tensors and plain data, but this file {what}"
+    return f"state.pt is rejected: a checkpoint holds only tensors and plain data, but this file {what}"
 
 
 def _free(folder: Path) -> str:

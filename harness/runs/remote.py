@@ -105,7 +105,7 @@ class RemoteRunFolder(RunFolder):
             if not (problem := self._download_checkpoint(name)):
                 require_same_format(f"{self.where}/{layout.CHECKPOINTS}", name, refused)
                 break
-            log.warning("checkpoint refused: %s/%s/%s: %s", self.where, layout.CHECKPOINTS, name, problem)
+            log.warning("checkpoint rejected: %s/%s/%s: %s", self.where, layout.CHECKPOINTS, name, problem)
             self._refused.add(layout.step_number(name) or 0)
             refused[name] = problem
         else:

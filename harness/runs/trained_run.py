@@ -79,7 +79,7 @@ def learned(run: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(
-            f"what the task recorded about its training data cannot be read: {reason}",
+            f"the task's record of its training data cannot be read: {reason}",
             where=str(run / layout.TASK),
             hint=f"start the run again to write the file: harness train -c {shlex.quote(str(run / layout.CONFIG))}",
         ) from None

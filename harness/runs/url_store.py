@@ -153,7 +153,7 @@ def remedy_for(url: str, error: Exception, access: str = "list, read, write and 
     if isinstance(error, FileNotFoundError):
         return "check that the bucket exists and that you may access it; create it, or correct the address"
     if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
-        keys = ", such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if protocol in ("s3", "s3a") else ""
+        keys = " (such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)" if protocol in ("s3", "s3a") else ""
         return f"give every node credentials{keys} with permission to {access} there"
     other = "; for another S3 server, set AWS_ENDPOINT_URL" if protocol in ("s3", "s3a") else ""
     return f"check the address and the network{other}"

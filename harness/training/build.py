@@ -213,7 +213,7 @@ def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> Ope
     runtime.all_equal(
         opened.fingerprint,
         "the content of the annotations",
-        "give every node the same files; one may have changed while the run started",
+        "give every machine the same files; one may have changed while the run started",
     )
     for note in opened.notes:
         log.warning("%s", note)

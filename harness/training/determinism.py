@@ -127,7 +127,7 @@ def require(level: Level) -> None:
 def described(level: Level, operations: set[str] | None = None) -> str:
     """The strictness ``level`` in words, with the ``operations`` of the model that it is about, if they are known."""
     words = {
-        True: "only deterministic algorithms; others are refused",
+        True: "only deterministic algorithms; others raise an error",
         "warn": "deterministic algorithms where torch has them; "
         f"{layout.LOGS}/rank-N.log has a warning for each operation without one",
         False: "any algorithm: on a GPU, identical runs may differ in their last bits",
@@ -147,7 +147,7 @@ def explained(error: BaseException) -> ConfigError | None:
     if isinstance(error, RuntimeError) and _CUBLAS in text:
         return ConfigError(
             f"CUBLAS_WORKSPACE_CONFIG={os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')!r} makes matrix products on CUDA "
-            "differ from run to run, which train.deterministic=true refuses",
+            "differ from run to run, which train.deterministic=true does not allow",
             where="train.deterministic", hint="unset it, or export CUBLAS_WORKSPACE_CONFIG=:4096:8",
         )  # fmt: skip
     if not isinstance(error, RuntimeError) or _RAISED not in text:

@@ -146,6 +146,6 @@ def _data_parallel(model: nn.Module, device: torch.device) -> ParallelModel:
     """DataParallel over all visible CUDA devices; the bare model if there is one device, or a CPU."""
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if count < 2:
-        log.warning("parallel.strategy=dp found only one device (%s), so it is equivalent to strategy=none", device)
+        log.warning("parallel.strategy=dp found only one device (%s), so it acts as parallel.strategy=none", device)
         return ParallelModel(model, model, f"dp on one device ({device})")
     return ParallelModel(nn.DataParallel(model), model, f"dp on {count} devices")

@@ -228,7 +228,7 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
         content = torch.load(source.path, map_location="cpu", weights_only=True)
     except Exception as error:
         if "weights_only" in str(error):
-            what, hint = "it is damaged, or holds more than tensors and plain data, and could run code", (
+            what, hint = "it is damaged, or it holds more than tensors and plain data and could run code", (
                 "if you trust it, write its weights to another file: torch.save(model.state_dict(), FILE)"
             )  # fmt: skip
         else:

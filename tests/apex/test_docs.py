@@ -171,8 +171,8 @@ def test_compatibility_counts_what_was_run():
         "is finite | 5",
         "the time limit | 1",
         "falls by more than 1 % | 3",
-        "the script can resume | 4",
-        "own checkpoint | 3",
+        "the script supports resuming | 4",
+        "own checkpoints | 3",
         "resume if the script can** | **2 of 6 (33 %)**",
     ):
         assert f"{line} |" in page

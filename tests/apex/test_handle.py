@@ -108,7 +108,7 @@ def test_overflow_in_one_loss_skips_the_step_and_halves_only_its_scale():
 def test_wrong_use_of_a_wrapped_optimizer_is_explained():
     model, inner = model_and_optimizer()
     optimizer = amp.init(loss_scale=2.0).wrap_optimizer(inner)
-    with pytest.raises(RuntimeError, match="losses so far: 0 of 1"):
+    with pytest.raises(RuntimeError, match="after 0 of 1 losses"):
         optimizer.step()
     with optimizer.scale_loss(model(X).sum()) as loss:
         loss.backward()

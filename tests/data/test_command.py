@@ -1,4 +1,4 @@
-"""harness data: tables of folders, tar archives and Hugging Face data sets, and splits of tables."""
+"""harness data: tables of folders, tar archives and Hugging Face datasets, and splits of tables."""
 
 from __future__ import annotations
 
@@ -270,4 +270,4 @@ def test_missing_data_set_is_an_error(tmp_path, capsys, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert data("huggingface", os.fspath(tmp_path / "gone"), tmp_path / "out") == 65
-    assert "the data set cannot be loaded" in capsys.readouterr().err
+    assert "the dataset cannot be loaded" in capsys.readouterr().err

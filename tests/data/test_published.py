@@ -1,4 +1,4 @@
-"""``harness data``: the files of each data set and the layout they are stored in."""
+"""``harness data``: the files of each dataset and the layout they are stored in."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_pet_names_offline_names_the_files(tmp_path, files, capsys):
     error = capsys.readouterr().err
     assert f"run harness data pet_names {tmp_path}/pets --from FOLDER" in error
     assert f"licenses.csv  {len(CSV)} bytes  sha256 " in error
-    assert f"or instead\n       names.json  {len(JSON)} bytes" in error
+    assert f"or, instead of these,\n       names.json  {len(JSON)} bytes" in error
     assert cli.main(["data", "pet_names", str(tmp_path / "pets"), "--from", "/nowhere"]) == 2
 
 

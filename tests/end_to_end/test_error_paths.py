@@ -91,7 +91,7 @@ def test_a_start_that_is_refused_moves_no_earlier_run(tmp_path, data):
     assert_reported_once(
         ended,
         EXIT_USAGE,
-        "batch.global: 7 rows cannot be divided among 2 ranks\n",
+        "batch.global: 7 rows cannot be divided evenly among 2 ranks\n",
         "use batch.global=6 or batch.global=8",
     )
     assert sorted(path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()) == ["run"]
@@ -143,7 +143,7 @@ def test_no_validation_image_can_be_read(tmp_path):
     assert_reported_once(
         ended,
         EXIT_DATA,
-        "eval.csv:2: the image of this row cannot be read, and no other image was found instead (rows tried: 22)",
+        "eval.csv:2: the image of this row cannot be read, and no readable image replaces it (rows tried: 22)",
     )
 
 

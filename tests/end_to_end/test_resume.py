@@ -136,7 +136,7 @@ def test_damaged_checkpoint_is_refused_and_the_previous_one_used(tmp_path, data)
     state = newest / "state.pt"
     state.write_bytes(state.read_bytes()[:-100])
     assert run(broken) == [0]
-    assert f"checkpoint refused: {newest}: state.pt is truncated" in (broken.parent / "terminal-0.txt").read_text()
+    assert f"checkpoint rejected: {newest}: state.pt is truncated" in (broken.parent / "terminal-0.txt").read_text()
     assert_same_run(unbroken, run_folder(broken))
 
 

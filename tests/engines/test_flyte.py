@@ -274,7 +274,7 @@ def test_batch_that_cannot_be_divided_is_refused(tmp_path, stripes, monkeypatch,
     from harness.engines.flyte import task
 
     monkeypatch.setattr(task, "detect", lambda environ: Launch(world_size=3))
-    with pytest.raises(ConfigError, match="8 rows cannot be divided among 3 ranks"):
+    with pytest.raises(ConfigError, match="8 rows cannot be divided evenly among 3 ranks"):
         getattr(task, body)(str(write_config(tmp_path, stripes)), words)
 
 

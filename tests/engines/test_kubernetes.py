@@ -127,7 +127,7 @@ def test_manifest_is_valid(name):
         ([IMAGE, "launch.nnodes=2", "launch.min_nodes=3"], "more than launch.nnodes"),
         (
             [IMAGE, "launch.nnodes=3", "launch.min_nodes=2", "launch.max_restarts=1"],
-            "cannot be divided among 3 machines",
+            "cannot be divided evenly among 3 machines",
         ),
         ([IMAGE, "launch.kubernetes.claims={runs: runs}"], "is mounted at 'runs'"),
         ([IMAGE, CLAIMS[0], "launch.kubernetes.workdir=work"], "workdir is 'work'"),

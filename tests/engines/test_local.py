@@ -59,7 +59,7 @@ def test_missing_interface_is_reported(tmp_path, stripes):
 
 
 def test_batch_that_cannot_be_divided_is_refused(tmp_path, stripes):
-    with pytest.raises(ConfigError, match="8 rows cannot be divided among 100 ranks"):
+    with pytest.raises(ConfigError, match="8 rows cannot be divided evenly among 100 ranks"):
         launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=100"])
 
 

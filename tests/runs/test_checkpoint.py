@@ -173,7 +173,7 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, log, kind):
     do(checkpoints.folder / "step-30")
     assert message in damage(checkpoints.folder / "step-30")
     assert checkpoints.newest().name == "step-20"
-    assert f"checkpoint refused: {checkpoints.folder / 'step-30'}: " in log.text
+    assert f"checkpoint rejected: {checkpoints.folder / 'step-30'}: " in log.text
     assert message in log.text
     assert "step-20" not in log.text
 
@@ -205,7 +205,7 @@ def test_all_are_damaged(tmp_path, log):
     assert first == f"{checkpoints.folder}: no checkpoint of this run can be used"
     assert [line.partition(": state.pt is truncated")[0] for line in lines] == ["  step-2", "  step-1"]
     assert "restore one of them; or start from scratch with checkpoint.resume=never" in hint
-    assert log.text.count("checkpoint refused") == 2
+    assert log.text.count("checkpoint rejected") == 2
     for step in (1, 2):
         shutil.rmtree(checkpoints.folder / f"step-{step}")
     with pytest.raises(CheckpointError, match="  step-2: it is missing"):
@@ -235,7 +235,7 @@ def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch, write)
     write({"format": 3, "model": Code()}, tmp_path / "step-1" / "state.pt")
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path / "step-1")
-    assert str(caught.value).startswith(f"{tmp_path / 'step-1'}: state.pt is refused: ")
+    assert str(caught.value).startswith(f"{tmp_path / 'step-1'}: state.pt is rejected: ")
     assert "checkpoint.resume" in str(caught.value)
     assert "weights_only" not in str(caught.value), "torch advises to load the file without the check"
     assert "can still be loaded" not in str(caught.value)
@@ -253,7 +253,7 @@ def test_foreign_files(tmp_path, value):
 def test_empty_and_missing_files(tmp_path, data):
     if data is not None:
         (tmp_path / "state.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match="cannot be read|state.pt is refused") as caught:
+    with pytest.raises(CheckpointError, match="cannot be read|state.pt is rejected") as caught:
         read(tmp_path)
     assert "weights_only" not in str(caught.value)
 

@@ -26,7 +26,7 @@ def test_yaml(tmp_path, text):
 
 
 def test_commands(tmp_path, monkeypatch, capsys):
-    """Each data set has the columns that its configuration names, and the same rows everywhere."""
+    """Each dataset has the columns that its configuration names, and the same rows everywhere."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)

@@ -226,7 +226,7 @@ def test_progress_says_that_all_steps_were_skipped(start):
 def test_evaluation_without_a_readable_row(start, tmp_path):
     for image in (tmp_path / "eval_images").iterdir():
         image.write_bytes(b"not an image")
-    error = r"cannot be read, and no other image was found instead \(rows tried: 5\)"
+    error = r"cannot be read, and no readable image replaces it \(rows tried: 5\)"
     with pytest.raises(DataError, match=error) as caught:
         loop.train(start("", 1, task={"on_bad_image": "skip"}))
     assert "which are damaged or not images" in caught.value.hint

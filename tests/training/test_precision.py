@@ -180,7 +180,7 @@ def test_products_of_float16_on_a_cpu():
     assert not any("to_copy" in event.name for event in profile.events())  # O4 leaves torch's kernels alone
     texts = [described(PrecisionSection(opt_level=level), CPU, "harness.apex") for level in ("O0", "O1", "O4")]
     assert texts[::2] == ["O0 by harness.apex", "O4 by harness.apex"]
-    assert texts[1] == "O1 by harness.apex; on this CPU, products in float32, rounded to float16"
+    assert texts[1] == "O1 by harness.apex; on this CPU, matrix products are computed in float32 and rounded to float16"
     assert described(PrecisionSection(), torch.device("cuda"), "harness.apex") == "O1 by harness.apex"
 
 

@@ -49,7 +49,7 @@ def test_operation_without_a_deterministic_implementation(folder, monkeypatch):
     model = {"model": {"name": "tests.training.test_preflight.Pooled"}}
     facts, problems = examine(folder, **model)
     assert facts["deterministic"].endswith(
-        "others are refused; no deterministic algorithm on CUDA for: AdaptiveAvgPool2d"
+        "others raise an error; no deterministic algorithm on CUDA for: AdaptiveAvgPool2d"
     )
     assert problems == []
     monkeypatch.setattr(preflight.devices, "choose", lambda *_: torch.device("cuda"))
@@ -203,7 +203,7 @@ def test_independent_errors_are_reported_together(folder):
     text = "\n".join(str(problem) for problem in problems)
     for words in (
         "precision.backend=apex, but",
-        "4 rows cannot be divided among 3 ranks",
+        "4 rows cannot be divided evenly among 3 ranks",
         "use batch.global=3 or batch.global=6",
         "unknown model 'small_cnm'",
         "unknown optimizer 'adamm'",

@@ -41,7 +41,7 @@ def test_one_process_with_one_device_uses_the_bare_model(name, caplog):
     assert not parallel.sharded
     assert isinstance(parallel.sync_gradients(False), nullcontext)
     expected = (
-        ["parallel.strategy=dp found only one device (cpu), so it is equivalent to strategy=none"]
+        ["parallel.strategy=dp found only one device (cpu), so it acts as parallel.strategy=none"]
         if name == "dp"
         else []
     )

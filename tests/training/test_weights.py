@@ -101,7 +101,7 @@ def test_what_is_missing_or_unexpected(tmp_path, config):
         ),
         (lambda state: {"epoch": 3}, "no tensors; its keys are epoch"),
         (lambda state: [1, 2], "it holds an object of type list, not a dictionary of weights"),
-        (lambda state: {"model": Path("x")}, "it is damaged, or holds more than tensors and plain data"),
+        (lambda state: {"model": Path("x")}, "it is damaged, or it holds more than tensors and plain data"),
     ],
     ids=["other shape", "nan", "other model", "no tensors", "list", "code"],
 )
@@ -116,7 +116,7 @@ def test_places_that_do_not_exist(tmp_path, config, monkeypatch):
     (tmp_path / "damaged.pth").write_bytes(b"x")
     for place, name, message in [
         (tmp_path / "none.pth", "mlp", "no such file"),
-        (tmp_path / "damaged.pth", "mlp", "it is damaged, or holds more"),
+        (tmp_path / "damaged.pth", "mlp", "it is damaged, or it holds more"),
         ("DEFAULT", "mlp", "model mlp has no published weights"),
         ("IMAGENET1K_V3", "resnet50", "use one of IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
         ("http://127.0.0.1:9/a.pth", "mlp", "the weights cannot be downloaded: Connection refused"),

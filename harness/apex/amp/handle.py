@@ -158,7 +158,7 @@ class OptimWrapper:
             raise NotImplementedError("A wrapped optimizer takes no closure: compute the loss first, then call step().")
         if self._next_loss < len(self._scalers):
             raise RuntimeError(
-                f"step() was called too early: losses so far: {self._next_loss} of {len(self._scalers)}. Call "
+                f"step() was called too early, after {self._next_loss} of {len(self._scalers)} losses. Call "
                 "scale_loss once per loss, or use handle.wrap_optimizer(optimizer, "
                 f"num_loss={max(1, self._next_loss)})."
             )

@@ -61,8 +61,8 @@ class DynamicLossScaler(LossScaler):
     ) -> None:
         if not (init_scale > 0 and scale_factor > 1 and scale_window >= 1):
             raise ValueError(
-                f"init_scale={init_scale} must be above 0, scale_factor={scale_factor} above 1, "
-                f"scale_window={scale_window} at least 1"
+                "init_scale must be above 0, scale_factor above 1 and scale_window at least 1; found "
+                f"init_scale={init_scale}, scale_factor={scale_factor}, scale_window={scale_window}"
             )
         self.min_loss_scale = 1.0 if min_loss_scale is None else max(min_loss_scale, LOWEST_FLOOR)
         self.max_loss_scale = float("inf") if max_loss_scale is None else max_loss_scale

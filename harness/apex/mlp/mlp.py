@@ -32,7 +32,7 @@ def mlp_function(bias: bool | int, activation: str | int, *tensors: Tensor) -> T
     if rest or not num_layers:
         raise ValueError(
             f"mlp_function was given {len(parameters)} parameter{'s' * (len(parameters) != 1)} with bias={bool(bias)}; "
-            "it takes the input, all weights, then as many biases"
+            "it takes the input, all weights and, if bias is true, as many biases"
         )
     act = _activation(activation)
     biases: Sequence[Tensor | None] = parameters[num_layers:] or [None] * num_layers

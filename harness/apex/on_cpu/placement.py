@@ -1,6 +1,6 @@
 """Where the script sees each tensor: on a CUDA device or on the host.
 
-Under CUDA a move between the two copies, and a second move does not. Scripts depend on both: a data set is normalized
+Under CUDA a move between the two copies, and a second move does not. Scripts depend on both: a dataset is normalized
 in place after ``.cuda()``, and ``.cpu()`` takes a snapshot of the weights. So the storage of every tensor that a
 redirected call returns carries its place. A tensor computed from others carries none, since finding out would slow down
 every operation. It is moved by copying, which is always safe, and it counts as being on CUDA once the script has put

@@ -42,10 +42,10 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     most, least = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if most != least:
-        others = f"over all ranks: tensors {least[0]} to {most[0]}, elements {least[1]} to {most[1]}"
+        others = f"over all ranks, {least[0]} to {most[0]} tensors with {least[1]} to {most[1]} elements"
         if most[:2] == least[:2]:
             others = "the same on all ranks, but shapes or dtypes differ"
         raise RuntimeError(
-            f"The ranks hold different tensors. Rank {dist.get_rank()}: tensors {len(tensors)}, elements {elements}; "
+            f"The ranks hold different tensors. Rank {dist.get_rank()} has {len(tensors)} with {elements} elements; "
             f"{others}. Build the same model on every rank."
         )

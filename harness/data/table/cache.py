@@ -47,7 +47,10 @@ try:
 except ImportError:  # Windows, where a mapped file cannot be deleted anyway
     fcntl = None  # type: ignore[assignment]
 
-_HINT = "set APEX_HARNESS_CACHE (or cache_dir) to a folder on a local disk with free space of about the size of the CSV"
+_HINT = (
+    "set APEX_HARNESS_CACHE (or data.cache_dir) to a folder on a local disk that has about as much free space as the "
+    "CSV takes"
+)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _nearest_file(path: Path) -> str:
     if near := did_you_mean(path):
         return near
     if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist either; relative paths start at {Path.cwd()}"
+        return f"the folder {path.parent} does not exist either; relative paths are resolved against {Path.cwd()}"
     return _files_in(path.parent)
 
 

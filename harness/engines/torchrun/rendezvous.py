@@ -138,7 +138,7 @@ def check_batch(job: Job, least: int) -> None:
         if batch.global_ % (nodes * unit):
             common = math.lcm(*(count * unit for count in range(least, settings.nnodes + 1)))
             raise LaunchError(
-                f"batch.global={batch.global_} cannot be divided among {plural(nodes, 'machine')} with "
+                f"batch.global={batch.global_} cannot be divided evenly among {plural(nodes, 'machine')} with "
                 f"{plural(settings.nproc, 'rank')} each",
                 where=job.path,
                 hint=f"for {least} to {settings.nnodes} machines, use a multiple of {common}, or set batch.per_rank",

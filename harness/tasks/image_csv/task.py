@@ -223,7 +223,7 @@ class ImageCsv(Supervised):
         mean, std = (list(v or [0.5] * options.channels) for v in (options.mean, options.std))
         facts = transforms.described(options.transforms, self._first[1], mean, std)
         if options.image_size:
-            facts["resize"] = "the largest centred part with the aspect ratio of size, bilinear with antialiasing"
+            facts["resize"] = "the largest centered part with the aspect ratio of size, bilinear with antialiasing"
         if options.decode == "reduced":
             facts["decode"] = (
                 "JPEGs at 1/2, 1/4 or 1/8 of their size if the first transform scales them down by at least that"

@@ -29,7 +29,7 @@ class Task(LabelledTask):
     not 28x28 afterwards are center-cropped and scaled to this size.
     """
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "MNIST"
-    """torchvision's name for the data set and its folder."""
+    """torchvision's name for the dataset and its folder."""
     mean: ClassVar[float] = 0.1307  # over all training pixels, scaled to [0, 1]
     std: ClassVar[float] = 0.3081
 

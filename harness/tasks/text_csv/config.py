@@ -22,7 +22,7 @@ class TokenizerSection(Section):
     """How texts are cut into tokens."""
 
     name: str = "words"
-    """words: the most frequent words of train_csv, in lower case. bytes: the bytes of the text in UTF-8. Or your own
+    """words: the most frequent words of train_csv, in lowercase. bytes: the bytes of the text in UTF-8. Or your own
     package.module.function from a text to a list of ids, of which 0 is padding, or a class that makes such a function.
     """
     max_words: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000

@@ -29,9 +29,9 @@ from harness.runs.files import write_atomically
 Figures = dict[str, Any]  # of one case in one round, see harness.tools.benchmark.case.measure
 PARTS = ("ideal", "batch", "contention", "overhead", "communication")
 _CAUSES = {
-    "batch": "costs that do not shrink with the batch (one process alone takes this much longer than its share)",
+    "batch": "costs that do not shrink with the batch (one process alone takes this much longer for its rows)",
     "contention": "processes that share the machine (without communication they slow each other down by this much)",
-    "overhead": "copies and hooks of the strategy (it takes this long without communication)",
+    "overhead": "copies and hooks of the strategy (they add this much even without communication)",
     "communication": "communication and waiting for the slowest rank",
 }
 

@@ -103,7 +103,8 @@ def plan(
         if world == 1:
             continue
         if batch.global_ is not None and batch.global_ % (world * batch.accumulate):
-            left_out[f"{world} processes"] = f"batch.global={batch.global_} cannot be divided among {world} ranks"
+            why = f"batch.global={batch.global_} cannot be divided evenly among {world} ranks"
+            left_out[f"{world} processes"] = why
             continue
         try:
             devices.choose(config.runtime.device, world - 1, world)

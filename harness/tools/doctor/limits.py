@@ -90,7 +90,7 @@ def _files(limit: int) -> str:
 def folder(system: System) -> Iterator[Finding]:
     """Run folders are created in the working folder unless ``output`` is set."""
     where = system.folder.resolve()
-    elsewhere = "output=/a/folder/with/space  # add this to harness train -c CONFIG"
+    elsewhere = "output=/folder/on/a/larger/disk  # add this to harness train -c CONFIG"
     try:
         with tempfile.TemporaryFile(dir=where) as probe:
             probe.write(b"harness")

@@ -62,5 +62,7 @@ def _write(out: Path, patch: bytes) -> None:
         ) from None
     except OSError as error:
         raise HarnessError(
-            f"cannot write the patch: {reason(error)}", where=str(out), hint=remedy(error, "or choose --write FILE")
+            f"cannot write the patch: {reason(error)}",
+            where=str(out),
+            hint=remedy(error, "or choose another file with --write FILE"),
         ) from None

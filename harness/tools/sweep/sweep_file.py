@@ -127,7 +127,8 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
         place = (f"space.{key}",)
         if isinstance(axis, list):
             if spec.is_search and not all(isinstance(value, None | bool | int | float | str) for value in axis):
-                yield Conflict(place, "a search chooses only among numbers and words", "use sampler: grid")
+                message = "a search chooses only among numbers, words, true, false and null"
+                yield Conflict(place, message, "use sampler: grid")
             if len({identity(value) for value in axis}) < len(axis):
                 yield Conflict(place, "a value is listed twice", "remove one; to repeat trials use seeds")
             continue

@@ -56,7 +56,7 @@ def test_strategies_that_do_not_fit_are_left_out_with_a_reason(config):
     cases, left_out = plan(config, "precision.opt_level=O2", worlds=(1, 2, 3))
     assert "fsdp" not in {case.name for case in cases}
     assert "use precision.opt_level=O1" in left_out["fsdp"]
-    assert left_out["3 processes"] == "batch.global=8 cannot be divided among 3 ranks"
+    assert left_out["3 processes"] == "batch.global=8 cannot be divided evenly among 3 ranks"
 
 
 def test_processes_without_a_gpu_of_their_own_are_left_out(config, monkeypatch):

@@ -47,7 +47,7 @@ def test_documented_program(place, capsys):
 
 
 def test_documented_limit():
-    assert f"best {curves.MAX_LINES} lines" in " ".join(PAGE.split())
+    assert f"the {curves.MAX_LINES} best runs" in " ".join(PAGE.split())
 
 
 def test_links_exist():

@@ -76,7 +76,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
         ("sampler: tpe\n", "sampler: a search needs a number of trials"),
         ("sampler: tpe\ntrials: 3\nspace: [{optimizer.lr: 1}]\n", "space: a search draws from ranges and choices"),
         ("sampler: tpe\ntrials: 3\nseeds: [1]\n", "seeds: a search trains each draw once"),
-        ("sampler: tpe\ntrials: 3\nspace: {a: [[1], 2]}\n", "space.a: a search chooses only among numbers and words"),
+        ("sampler: tpe\ntrials: 3\nspace: {a: [[1], 2]}\n", "space.a: a search chooses only among numbers, words"),
         ("space: {a: {low: 1, high: 2}}\n", "space.a: a grid needs single values"),
         ("space: {a: [1, 2, 1]}\n", "space.a: a value is listed twice"),
         ("space: [{a: 1}, {a: 1}]\n", "space: a trial is listed twice"),
@@ -123,7 +123,7 @@ def test_batch_that_ranks_cannot_share_and_machine_that_is_too_small(tmp_path):
     )
     assert "2 problems in the sweep; nothing was started" in message
     assert "this machine cannot run [launch.nproc=4 batch.global=6]: 4 cores needed" in message
-    assert "6 rows cannot be divided among 4 ranks" in message
+    assert "6 rows cannot be divided evenly among 4 ranks" in message
 
 
 def test_incomparable_trials_are_refused_with_a_remedy(tmp_path):
