@@ -5,7 +5,6 @@ The names and arguments are checked in ``harness.data.transforms``, which import
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -50,15 +49,3 @@ class TransformsSection(Section):
 def name_and_arguments(step: str | dict[str, Any]) -> tuple[str, Any]:
     """The name of an entry and what follows it: a dictionary, another value for the first argument, or None."""
     return (step, None) if isinstance(step, str) else next(iter(step.items()))
-
-
-def own_code(steps: Any) -> Iterator[str]:
-    """The dotted names in a list of entries that was not validated, at any depth."""
-    for step in steps if isinstance(steps, list | tuple) else ():
-        if not (isinstance(step, str) or isinstance(step, dict) and step):
-            continue
-        name, given = name_and_arguments(step)
-        if "." in str(name):
-            yield str(name)
-        for value in given.values() if isinstance(given, dict) else (given,):
-            yield from own_code(value)

@@ -1,23 +1,25 @@
 """Limits of someone else's configuration without ``--trust``: it may only set values.
 
-It may not name code, which runs when it is imported, nor read other files or environment variables. The resolved
-configuration in a run folder never needs the latter two.
+It may not name code, which runs when it is imported, nor make a command read other files, URLs or environment
+variables.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.config import presets
 from harness.config.merge import parsed
-from harness.config.schema import flatten
-from harness.config.transforms import own_code
 from harness.errors import ConfigError
 
-_PACKAGES = ("torch", "torchvision", "harness")  # only their models, optimizers and tasks pass the checks before use
-_CODE = ("task.name", "model.name", "optimizer.name")  # what a command on a trained run imports
+# Settings that name code which a command on a trained run imports. A name under ``harness.`` needs trust as well: it
+# may be a function that imports its arguments.
+_CODE = re.compile(r"(task|model|optimizer)\.name|task\.(loss|metrics|tokenizer|transforms)(\..*)?")
+_READS_WEIGHTS = ("checkpoint", "pretrained", "weights")  # arguments of timm's and torchvision's models begin so
+_WORD = re.compile(r"[\w-]*")
 
 
 def require_harmless(path: Path, overrides: Sequence[str]) -> None:
@@ -39,31 +41,44 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     bases = tree.get("extends") or []
     if not all(str(base).startswith(presets.PREFIX) for base in (bases if isinstance(bases, list) else [bases])):
         yield "extends", f"reads {bases}"
-    leaves = flatten(tree)
-    for key in _CODE:
-        name = leaves.get(key)
-        if isinstance(name, str) and "." in name and not _is_known(name):
-            yield key, f"imports {name}, which runs its code"
-    for key, name in _parts_of_task(leaves):
-        if "." in str(name):
-            yield key, f"imports {name}, which runs its code"
-    for split in ("train", "eval"):
-        key = f"task.transforms.{split}"
-        for name in own_code(leaves.get(key)):
-            yield key, f"imports {name}, which runs its code"
-    for key, value in leaves.items():
-        if "${" in str(value):
+    for key, value in _leaves(tree):
+        texts = list(_texts(value))
+        if any("${" in text for text in texts):
             yield key, f"{value} reads a value from outside this file"
+        elif url := next((text for text in texts if "://" in text and key.startswith(("task.", "model.args."))), None):
+            yield key, f"reads {url}, and sends requests there"
+        elif _CODE.fullmatch(key):
+            yield from ((key, f"imports {text}, which runs its code") for text in texts if "." in text)
+        elif key.startswith("model.args."):
+            yield from _problems_of_argument(key, value, texts)
 
 
-def _parts_of_task(leaves: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key, name) of the loss, the tokenizer and the metrics of a task."""
-    yield from ((key, leaves.get(key)) for key in ("task.loss.name", "task.tokenizer.name"))
-    metrics = leaves.get("task.metrics")
-    for each in metrics if isinstance(metrics, list) else []:
-        yield "task.metrics", each.get("name") if isinstance(each, dict) else each
+def _problems_of_argument(key: str, value: Any, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    name = key.removeprefix("model.args.")
+    if name.startswith(_READS_WEIGHTS) and value not in (None, False):
+        yield key, "reads weights from a file or the network"
+    for text in texts:
+        if not _WORD.fullmatch(text):
+            yield key, f"{text!r} is not a plain word, so it may name a file or code"
 
 
-def _is_known(name: str) -> bool:
-    first, *others = name.split(".")
-    return first in _PACKAGES and not any(part.startswith("_") or not part for part in others)
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all leaves. Unlike in ``schema.flatten``, none hides another: a key may contain a dot."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in ``value``, at any depth, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)

@@ -30,6 +30,8 @@ class Task(ImageCsv):
     name: str
 """
 
+BUILD = {"name": "strange.Net", "args": {}, "known": {}, "example": 0}  # a function of ours that imports its argument
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -59,7 +61,7 @@ def test_values_of_a_stranger_are_used(folder):
     assert predict(folder) == 0
     assert len(pd.read_csv(folder / "out.csv")) == 5
     assert not (folder / "theirs").exists(), "files are not written where a stranger says"
-    other = {"model": {"name": "torchvision.models.resnet18", "args": {"num_classes": 3}}, "task": {"color": "rgb"}}
+    other = {"model": {"name": "resnet18", "args": {"num_classes": 3}}, "task": {"color": "rgb"}}
     assert predict(folder, **other) == 70, "allowed, but the weights are of another model"
 
 
@@ -77,7 +79,14 @@ def test_values_of_a_stranger_are_used(folder):
         ({"task": {"loss": {"name": "strange.loss"}}}, "task.loss.name: imports strange.loss"),
         ({"task": {"metrics": ["top1", {"name": "strange.metric", "better": "max"}]}}, "task.metrics: imports strange"),
         ({"task": {"tokenizer": {"name": "strange.tokens"}}}, "task.tokenizer.name: imports strange.tokens"),
-        ({"model": {"name": "torch._strange.Net"}}, "model.name: imports torch._strange.Net"),
+        ({"model": {"name": "torchvision.models.resnet18"}}, "model.name: imports torchvision.models.resnet18"),
+        ({"model": {"name": "harness.training.model_builder.build", "args": BUILD}}, "model.name: imports harness."),
+        ({"task.name": "image_csv", "task": {"name": "strange.Task"}}, "task.name: imports strange.Task"),
+        ({"task": {"transforms": {"eval": [{"Compose": {"x": {"y": "strange.Net"}}}]}}}, "imports strange.Net"),
+        ({"model": {"name": "linear", "args": {"pretrained": True}}}, "model.args.pretrained: reads weights"),
+        ({"model": {"name": "linear", "args": {"checkpoint_path": "w"}}}, "model.args.checkpoint_path: reads weights"),
+        ({"model": {"name": "linear", "args": {"x": {"file": "../w.pt"}}}}, "model.args.x.file: '../w.pt' is not"),
+        ({"task": {"root": "http://127.0.0.1:9/images"}}, "task.root: reads http://127.0.0.1:9/images"),
         ({"model": {"name": "subprocess.Popen", "args": {"args": ["touch", "imported"]}}}, "subprocess.Popen"),
         ({"name": "${oc.env:SECRET}"}, "name: ${oc.env:SECRET} reads a value from outside this file"),
         ({"task": {"train_csv": ["${oc.env:SECRET}"]}}, "task.train_csv: "),
@@ -122,3 +131,4 @@ def test_with_trust_or_as_an_own_run_code_is_imported(folder, capfd):
 
 def test_names_on_the_command_line_are_the_users_own(folder):
     assert predict(folder, "model.name=strange.Net", model={"name": "evil.Net"}) == 0
+    assert predict(folder, f"task.root={folder}", task={"root": "http://127.0.0.1:9/images"}) == 0
