@@ -36,6 +36,7 @@ VARIANTS = {
     "modern preset": ["precision.opt_level=O4", "parallel.delay_allreduce=false", "model.channels_last=true",
                       "precision.tf32=true", "train.deterministic=false"],
     "compile": ["model.compile=true"],
+    "compile, reduce-overhead": ["model.compile=reduce-overhead"],
     "channels-last": ["model.channels_last=true"],
     "accumulation, clipping, average": ["batch.accumulate=2", "train.clip_norm=1", "train.ema_decay=0.9"],
     "LARC": ["optimizer.larc={}"],
@@ -107,7 +108,6 @@ class Plan:
             yield self.training(f"{name}, {_ranks(max(2, self.world))}", digits, self.world, *settings, skipped=skipped)
         yield from self.engines(digits)
         yield from self.resumes(digits)
-        yield from self.graphs(digits)
         yield from self.uses(digits)
         yield from self.speeds(digits)
         yield from self.apex()
@@ -164,32 +164,6 @@ class Plan:
                        str(max(6, self.steps)), *(self.words(path, world) or [])]  # fmt: skip
             yield Check(f"resume after kills, {_ranks(world)}", [command], lambda: "equal bit for bit")
 
-    def graphs(self, path: Path) -> Iterator[Check]:
-        """That steps as CUDA graphs give the weights of ordinary steps, bit for bit, resume, and how long they take."""
-        skipped = "needs a CUDA device" if self.device == "cpu" else ""
-        exact = ["optimizer.lr=0.125", "schedule={name: constant, warmup_epochs: 0}"]  # equal in float32 and float64
-        exact += ["train.max_steps=40", "train.log_every=8"]
-        adamw = ["optimizer.name=adamw", "optimizer.momentum=null", "optimizer.lr=0.0009765625", "train.clip_norm=1"]
-        variants = {level: [f"precision.opt_level={level}"] for level in LEVELS} | {"adamw, clipping": adamw}
-        for number, (name, settings) in enumerate(variants.items()):
-            runs = [f"graphs{number}_{which}" for which in ("off", "on")]
-            off = self.training("", path, 1, *exact, *settings, run=runs[0])
-            on = self.training("", path, 1, *exact, *settings, "train.cuda_graphs=true", run=runs[1])
-            folders = [self.folder / "runs" / run for run in runs]
-            compare = [*HARNESS, "compare", *map(str, folders)]
-            yield Check(f"CUDA graphs, {name}", [*off.commands, *on.commands, compare],
-                        lambda folder=folders[1]: _graphed(folder), skipped)  # fmt: skip
-        words = [*(self.words(path, 1) or []), "train.cuda_graphs=true"]
-        verify = ["verify-resume", "-c", str(path), "--nproc", "1", "--kills", "2", "--steps", "30"]
-        yield Check(
-            "CUDA graphs, resume after kills", [[*HARNESS, *verify, *words]], lambda: "equal bit for bit", skipped
-        )
-        for name, settings in {"ordinary steps": [], "CUDA graphs": ["train.cuda_graphs=true"]}.items():
-            out = self.folder / f"speed_{len(settings)}"
-            bench = ["bench", "strategies", "-c", str(path), "--world", "1", "--rounds", "3", "--steps", "60"]
-            command = [*HARNESS, *bench, "--out", str(out), *words[:-1], "train.log_every=50", *settings]
-            yield Check(f"speed of small_cnn, 8 x 8, {name}", [command], lambda out=out: _speeds(out), skipped)
-
     def uses(self, path: Path) -> Iterator[Check]:
         run = str(self.folder / "runs" / "local")
         for kind in ("safetensors", "torch_export", "onnx"):
@@ -214,16 +188,14 @@ class Plan:
         ]
         presets = {"apex-2019 preset": [], "modern preset": VARIANTS["modern preset"],
                    "modern preset, compiled": [*VARIANTS["modern preset"], "model.compile=true"],
-                   "modern preset, CUDA graphs": [*VARIANTS["modern preset"], "train.cuda_graphs=true",
-                                                  "train.log_every=50"]}  # fmt: skip
+                   "modern preset, reduce-overhead": [*VARIANTS["modern preset"], "model.compile=reduce-overhead"],
+                   }  # fmt: skip
         for name, settings in presets.items():
             out = self.folder / name.replace(" ", "_").replace(",", "")
-            graphs = "train.cuda_graphs=true" in settings
-            worlds = ["1"] if small or graphs else [str(world) for world in sorted({1, self.world})]
+            worlds = ["1"] if small else [str(world) for world in sorted({1, self.world})]
             command = [*HARNESS, "bench", "strategies", "-c", str(path), "--world", *worlds, "--rounds", "1", "--steps",
                        str(2 if small else 30), "--out", str(out), *data, *settings]  # fmt: skip
-            skipped = "needs a CUDA device" if graphs and self.device == "cpu" else ""
-            yield Check(f"speed of {model}, {size} x {size}, {name}", [command], lambda out=out: _speeds(out), skipped)
+            yield Check(f"speed of {model}, {size} x {size}, {name}", [command], lambda out=out: _speeds(out))
 
     def apex(self) -> Iterator[Check]:
         tests = [sys.executable, "-m", "pytest", "-q", "--device", self.device]
@@ -247,13 +219,6 @@ def _task(path: Path) -> str:
     bases = tree.get("extends") or []
     files = [base for base in ([bases] if isinstance(bases, str) else bases) if not base.startswith("preset:")]
     return _task(path.parent / files[-1]) if files else ""
-
-
-def _graphed(run: Path) -> str:
-    """The result of a run whose steps must have been CUDA graphs, and that equals one without."""
-    logs = "".join(path.read_text() for path in (run / "logs").glob("rank-0*.log"))
-    assert "run as CUDA graphs from here on" in logs, "no step was recorded as a CUDA graph"
-    return "equal bit for bit to ordinary steps"
 
 
 def _speeds(out: Path) -> str:

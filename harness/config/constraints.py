@@ -28,8 +28,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _schedule(config)
     yield from _precision(config)
     yield from _parallel(config)
-    if config.train.cuda_graphs:
-        yield from _cuda_graphs(config)
+    yield from _compile(config)
     if config.parallel.strategy == "fsdp":
         yield from _fsdp(config)
     if isinstance(config.task, LabelledTask):
@@ -185,8 +184,7 @@ def _precision(config: Config) -> Iterator[Conflict]:
     if precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
             ("precision.backend", "parallel.strategy", "parallel.sync_batchnorm", "optimizer.larc"),
-            "fsdp, sync_batchnorm, larc and cuda_graphs need harness.apex; NVIDIA's Apex does not support shards or "
-            "uneven batches, and decides on the host whether to skip a step",
+            "fsdp, sync_batchnorm and larc need harness.apex; NVIDIA's Apex does not support shards or uneven batches",
             "use precision.backend=harness (or auto, which selects it here)",
         )
 
@@ -220,41 +218,27 @@ def _parallel(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _cuda_graphs(config: Config) -> Iterator[Conflict]:
-    """Settings whose steps need the host, or change what a recorded step would repeat."""
-    train, optimizer, schedule = config.train, config.optimizer, config.schedule
-    found: dict[str, tuple[bool, str]] = {
-        "runtime.device": (config.runtime.device == "cpu", "runtime.device=cuda"),
-        "parallel.strategy": (config.parallel.strategy in ("fsdp", "dp"), "parallel.strategy=none"),
-        "batch.accumulate": (config.batch.accumulate > 1, "batch.accumulate=1"),
-        "model.compile": (config.model.compile, "model.compile=false"),
-        "model.activation_checkpointing": (
-            bool(config.model.activation_checkpointing), "model.activation_checkpointing=false",
-        ),
-        "train.ema_decay": (train.ema_decay is not None, "train.ema_decay=null"),
-        "train.on_nan": (train.on_nan == "skip", "train.on_nan=stop"),
-        "train.mixup": (train.mixup > 0, "train.mixup=0"),
-        "train.cutmix": (train.cutmix > 0, "train.cutmix=0"),
-        "optimizer.larc": (optimizer.larc is not None, "optimizer.larc=null"),
-        "optimizer.name": (optimizer.name not in ("sgd", "adam", "adamw"), "optimizer.name=adamw (or sgd, adam)"),
-        "optimizer.implementation": (
-            optimizer.implementation not in ("auto", "fused"), "optimizer.implementation=auto",
-        ),
-        "optimizer.args": (
-            bool(optimizer.args.keys() & {"fused", "foreach", "capturable", "differentiable"}),
-            "remove fused, foreach, capturable and differentiable",
-        ),
-        "schedule.cycle_momentum": (
-            schedule.name == "one_cycle" and schedule.cycle_momentum, "schedule.cycle_momentum=false",
-        ),
-    }  # fmt: skip
-    for key, (conflicting, hint) in found.items():
-        if conflicting:
-            yield Conflict(
-                ("train.cuda_graphs", key),
-                f"train.cuda_graphs cannot be combined with this value of {key}",
-                f"set train.cuda_graphs=false, or {hint}",
-            )
+def _compile(config: Config) -> Iterator[Conflict]:
+    """What torch's CUDA graphs, in both of its named modes, and kernels chosen by timing cannot be combined with."""
+    mode = config.model.compile
+    if mode == "max-autotune" and config.train.deterministic is True:
+        yield Conflict(
+            ("model.compile", "train.deterministic"),
+            "max-autotune chooses kernels by timing them, so another start may compute with others",
+            "use model.compile=reduce-overhead or true, or train.deterministic=false",
+        )
+    if isinstance(mode, str) and config.batch.accumulate > 1:
+        yield Conflict(
+            ("model.compile", "batch.accumulate"),
+            f"{mode} replays CUDA graphs, whose gradients the next micro-batch would overwrite",
+            "use model.compile=true, or batch.accumulate=1",
+        )
+    if isinstance(mode, str) and config.parallel.strategy == "fsdp":
+        yield Conflict(
+            ("model.compile", "parallel.strategy"),
+            f"{mode} replays CUDA graphs on fixed memory, but fsdp gathers weights into new memory in every pass",
+            "use model.compile=true, or parallel.strategy=ddp",
+        )
 
 
 def _checkpoint(config: Config) -> Iterator[Conflict]:

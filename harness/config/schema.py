@@ -79,8 +79,10 @@ class ModelSection(Section):
     """
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = False
+    """Compile the model with torch.compile. On CUDA, its mode reduce-overhead also replays the passes as CUDA graphs,
+    and max-autotune also times kernels to choose among them.
+    """
     activation_checkpointing: bool | Annotated[tuple[str, ...], Field(strict=False)] = False
     """Recompute activations in the backward pass instead of storing them, which takes less memory and more time.
     true: in the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
@@ -245,8 +247,6 @@ class TrainSection(Section):
     """Use only deterministic algorithms; a bitwise-exact resume on a GPU requires them. true: refuse operations
     that have none on CUDA; warn: only warn about them, in logs/rank-N.log; false: use the fastest algorithms.
     """
-    cuda_graphs: bool = False
-    """Run whole steps as CUDA graphs, in one process; learning rates are rounded to float32 (docs/strategies.md)."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
     mixup: Annotated[float, Field(ge=0)] = 0.0
@@ -341,7 +341,7 @@ class Config(Section):
     def needs_our_amp(self) -> bool:
         """True if a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
         shards_or_norms = self.parallel.strategy == "fsdp" or self.parallel.sync_batchnorm
-        return shards_or_norms or self.optimizer.larc is not None or self.train.cuda_graphs
+        return shards_or_norms or self.optimizer.larc is not None
 
 
 # Keys, and whole sections, that may change when a run is resumed without making it another experiment.

@@ -33,19 +33,16 @@ from harness.training import (
     precision,
     recompute,
     rng,
-    step_graph,
     strategy,
     weights,
 )
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
-from harness.training.cuda_recorder import CudaRecorder
 from harness.training.evaluate import laid_out
 from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
 from harness.training.schedule import Schedule
-from harness.training.step_graph import StepGraphs
 from harness.training.task import OpenedTask, Supervised, SupportsFileCheck, require_members
 
 log = logging.getLogger("harness")
@@ -64,7 +61,6 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
     with runtime.together("dividing the batch"):
         strategy.check_world(config.parallel, runtime.world_size)
-        step_graph.require(config, runtime.world_size, runtime.device)
         size = sizes(config, len(task.train), runtime.world_size)
     if warning := too_few_rows(size, len(task.train)):
         log.warning("%s", warning)
@@ -99,7 +95,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         ema = optim.Ema(trained, list(chosen.master_params(optimizer)), config.train.ema_decay)
     if config.model.compile:
         # After amp, whose casts are to be compiled too. Keeps parameters and their names.
-        fsdp.compile_units(model) if parallel.sharded else strategy.compile_whole(model)
+        mode = None if config.model.compile is True else config.model.compile
+        fsdp.compile_units(model) if parallel.sharded else strategy.compile_whole(model, mode=mode)
     devices.keep_freed_memory(runtime.device)
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
@@ -136,8 +133,6 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         weights=given,
     )  # fmt: skip
     checkpointing.resume(run)
-    if config.train.cuda_graphs:  # after the resume, which replaces tensors of the optimizer
-        run.graphs = StepGraphs(CudaRecorder(runtime.device), run, runtime.device)
     return run
 
 
@@ -223,7 +218,6 @@ def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> Ope
 def rehearse(config: Config, world_size: int) -> None:
     """Raise the error of the data or the batch with which ``config`` could not start on ``world_size`` ranks."""
     strategy.check_world(config.parallel, world_size)
-    step_graph.require(config, world_size)
     sizes(config, len(_opened(config).train), world_size)
 
 

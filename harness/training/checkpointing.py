@@ -26,7 +26,6 @@ log = logging.getLogger("harness")
 
 def save(run: Run) -> None:
     """Write a checkpoint of the current step, unless there is one. An error on rank 0 is raised on all ranks."""
-    run.settle()
     if run.saved_step == run.state.step:
         return
     start = time.perf_counter()

@@ -15,7 +15,7 @@ from harness.training.evaluate import evaluate, prepare, reported
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optim import clear_gradients
 from harness.training.run import Run
-from harness.training.step_timer import StepTimer, end_backward_before_exchange
+from harness.training.step_timer import end_backward_before_exchange
 
 Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step
 
@@ -63,7 +63,6 @@ def epoch(run: Run) -> None:
             save(run)
         if run.stop.agreed() or number == config.train.max_steps:
             break
-    run.settle()
     run.progress.stop()
     if left == 0 or run.finished():
         if run.meter.steps:
@@ -79,17 +78,10 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
 
     ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
     backward pass. Whether they overflowed is read after that, from gradients that are equal on all ranks, so that it
-    needs no communication. A step that a CUDA graph repeats is counted later, by ``run.settle()``.
+    needs no communication.
     """
-    if run.graphs and run.graphs.start(run, group, measured, update, count):
-        return
+    train, precision, timer = run.config.train, run.precision, run.meter.timer
     run.set_lr()
-    count(run, *update(run, group, measured, run.meter.timer))
-
-
-def update(run: Run, group: list[MicroBatch], measured: bool, timer: StepTimer) -> tuple[Losses, bool]:
-    """The work of a step on the device; return the losses, and whether the update was skipped."""
-    train, precision = run.config.train, run.precision
     losses = []
     timer.start()
     for index, micro in enumerate(group):
@@ -121,7 +113,7 @@ def update(run: Run, group: list[MicroBatch], measured: bool, timer: StepTimer) 
     if run.ema and not skip:
         run.ema.update(precision.master_params(run.optimizer))
     timer.end("optimizer")
-    return losses, skip
+    count(run, losses, skip)
 
 
 def count(run: Run, losses: Losses, skip: bool) -> None:

@@ -10,16 +10,13 @@ import importlib.metadata
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.config.schema import LarcSection, PrecisionSection
 from harness.errors import ConfigError
-
-if TYPE_CHECKING:
-    from harness.apex.amp.device_scale import DeviceScale
 
 
 @dataclass(frozen=True)
@@ -64,12 +61,6 @@ class Precision:
         # A private attribute of Apex and of harness.apex, which have no public one that is set before the step.
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))
-
-    def on_device(self, device: torch.device) -> DeviceScale:
-        """The loss scale for steps that the host does not follow. For harness.apex only."""
-        from harness.apex.amp.device_scale import DeviceScale
-
-        return DeviceScale(self.amp._amp_state.loss_scalers[0], device)
 
     def loss_scale(self) -> float:
         scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []

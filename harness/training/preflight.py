@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, determinism, optim, precision, recompute, rehearsal, step_graph, strategy, weights
+from harness.training import build, determinism, optim, precision, recompute, rehearsal, strategy, weights
 from harness.training.task import OpenedTask, SupportsSample
 
 
@@ -86,7 +86,6 @@ def examine(
             attempt(_rehearse, candidate, world_size, limit_s, facts)
             attempt(_shared_memory, config, task, size, -(-world_size // config.launch.nnodes), facts)
     attempt(strategy.check_world, config.parallel, world_size)
-    attempt(step_graph.require, config, world_size)
     return facts, errors
 
 

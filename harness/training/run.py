@@ -27,7 +27,6 @@ from harness.training.optim import Ema
 from harness.training.precision import Precision
 from harness.training.progress import Coverage, Meter, State
 from harness.training.schedule import Schedule
-from harness.training.step_graph import StepGraphs
 from harness.training.strategy import ParallelModel
 from harness.training.task import OpenedTask
 
@@ -64,7 +63,6 @@ class Run:
     counting: Counting | None = None  # counts the model's arithmetic, on rank 0, with the first log line
     arithmetic: Arithmetic = Arithmetic()  # then known on rank 0, which logs it
     weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
-    graphs: StepGraphs | None = None
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
 
     @property
@@ -101,18 +99,6 @@ class Run:
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""
         self.lr = self.schedule.set_lr(self.optimizer, self.state.applied, self.state.plateau.reductions)
-        if self.graphs:
-            self.graphs.round_lr()
-
-    @property
-    def started_steps(self) -> int:
-        """The steps so far, with those that are not counted in ``state`` yet."""
-        return self.state.step + (len(self.graphs.pending) if self.graphs else 0)
-
-    def settle(self) -> None:
-        """Count the steps that run as CUDA graphs and are not in ``state`` yet. The host waits for them."""
-        if self.graphs:
-            self.graphs.settle(self)
 
     def collect_waits(self) -> None:
         """Move the time that the loader made this rank wait, and that loading took, to the meter."""
@@ -124,7 +110,6 @@ class Run:
     def log_train(self) -> None:
         """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
         Collective."""
-        self.settle()
         state, meter, lr = self.state, self.meter, self.lr
         self.collect_waits()
         meter.tick()
@@ -233,8 +218,6 @@ class Run:
 
     def close(self) -> None:
         self.progress.stop()
-        if self.graphs:
-            self.graphs.recorder.close()
         self.writer.close()
         self.tracker.close(done=self.finished() and not self.runtime.failed)
         self.train_data.loader.close()

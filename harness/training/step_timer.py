@@ -91,22 +91,6 @@ class CudaTimer:
             self._free.append(before)
 
 
-class Untimed:
-    """For a step that does not run yet."""
-
-    def __init__(self) -> None:
-        self.spent_s: dict[str, float] = {}
-
-    def start(self) -> None:
-        pass
-
-    def end(self, phase: str) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-
 def step_timer(device: torch.device) -> StepTimer:
     return CudaTimer(device) if device.type == "cuda" else HostTimer()
 

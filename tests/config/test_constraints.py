@@ -14,12 +14,6 @@ from tests.config.test_schema import make
 FSDP = {"strategy": "fsdp"}
 
 
-def graphed(section, values):
-    """Settings with CUDA graphs and ``values`` in ``section``."""
-    train = {"cuda_graphs": True}
-    return {"train": train | values} if section == "train" else {"train": train, section: values}
-
-
 # {contradiction: (settings, first keys, part of the message, part of the hint)}
 CASES = {
     "no batch": ({"batch": {}}, ["batch.global"], "neither is set", "batch.global=128"),
@@ -143,26 +137,15 @@ CASES = {
     "NVIDIA's Apex with LARC": (
         {"optimizer": {"larc": {}}, "precision": {"backend": "apex"}}, ["precision.backend"], "harness.apex", "auto",
     ),
-    "CUDA graphs with micro-batches": (
-        {"train": {"cuda_graphs": True}, "batch": {"global": 8, "accumulate": 2}}, ["train.cuda_graphs"],
-        "with this value of batch.accumulate", "set train.cuda_graphs=false, or batch.accumulate=1",
+    "kernels chosen by timing in deterministic mode": (
+        {"model": {"compile": "max-autotune"}}, ["model.compile"], "kernels by timing", "reduce-overhead",
     ),
-    **{
-        f"CUDA graphs with {section}.{key}": (
-            graphed(section, {key: value}), ["train.cuda_graphs"], f"this value of {section}.{key}",
-            "cuda_graphs=false",
-        )
-        for section, key, value in [
-            ("runtime", "device", "cpu"), ("parallel", "strategy", "dp"), ("model", "compile", True),
-            ("model", "activation_checkpointing", True), ("train", "ema_decay", 0.9), ("train", "on_nan", "skip"),
-            ("train", "mixup", 0.2), ("train", "cutmix", 1.0), ("optimizer", "larc", {}),
-            ("optimizer", "name", "fused_adam"), ("optimizer", "implementation", "foreach"),
-            ("optimizer", "args", {"foreach": True}),
-        ]
-    },
-    "CUDA graphs with the momentum of one_cycle": (
-        {"train": {"cuda_graphs": True}, "schedule": {"name": "one_cycle"}}, ["train.cuda_graphs"],
-        "with this value of schedule.cycle_momentum", "schedule.cycle_momentum=false",
+    "CUDA graphs with micro-batches": (
+        {"model": {"compile": "reduce-overhead"}, "batch": {"global": 8, "accumulate": 2}}, ["model.compile"],
+        "would overwrite", "accumulate=1",
+    ),
+    "CUDA graphs with fsdp": (
+        {"model": {"compile": "reduce-overhead"}, "parallel": FSDP}, ["model.compile"], "fixed memory", "strategy=ddp",
     ),
     "unknown metric": ({"checkpoint": {"best_metric": "f1"}}, ["checkpoint.best_metric"], "'f1'", "top1, top5, loss"),
 }  # fmt: skip
@@ -200,7 +183,8 @@ def test_every_conflict_in_the_code_has_a_case():
         {"precision": {"opt_level": "O0", "keep_batchnorm_fp32": True}},
         {"precision": {"min_loss_scale": 4.0, "max_loss_scale": 4.0}},
         {"precision": {"backend": "apex"}},
-        {"train": {"cuda_graphs": True, "clip_norm": 1.0}, "optimizer": {"name": "adamw"}},
+        {"model": {"compile": "reduce-overhead"}, "train": {"clip_norm": 1.0}},
+        {"model": {"compile": "max-autotune"}, "train": {"deterministic": "warn"}},
         {"parallel": FSDP, "precision": {"opt_level": "O0", "cast_model_type": "float32"}, "model": {"compile": True}},
         {"parallel": FSDP, "precision": {"opt_level": "O4"}, "optimizer": {"name": "adamw", "args": {"fused": True}}},
         {"parallel": {"strategy": "fsdp", "sync_batchnorm": True}},

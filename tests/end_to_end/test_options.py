@@ -176,8 +176,10 @@ def test_dropped_tail_is_reported(tmp_path, data):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("fsdp", 2)])
-def test_compiled_model_gives_the_same_curve(tmp_path, data, strategy, ranks):
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mode"), [("ddp", 1, "true"), ("fsdp", 2, "true"), ("ddp", 1, "reduce-overhead")]
+)
+def test_compiled_model_gives_the_same_curve(tmp_path, data, strategy, ranks, mode):
     settings: dict[str, Any] = {
         "model": {"name": f"{MODELS}.Blocks", "args": {"width": 96, "num_blocks": 1, "dropout": 0.0}},
         "train": {"max_steps": 6, "log_every": 1},
@@ -186,7 +188,7 @@ def test_compiled_model_gives_the_same_curve(tmp_path, data, strategy, ranks):
         "limit_s": 240,
     }
     plain, compiled = (  # torch's compiler takes minutes on a busy machine
-        losses(train(tmp_path / str(on), data, ranks, f"model.compile={on}", **settings)) for on in ("false", "true")
+        losses(train(tmp_path / str(on), data, ranks, f"model.compile={on}", **settings)) for on in ("false", mode)
     )
     assert plain == pytest.approx(compiled, abs=1e-4)
 

@@ -11,10 +11,14 @@ from torch import nn
 
 from harness.apex import amp
 from harness.config.schema import LarcSection, ParallelSection, PrecisionSection
+from harness.distributed.runtime import Runtime
+from harness.distributed.stop import Stop
 from harness.errors import ConfigError
-from harness.training import strategy
+from harness.runs.run_dir import RunFolder
+from harness.training import build, strategy
 from harness.training.precision import choose
 from harness.training.strategy import ParallelModel
+from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -134,6 +138,18 @@ class Mixed(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.encoder(self.features(images).flatten(2)).flatten(1))
+
+
+@pytest.mark.parametrize(("setting", "mode"), [("true", None), ("reduce-overhead",) * 2, ("max-autotune",) * 2])
+def test_model_compile_is_the_mode_of_torch_compile(tmp_path, monkeypatch, setting, mode):
+    write_rows(tmp_path, "train", 16)
+    write_rows(tmp_path, "eval", 6)
+    config = make_config(tmp_path, [f"model.compile={setting}", "train.deterministic=false", "precision.opt_level=O0"])
+    (tmp_path / "runs" / "checkpoints").mkdir(parents=True)
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options) or function)
+    build.build(config, Runtime(), RunFolder(tmp_path / "runs"), Stop(Runtime())).close()
+    assert given == [{"mode": mode}]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

@@ -65,13 +65,13 @@ def scaled(
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
     """``scale_loss`` with a given ``scaler``, without the shortcut for a static scale of 1."""
-    scale, factor = scaler.loss_scale(), scaler.factor
+    scale = scaler.loss_scale()
     for optimizer in optimizers:
         _stash(optimizer)
         gradients.prepare(optimizer, scale, delay_unscale)
     try:
         with cast_engine.disable_casts():
-            yield loss.float() * (factor.float() if isinstance(factor, Tensor) else factor)
+            yield loss.float() * scale
     except BaseException:
         for optimizer in optimizers:
             if delay_unscale:
@@ -83,7 +83,7 @@ def scaled(
         if delay_unscale:
             gradients.mark_delayed(optimizer, scale)
         else:
-            gradients.finish(optimizer, scaler, factor)
+            gradients.finish(optimizer, scaler, scale)
     if delay_overflow_check:
         scaler.clear_overflow_state()
     elif not delay_unscale:

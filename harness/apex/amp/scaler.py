@@ -1,13 +1,12 @@
 """The loss scaler: one scale, its growth and back-off, and the unscaling of gradients (contract 2).
 
 A scale is plain host data. The only device-to-host sync is in ``update_scale`` of a dynamic scaler; a static scaler
-has none, nor has a step under a ``DeviceScale``. Which gradients belong to which context is decided in ``gradients``.
+has none. Which gradients belong to which context is decided in ``gradients``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,16 +22,6 @@ WINDOW = 2000  # clean updates between two growths
 DEFAULT_FLOOR = 1.0  # Apex had none and walked down to a division by zero (contract 2.2)
 LOWEST_FLOOR = 2.0**-126  # for min_loss_scale=0: the smallest scale whose inverse is finite in float32
 COMPLAIN_EVERY = 50  # consecutive overflows between two warnings that training has stopped
-
-
-class Replacement(Protocol):
-    """What ``harness.apex.amp.device_scale.DeviceScale`` does for the scaler that it replaces during a step."""
-
-    scale: Tensor  # float64 ()
-    found: Tensor  # float32 (), set to 1 if an inf or NaN was found
-
-    def update(self) -> None:
-        """Do on the device what ``update_scale`` does on the host."""
 
 
 class LossScaler:
@@ -68,16 +57,10 @@ class LossScaler:
         self._inverse: dict[torch.device, tuple[float, Tensor]] = {}
         self._deferred = 0
         self._in_a_row = 0
-        self.replacement: Replacement | None = None  # in a step that the host does not follow
 
     def loss_scale(self) -> float:
         """Return the scale by which the next loss is multiplied."""
         return self._loss_scale
-
-    @property
-    def factor(self) -> float | Tensor:
-        """The scale of the next loss, as a tensor if it is on the device only."""
-        return self.replacement.scale if self.replacement and self.dynamic else self._loss_scale
 
     @property
     def _overflow_buf(self) -> Tensor:
@@ -142,9 +125,6 @@ class LossScaler:
 
         A dynamic scaler reads the overflow flag from the device: the one sync point of amp.
         """
-        if self.replacement:
-            self.replacement.update()
-            return False
         if self.dynamic and not self._has_overflow:
             self._has_overflow = any(found.item() for found in (*self._found.values(), *self._flags()))
         return self.count(self._has_overflow)
@@ -183,9 +163,6 @@ class LossScaler:
             )
 
     def _buffers(self, device: torch.device, inverse: float | Tensor) -> tuple[Tensor, Tensor]:
-        if self.replacement:
-            factor = inverse.float() if isinstance(inverse, Tensor) else torch.full((), inverse, device=device)
-            return self.replacement.found, factor
         if device not in self._found:
             self._found[device] = torch.zeros((), device=device)  # 0-dim: a DTensor treats it as equal on all ranks
         cached, inverse = self._inverse.get(device), float(inverse)

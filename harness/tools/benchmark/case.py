@@ -164,7 +164,6 @@ def measure(part: Part) -> dict[str, Any]:
             group = next(run.train_data.groups(0, []))
             run.parallel.model.train()
             train = _timed("train", lambda: step(run, group), part, barriers, device)
-            run.settle()
             peak = _peak_of_memory(device) - before
             held = _held_bytes(run)
             run.module.eval()
