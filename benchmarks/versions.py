@@ -2,11 +2,14 @@
 interpreters (of pyenv, or on the path), and write a table.
 
 make test-versions        (downloads several GB for each torch)
+
+The row of the oldest Python has the lowest version of every package that setup.cfg allows, all at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import configparser
 import os
 import shutil
 import subprocess
@@ -18,10 +21,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "versions.md"
-NEWEST = ""  # what pip finds
-VERSIONS = (("3.10", "2.6.0", "0.21.0"), ("3.12", "2.11.0", "0.26.0"), ("3.13", NEWEST, NEWEST))  # torch, torchvision
 EXTRAS = "digits,tensorboard,report,sweep"
-TOOLS = ("pytest<9.2", "pytest-timeout", "pytest-xdist", "hypothesis")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+
+
+def floors() -> list[str]:
+    """The lowest version of each package that setup.cfg allows, as requirements for pip."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"].split()
+    return [line.replace(">=", "==") for line in lines]
+
+
+# {Python: packages whose versions are given}; pip finds the newest of the others
+VERSIONS = {"3.10": floors(), "3.12": ["torch==2.11.0", "torchvision==0.26.0"], "3.13": []}
 EXPECTED = 0.95  # validation accuracy of the quick start
 
 
@@ -49,19 +62,14 @@ def interpreter(version: str) -> str | None:
     return str(found[-1]) if found else shutil.which(f"python{version}")
 
 
-def environment(folder: Path, python: str, torch: str, torchvision: str) -> Path:
-    """The python of a virtual environment in ``folder`` with these versions, which is made if it is not there."""
+def environment(folder: Path, python: str, packages: list[str]) -> Path:
+    """The python of a virtual environment in ``folder`` with ``packages``, which is made if it is not there."""
     own = folder / "bin" / "python"
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", folder], check=True)
-        pair = [
-            f"{name}=={version}" if version else name
-            for name, version in (("torch", torch), ("torchvision", torchvision))
-        ]
         pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *pair], check=True)
-        subprocess.run([*pip, *pair, "-e", f"{ROOT}[{EXTRAS}]", *TOOLS], check=True)
+        subprocess.run([*pip, *packages, "-e", f"{ROOT}[{EXTRAS}]", *TOOLS], check=True)
         (folder / "complete").touch()
     return own
 
@@ -96,12 +104,12 @@ def tests(python: Path, folder: Path, words: list[str]) -> tuple[str, tuple[str,
     return ", ".join(f"{number} {name}" for name, number in counts.items() if number), failed
 
 
-def measured(version: tuple[str, str, str], folder: Path, words: list[str]) -> Result:
-    name, torch, torchvision = version
+def measured(name: str, folder: Path, words: list[str]) -> Result:
+    """What Python ``name`` does with its packages."""
     python = interpreter(name)
     if python is None:
-        return Result(name, torch or "newest", "no interpreter on this machine")
-    own = environment(folder / name, python, torch, torchvision)
+        return Result(name, "–", "no interpreter on this machine")
+    own = environment(folder / name, python, VERSIONS[name])
     shown = "import platform, torch; print(platform.python_version(), torch.__version__)"
     seen = subprocess.run([own, "-c", shown], check=True, capture_output=True, text=True).stdout.split()
     scratch = folder / f"{name}-scratch"
@@ -127,8 +135,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="for the environments")
     parser.add_argument("tests", nargs="*", help="paths of tests (default: all fast ones)")
     given = parser.parse_args()
-    wanted = [version for version in VERSIONS if given.only in (None, version[0])]
-    results = [measured(version, given.folder.resolve(), given.tests) for version in wanted]
+    wanted = [name for name in VERSIONS if given.only in (None, name)]
+    results = [measured(name, given.folder.resolve(), given.tests) for version in wanted]
     print(table(results))
     if not given.tests and given.only is None:
         OUT.write_text(table(results), encoding="utf-8")

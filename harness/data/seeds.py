@@ -15,7 +15,7 @@ EVALUATION_SEED = 0  # random transforms in evaluation draw the same numbers for
 def derive(*key: int) -> int:
     """Return a 63-bit seed that depends on every number of ``key``, each from 0 to 2^32 - 1."""
     # The length is part of the key because SeedSequence treats (1, 0) and (1,) alike.
-    return int(np.random.SeedSequence((len(key), *key)).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence((len(key), *key)).generate_state(1, np.uint64)[0]) >> 1
 
 
 def row_seed(seed: int, epoch: int, row: int) -> int:
