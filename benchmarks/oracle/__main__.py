@@ -74,6 +74,7 @@ def _start(log: Path, arguments: list[str]) -> tuple[Path, subprocess.Popen[byte
 def page(rows: Sequence[Row], commit: str) -> str:
     """The table of families, the deliberate differences, and what is wrong, as Markdown."""
     equal = sum(not row.difference for row in rows)
+    single = sum(row.family in ("operation", "spelling") for row in rows)
     families = []
     for family in dict.fromkeys(row.family for row in rows):
         own = [row for row in rows if row.family == family]
@@ -83,6 +84,7 @@ def page(rows: Sequence[Row], commit: str) -> str:
     return "\n\n".join(
         [
             f"**{equal} of {len(rows)} cells are bitwise equal**; {len(rows) - equal - len(wrong)} differ on purpose. "
+            f"{single} cells test a single operation. "
             f"NVIDIA/apex at {commit}, {datetime.date.today()}, `make oracle APEX_CHECKOUT=DIR`.",
             "Each cell is a small script, run twice on the CPU with the same torch kernels: once with the original "
             "`apex`, to which CPU tensors look like CUDA tensors, and once with `harness.apex`. The comparison "

@@ -220,14 +220,25 @@ def test_links_work():
         assert (ROOT / link).exists(), link
 
 
-def test_rows_of_the_peers_page_are_present_or_have_a_reason():
+def test_every_cell_of_the_peers_page_has_a_source_with_a_date():
     page = (ROOT / "docs" / "peers.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| [^|-]", line)]
-    assert len(rows) > 50
+    table, _, sources = page.partition("## Sources")
+    header, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")
+    )
+    assert len(rows) <= 20
+    used = set()
     for row in rows:
-        assert len(row) == 7, row[0]
-        own = row[-1]
-        assert "**no**" in own or not re.match("no\\b|absent(?!:| on purpose:)", own), row[0]
-        assert all(reason.strip() for reason in re.findall("absent(?: on purpose)?:([^;|]*)", own)), row[0]
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page):
-        assert (ROOT / "docs" / link).exists(), link
+        assert len(row) == len(header), row[0]
+        for tool, cell in zip(header[1:-1], row[1:-1], strict=True):
+            assert (found := re.search(r"\[(\w\d+)\]$", cell)), (row[0], tool)
+            used.add(found[1])
+        link = re.search(r"\]\(([^)#]+)[^)]*\)\)$", row[-1])
+        assert link, row[0]
+        assert (ROOT / "docs" / link[1]).exists(), link[1]
+    assert used == set(re.findall(r"\[(\w\d+)\]", sources))
+    assert re.search(r"^Read on \d+ \w+ 20\d\d", sources, re.M)
+    assert (
+        len(re.findall(r"^\*\*[\w ]+\*\*, (?:\w{7} \(\d+ \w+ 20\d\d\)|[\w ]*[\d.]+\d):", sources, re.M))
+        == len(header) - 2
+    )
