@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", help="paths of tests (default: all fast ones)")
     given = parser.parse_args()
     wanted = [name for name in VERSIONS if given.only in (None, name)]
-    results = [measured(name, given.folder.resolve(), given.tests) for version in wanted]
+    results = [measured(name, given.folder.resolve(), given.tests) for name in wanted]
     print(table(results))
     if not given.tests and given.only is None:
         OUT.write_text(table(results), encoding="utf-8")

@@ -87,8 +87,18 @@ def test_published_count_is_that_of_the_table():
     (equal, total), *_ = re.findall(r"\*\*(\d+) of (\d+) cells are bitwise equal", table)
     assert int(total) == len(CELLS), "make oracle writes the table"
     assert "To be explained" not in table
+    rows = {family: (same, of) for family, same, of in re.findall(r"^\| ([\w ]+) \| (\d+) \| (\d+) \|$", table, re.M)}
+    single = sum(int(rows[family][1]) for family in ("operation", "spelling"))
+    assert f" {single} cells test a single operation" in table
     for file in ("README.md", "docs/apex.md"):
-        assert set(re.findall(r"(\d+) of (?:the )?(\d+) scripts", (ROOT / file).read_text())) == {(equal, total)}, file
+        text = " ".join((ROOT / file).read_text().split())
+        assert set(re.findall(r"(\d+) of (?:the )?(\d+) (?:small )?scripts", text)) == {(equal, total)}, file
+        # What the figure counts is said beside it.
+        assert re.search(rf"\b{single} (?:of the {total}|test a single operation)", text), file
+        assert re.search(
+            rf"optimizers(?:, | {rows['fused'][1]} scripts? |' {rows['fused'][1]} scripts ){rows['fused'][0]} ", text
+        )
+    assert rows["SyncBatchNorm"] == ("0", "8"), "the two pages say that none is equal"
 
 
 def test_missing_checkout_is_one_message(tmp_path):
