@@ -60,13 +60,21 @@ def evaluate(run: Run) -> dict[str, Any] | None:
             where="task",
             hint="check the paths of the validation data; task.on_bad_image=error shows the first unreadable file",
         )
-    metrics = {
-        **numbers(run.task.report(total), reported(run.task, run.config)),
-        "rows_used": counted,
-        "rows": data.num_rows,
-        "bad_rows": unread,
-    }
+    metrics = {**report(run, total), "rows_used": counted, "rows": data.num_rows, "bad_rows": unread}
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
+
+
+def report(run: Run, total: Sums) -> dict[str, Any]:
+    """The task's report on the reduced sums, with rank 0's numbers on every rank: the loop decides by them, and a
+    metric may sample rows, or round differently on another processor. Collective; an error on any rank is raised on
+    all."""
+    with run.runtime.together("computing the metrics"):
+        found = numbers(run.task.report(total), reported(run.task, run.config))
+    return {**found, **run.runtime.from_first({key: value for key, value in found.items() if is_number(value)})}
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
         value = report.get(name)
         if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             value = value.item()
-        if not isinstance(value, int | float):
+        if not is_number(value):
             found = f"{value!r:.80} for" if name in report else "no"
             raise TrainingError(
                 f"report() of the task returned {found} metric {name!r}",
