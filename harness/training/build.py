@@ -49,7 +49,7 @@ log = logging.getLogger("harness")
 
 FILES_S = 2.0  # for a look at the files that the rows name
 
-SKEWED = 0.5  # total variation distance between the labels of a shard and of all rows, from 0 (equal) to 1 (disjoint)
+SKEWED = 0.5  # total variation distance between the labels of a shard and of all rows: of two disjoint halves
 
 
 def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Run:
@@ -255,12 +255,13 @@ def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
         return
     with runtime.together("counting labels"):
         mine = task.label_counts(*bounds(len(task.train), runtime.rank, runtime.world_size))
-    if mine is None:
-        return  # on every rank: the task has no labels
-    counts = np.stack(runtime.gather(mine)).astype(float)
+    shards = [shard for shard in runtime.gather(mine) if shard is not None]
+    if len(shards) < runtime.world_size:
+        return  # the task has no labels
+    counts = np.stack(shards).astype(float)
     whole = counts.sum(0) / max(1.0, counts.sum())
     distance = np.abs(counts / np.maximum(1.0, counts.sum(1, keepdims=True)) - whole).sum(1) / 2
-    if distance.max() > SKEWED:
+    if distance.max() >= SKEWED:
         log.warning(
             "the labels of rank %d differ strongly from the rest (distance %.2f out of 1): the CSV seems to be "
             "sorted by "

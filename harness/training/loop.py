@@ -11,7 +11,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
-from harness.training.evaluate import evaluate, prepare, reported
+from harness.training.evaluate import evaluate, is_number, prepare, reported
+from harness.training.fsdp import full
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optim import clear_gradients
 from harness.training.run import Run
@@ -102,7 +103,7 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     if train.clip_norm is not None or train.on_nan == "skip":
         norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
         run.meter.norm = norm
-        if train.on_nan == "skip" and not skip and not norm.isfinite():  # the host waits here, as documented
+        if train.on_nan == "skip" and not skip and not finite_everywhere(run, norm):
             skip = True
             clear_gradients(run.optimizer)
     elif measured:
@@ -114,6 +115,12 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
         run.ema.update(precision.master_params(run.optimizer))
     timer.end("optimizer")
     count(run, losses, skip)
+
+
+def finite_everywhere(run: Run, norm: Tensor) -> bool:
+    """True if the gradient norm is finite on every rank: where it nearly overflows, the ranks of a mixed cluster may
+    differ. Collective; the host waits for the device."""
+    return not run.runtime.sum((~full(norm).isfinite()).int()).item()
 
 
 def count(run: Run, losses: Losses, skip: bool) -> None:
@@ -142,7 +149,7 @@ def evaluation(run: Run) -> None:
     if found is None:
         return  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
-    plain = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    plain = {key: value for key, value in found.items() if is_number(value)}
     metrics = {key: plain[key] for key in reported(run.task, run.config)}
     waited_s, spent_s = run.eval_data.loader.take_times()
     run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import shutil
 import tarfile
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from harness import cli
+from harness.training import loop
 from tests.end_to_end.experiment import (
     assert_same,
     last_checkpoint,
@@ -23,6 +27,7 @@ from tests.end_to_end.experiment import (
     write_config,
     write_images,
 )
+from tests.ranks import run_ranks
 
 MODELS = "tests.end_to_end.models"
 CONSTANT_RATE = {"name": "constant", "warmup_epochs": 0.0}
@@ -124,6 +129,25 @@ def test_nan_on_one_rank_can_be_skipped_by_all(tmp_path, data, strategy):
     assert all(line["loss"] is None or math.isfinite(line["loss"]) for line in lines)
     assert lines[-1]["loss"] is not None
     assert all(tensor.isfinite().all() for tensor in last_checkpoint(folder)["model"].values())
+
+
+def _trained_with_an_endless_norm_on_rank_1(config: str) -> int:
+    clip, steps = loop.clip_grad_norm_, itertools.count(1)
+
+    def clipped(params, limit):
+        norm = clip(params, limit)
+        return norm * math.inf if next(steps) == 3 and os.environ["RANK"] == "1" else norm
+
+    loop.clip_grad_norm_ = clipped
+    return cli.main(["train", "-c", config])
+
+
+def test_norm_that_overflows_on_one_rank_only_skips_the_step_on_all(tmp_path, data):
+    """Another processor may add up the squares in another order. The ranks would not agree on what an epoch skipped."""
+    settings = {"train": {"epochs": 1, "log_every": 1, "on_nan": "skip"}}
+    config = write_config(tmp_path, data, **settings)
+    assert run_ranks(2, _trained_with_an_endless_norm_on_rank_1, str(config), group=False) == [0, 0]
+    assert [line["skipped"] for line in of_split(run_folder(config), "train")][:5] == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

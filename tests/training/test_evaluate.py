@@ -48,7 +48,8 @@ def test_ranks_whose_metrics_differ_train_to_the_end_by_those_of_rank_0(tmp_path
     assert run_ranks(2, cli.main, ["train", "-c", str(config)], group=False, timeout_s=90) == [0, 0]
     summary = json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())
     values = [entry[metric] for entry in summary["history"]]
-    assert len(values) == EPOCHS and values == sorted(values)
+    assert len(values) == EPOCHS
+    assert values == sorted(values)
     assert summary["best"] == {metric: values[-1], "step": summary["step"]}
     log = (tmp_path / "runs" / "small" / "metrics.jsonl").read_text().splitlines()
     rates = {entry["lr"] for entry in map(json.loads, log) if entry["split"] == "train"}
@@ -86,4 +87,5 @@ def test_numbers_are_those_of_rank_0():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_in_the_report_of_one_rank_is_raised_on_all(rank):
     for text in run_ranks(2, _reports, rank, group=False):
-        assert "no such file: words.txt" in text and text.endswith(f"of {rank}")
+        assert "no such file: words.txt" in text
+        assert text.endswith(f"of {rank}")
