@@ -99,8 +99,8 @@ def test_launchers_start_without_torch():
     """A launcher starts in a fraction of a second, also on a login node."""
     program = (
         "import sys; from harness import cli\n"
-        "for engine in ('local', 'torchrun', 'slurm', 'kubernetes', 'flyte'):\n"
-        "    words = ['--nproc', '2', '--dry-run', 'launch.kubernetes.image=I']\n"
+        "for engine in ('local', 'torchrun', 'slurm', 'flyte'):\n"
+        "    words = ['--nproc', '2', '--dry-run']\n"
         "    assert cli.main(['launch', '-c', 'configs/pet_names.yaml', '--engine', engine, *words]) == 0\n"
         "sys.exit(', '.join({'torch', 'pandas', 'pyarrow'} & {*sys.modules}) or 0)"
     )
@@ -155,6 +155,7 @@ def test_class_names_have_one_meaning():
 OTHER_TESTS = {
     "engines/test_nodes_elastic.py": "torchrun on several machines",
     "engines/test_page.py": "docs/engines.md",
+    "engines/test_trainjob.py": "launch/trainjob.yaml",
     "tools/benchmark/test_page.py": "docs/strategies.md",
     "tools/report/test_browser.py": "the page in a browser",
     "test_architecture.py": "docs/architecture.md",

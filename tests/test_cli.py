@@ -30,7 +30,7 @@ VERBS = {
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
     "init": "--out CSV",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --node-rank --nproc --rendezvous "
-    "--scheduler --stopped-code key=value",
+    "--scheduler key=value",
     "port": "--to --write SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
     "report": "-o --format --out --target --trust RUN_OR_SWEEP",

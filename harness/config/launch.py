@@ -101,42 +101,10 @@ class FlyteSection(Section):
     """GPUs per machine."""
 
 
-class KubernetesSection(Section):
-    """Settings for the kubernetes engine."""
-
-    image: str | None = None
-    """Container image with the project in it. Required."""
-    name: (
-        Annotated[
-            str,
-            Matching(
-                r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?",
-                "use up to 46 lowercase letters, digits and -, starting with a letter",
-            ),
-        ]
-        | None
-    ) = None
-    """Name of the job; null: the experiment's name in lowercase, with - in place of . and _."""
-    namespace: str = "default"
-    """Namespace of the job."""
-    cpu: Quantity | None = None
-    """CPU cores per pod, such as 4 or 500m; null: no request."""
-    memory: Quantity | None = None
-    """Memory per pod, such as 16Gi; null: no request."""
-    gpu: Annotated[int, Field(ge=0)] = 0
-    """GPUs per pod (nvidia.com/gpu)."""
-    claims: Variables = {}
-    """Persistent volume claims and their mount paths, such as {datasets: /data, runs: /runs}. All pods must be able to
-    write to `output`. null: none, and the results are lost with the pods.
-    """
-    workdir: str | None = None
-    """Working folder in the pod, in which relative paths are resolved; null: the image's."""
-
-
 class LaunchSection(Section):
     engine: Annotated[str, NameOf("engine")] = "local"
-    """Launcher of the ranks: local (processes on this machine), torchrun, slurm, dask, flyte, kubernetes, or
-    your own package.module.
+    """Launcher of the ranks: local (processes on this machine), torchrun, slurm, dask, flyte, or your own
+    package.module.
     """
     nnodes: Positive = 1
     """Number of machines."""
@@ -173,7 +141,5 @@ class LaunchSection(Section):
     """Settings for the dask engine."""
     flyte: FlyteSection = FlyteSection()
     """Settings for the flyte engine."""
-    kubernetes: KubernetesSection = KubernetesSection()
-    """Settings for the kubernetes engine."""
     options: Arguments = {}
     """Settings of a custom engine, checked against its Options class."""

@@ -6,7 +6,6 @@ import argparse
 
 from harness.config import arguments as shared
 from harness.config import plugins
-from harness.errors import EXIT_STOPPED
 
 VERB = "launch"
 HELP = "train on an engine, such as local, torchrun, slurm or dask"
@@ -37,14 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler, such as tcp://10.0.0.1:8786")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, without starting it")
     parser.add_argument("--detach", action="store_true", help="submit the run (slurm, ...) without following it")
-    parser.add_argument(
-        "--stopped-code",
-        type=int,
-        default=EXIT_STOPPED,
-        metavar="N",
-        help="exit code for a run that was stopped with a checkpoint (default: 75; "
-        "use 128 or more on Kubernetes, which then restarts the pod)",
-    )
 
 
 def _ranks(text: str) -> int | str:
@@ -81,5 +72,4 @@ def run(arguments: argparse.Namespace) -> int:
         least, _, most = arguments.nnodes.rpartition(":")
         options |= {"nnodes": most, "min_nodes": least or None}
     overrides = [f"launch.{key}={value}" for key, value in options.items() if value is not None]
-    code = launch.main(arguments.config, [*arguments.overrides, *overrides], arguments.dry_run, arguments.detach)
-    return arguments.stopped_code if code == EXIT_STOPPED else code
+    return launch.main(arguments.config, [*arguments.overrides, *overrides], arguments.dry_run, arguments.detach)

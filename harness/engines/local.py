@@ -12,7 +12,7 @@ from harness.engines.base import Job, refuse, shell, train_modules
 from harness.errors import LaunchError
 
 _BY = "harness launch, engine local"
-_ONE_MACHINE = "this engine uses one machine; use launch.engine=torchrun, slurm, dask, flyte or kubernetes"
+_ONE_MACHINE = "this engine uses one machine; use launch.engine=torchrun, slurm, dask or flyte"
 
 
 def render(job: Job) -> str:

@@ -445,8 +445,6 @@ launch.slurm.output launch.slurm.setup launch.slurm.extra
 launch.dask launch.dask.scheduler launch.dask.resources launch.dask.timeout_s launch.dask.shared
 launch.dask.working_folder
 launch.flyte launch.flyte.image launch.flyte.cpu launch.flyte.memory launch.flyte.gpu
-launch.kubernetes launch.kubernetes.image launch.kubernetes.name launch.kubernetes.namespace launch.kubernetes.cpu
-launch.kubernetes.memory launch.kubernetes.gpu launch.kubernetes.claims launch.kubernetes.workdir
 """
 
 

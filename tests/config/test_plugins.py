@@ -11,7 +11,7 @@ BUILT_IN = {
     "task": ["fashion_mnist", "image_csv", "mnist", "pet_names", "text_csv"],
     "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn", "text_cnn"],
     "tracker": ["mlflow", "tensorboard", "wandb"],
-    "engine": ["dask", "flyte", "kubernetes", "local", "slurm", "torchrun"],
+    "engine": ["dask", "flyte", "local", "slurm", "torchrun"],
 }
 
 

@@ -60,7 +60,8 @@ def test_recipe_runs():
 def test_every_command_is_tested():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
-    assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh", "pip"}
+    others = {"kubectl"}  # tests/engines/test_trainjob.py
+    assert programs - others == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh", "pip"}
     assert len(commands()) == 37
 
 
@@ -68,7 +69,7 @@ def test_launch_commands_are_those_of_the_engines_page():
     """tests/engines/test_page.py renders every command there, and the engines' tests run them."""
     page = (ROOT / "docs" / "engines.md").read_text()
     launches = [line for line in commands() if line.startswith("harness launch")]
-    assert len(launches) == 6
+    assert len(launches) == 5
     for line in launches:
         engine = re.search(r"--engine (\w+)", line)
         assert f"\n## {engine[1] if engine else 'local'}".lower() in page.lower(), line

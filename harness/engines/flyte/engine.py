@@ -155,7 +155,7 @@ class FlyteRun:
 
 def _check(job: Job) -> None:
     refuse(
-        job, "flyte", min_nodes="Flyte retries whole tasks; use launch.engine=torchrun or kubernetes",
+        job, "flyte", min_nodes="Flyte retries whole tasks; use launch.engine=torchrun",
         rendezvous="the Kubeflow plugin chooses it", node_rank="the Kubeflow plugin chooses it",
     )  # fmt: skip
 
