@@ -287,6 +287,11 @@ class CheckpointSection(Section):
     best_metric: Annotated[str, Field(min_length=1)] | None = None
     """The evaluation metric that decides which checkpoint is the best; null: the task's first."""
 
+    @property
+    def named(self) -> str | None:
+        """The checkpoint, a path or a URL, that ``resume`` names."""
+        return None if self.resume in ("auto", "never") else self.resume
+
 
 class RuntimeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"

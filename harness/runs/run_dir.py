@@ -21,7 +21,7 @@ from harness.config.schema import Config, recipe_difference
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
-from harness.runs.files import finite, make_folder, read_json, read_text, write_atomically
+from harness.runs.files import finite, is_url, make_folder, read_json, read_text, write_atomically
 
 _OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
 _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
@@ -100,8 +100,9 @@ class RunFolder:
         ConfigError if the folder cannot be written, or holds something else than a run.
         """
         self._require_files()
-        if self.path.resolve() in Path(config.checkpoint.resume).resolve().parents:
-            raise own_checkpoint(config.checkpoint.resume)
+        named = config.checkpoint.named
+        if named and not is_url(named) and self.path.resolve() in Path(named).resolve().parents:
+            raise own_checkpoint(named)
         note = self._resume_or_move(config, rehearse)
         try:
             make_folder(self.path)

@@ -104,13 +104,13 @@ def resume(run: Run) -> None:
 
 def find(run: Run) -> tuple[Path | None, bool]:
     """(the checkpoint to restore, whether it is this run's own)."""
-    runtime, wanted = run.runtime, run.config.checkpoint.resume
+    runtime, section = run.runtime, run.config.checkpoint
     with runtime.together("looking for a checkpoint"):
-        newest = run.checkpoints.newest() if runtime.rank == 0 and wanted != "never" else None
+        newest = run.checkpoints.newest() if runtime.rank == 0 and section.resume != "never" else None
     newest = runtime.from_first(newest)
     if newest is not None:  # only its name is the same everywhere: ranks without a shared disk have their own copy
         return run.checkpoints.folder / newest.name, True
-    if wanted in ("auto", "never"):
+    if section.named is None:
         return None, False
     return runtime.patiently("fetching the checkpoint to resume from", lambda: remote.borrow(run.config)), False
 

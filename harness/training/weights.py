@@ -53,12 +53,11 @@ def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path)
 
     Raises ConfigError if the weights cannot be had or do not fit.
     """
-    resume = config.checkpoint.resume
     if config.model.weights is None:
         return {}
 
     def loaded() -> dict[str, Any]:
-        if runtime.rank or resume not in ("auto", "never") or checkpoint.steps(checkpoints):
+        if runtime.rank or config.checkpoint.named or checkpoint.steps(checkpoints):
             return {}
         facts = load(model, config)
         log.info("%14s: %s", "weights", facts["summary"])

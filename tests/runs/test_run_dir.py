@@ -83,6 +83,16 @@ def test_another_recipe_moves_the_folder_aside(tmp_path):
     assert (tmp_path / "runs" / "small.1" / "metrics.jsonl").read_text() == "first"
 
 
+@pytest.mark.parametrize("resume", ["auto", "never", "memory://bucket/run/checkpoints/step-3"])
+def test_a_command_may_be_given_inside_the_run_folder(tmp_path, monkeypatch, resume):
+    """There, a word that is no path would name a file of the run."""
+    claim(tmp_path)
+    monkeypatch.chdir(tmp_path / "runs" / "small")
+    with pytest.raises(ConfigError, match="is a checkpoint of this run itself"):
+        claim(tmp_path, checkpoint={"resume": "checkpoints/step-3"})
+    claim(tmp_path, checkpoint={"resume": resume})
+
+
 def test_a_configuration_of_an_earlier_version_resumes_with_defaults(tmp_path):
     claim(tmp_path)
     saved = tmp_path / "runs" / "small" / "config.yaml"

@@ -105,8 +105,8 @@ class ClusterRun:
 
     def _borrowed(self) -> Path | None:
         """The checkpoint of another run that checkpoint.resume names, if it is on this machine."""
-        resume = self._job.config.checkpoint.resume
-        return Path(resume) if resume not in ("auto", "never") and Path(resume).is_dir() else None
+        named = self._job.config.checkpoint.named
+        return Path(named) if named and Path(named).is_dir() else None
 
     def _submit(self, port: int) -> None:
         from distributed.comm.addressing import get_address_host
