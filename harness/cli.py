@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _import_from_working_folder()
     try:
         _require_utf8(words)
+        _require_no_other_harness()
         parser = _parser(words)
         if not words:
             parser.print_help(sys.stderr)
@@ -100,6 +101,19 @@ def _require_utf8(words: Sequence[str]) -> None:
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):  # as which Python passes on such bytes
             raise ConfigError(f"{word!r} is not UTF-8 text", where="command line", hint="rename the file or the folder")
+
+
+def _require_no_other_harness() -> None:
+    """Refuse a working folder with another package of this name: ``python -m harness``, which starts ranks, would find
+    that one."""
+    for name in ("harness/__init__.py", "harness.py"):
+        other = Path(name)
+        if other.is_file() and not other.samefile(Path(__file__).with_name("__init__.py")):
+            raise ConfigError(
+                f"this folder has another package named harness, which hides {Path(__file__).parent}",
+                where=str(other.absolute()),
+                hint="rename it, or run the command in another folder",
+            )
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

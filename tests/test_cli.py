@@ -324,6 +324,19 @@ def test_a_misspelled_verb_and_words_that_are_not_utf8(capsys):
         message.encode()
 
 
+@pytest.mark.parametrize("name", ["harness/__init__.py", "harness.py"])
+def test_another_package_of_this_name_in_the_working_folder_is_refused(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    assert cli.main(["schema"]) == 2
+    assert str(tmp_path / name) in capsys.readouterr().err
+    (tmp_path / name).unlink()  # a folder without __init__.py hides nothing
+    assert cli.main(["schema"]) == 0
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["schema"]) == 0
+
+
 def test_overrides_need_a_verb_that_takes_them(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["schema", "a=1"])

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -165,6 +166,21 @@ def test_measured_figures_are_those_of_the_results():
     figures = re.findall(r"\d+\.\d+", "\n".join(line for line in section.splitlines() if line.startswith("|")))
     assert len(figures) >= 12
     assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results)] == []
+
+
+def test_source_distribution_has_every_file_of_the_repository(tmp_path):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("git does not list the files of the repository here")
+    files = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    with tarfile.open(next((tmp_path / "dist").iterdir())) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in files if not name.startswith(".")} <= packed
 
 
 @pytest.mark.slow

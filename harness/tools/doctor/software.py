@@ -35,6 +35,10 @@ def packages(system: System) -> Iterator[Finding]:
         text = "apex-harness is not installed (it runs from its folder), so its requirements are unknown"
         yield Finding("packages", "note", text, ("python -m pip install -e .",))
         return
+    others = set(importlib.metadata.packages_distributions().get("harness", [])) - {DISTRIBUTION}
+    for other in sorted(others):
+        text = f"{other} installs a package named harness too, so their files overwrite each other"
+        yield Finding("packages", "problem", text, (f"python -m pip uninstall {other}", "install apex-harness again"))
     wrong, fine = [], 0
     for name, oldest in (_parse(line) for line in required if ";" not in line):
         try:

@@ -157,6 +157,11 @@ def test_packages(monkeypatch):
     versions |= {"torch": "2.10.0", "pandas": "1"}
     assert only(software.packages) == Finding("packages", "ok", "all 4 required packages are installed")
 
+    owners = {"harness": ["apex-harness", "harness"]}
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
+    hidden, _ = found(software.packages)
+    assert (hidden.mark, hidden.remedies[0]) == ("problem", "python -m pip uninstall harness")
+
     def unknown(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
