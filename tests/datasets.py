@@ -1,4 +1,5 @@
-"""Published datasets in their original format: the real ones if they are next to the project, else generated."""
+"""Published datasets in their original format (the real ones if they are next to the project, else generated), and
+tables for the configurations that have no data of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import made_up_data
 from tests.conftest import SHARED_DATA
 
 NAMES = [
@@ -52,14 +54,11 @@ def write_names(path: Path) -> Path:
     return path
 
 
-DERIVED = {"multi_label": "digit_canvases", "regression": "rotated_digits", "text": "character_names"}
+OWN_TABLES = {"multi_label": "image_csv", "regression": "image_csv", "text": "text_csv"}
 
 
-def derived(folder: Path, name: str) -> list[str]:
-    """Make the data of configs/NAME.yaml, one of ``DERIVED``; return the overrides that name them."""
-    from harness.data import derived
-
-    made = folder / DERIVED[name]
-    getattr(derived, DERIVED[name])(made)
-    root = [] if name == "text" else [f"task.root={made}"]
-    return [*(f"task.{split}_csv={made}/{split}.csv" for split in ("train", "eval")), *root]
+def own_table(folder: Path, name: str) -> list[str]:
+    """Make a table for configs/NAME.yaml, one of ``OWN_TABLES``; return the overrides that name it."""
+    overrides = made_up_data.write(folder, OWN_TABLES[name])
+    assert overrides is not None
+    return overrides

@@ -138,7 +138,7 @@ def test_every_module_has_a_docstring():
 def test_module_names_and_sizes():
     for name, path in MODULES.items():
         assert not {"utils", "util", "helpers", "common", "misc"} & set(name.split(".")), name
-        assert len(path.read_text().splitlines()) <= 400, f"{name} is too long: split it by subject"
+        assert len(path.read_text().splitlines()) <= 600, f"{name} is too long: split it by subject"
 
 
 def test_class_names_have_one_meaning():

@@ -10,7 +10,6 @@ from harness.errors import EXIT_DONE, ConfigError
 VERB = "data"
 HELP = "make an annotation table (from a folder, tars or Hugging Face), split one, or download a dataset"
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
-_DERIVED = ("digit_canvases", "rotated_digits", "character_names")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     split.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the table)")
     for verb in (folder, tar, hub, split):
         verb.add_argument("--force", action="store_true", help="replace existing files")
-    for name in _DERIVED:
-        made = verbs.add_parser(name, help=f"make {name}, a small dataset (docs/targets.md)")
-        made.add_argument("folder", type=Path, help="folder to write it to")
     for name in _PUBLISHED:
         published = verbs.add_parser(name, help=f"download {name}")
         published.add_argument("folder", type=Path, help="folder to write it to")
@@ -96,11 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(given: argparse.Namespace) -> str:
     if given.dataset in _PUBLISHED:
         return _download(given.dataset, given.folder, given.source)
-    if given.dataset in _DERIVED:
-        from harness.data import derived
-
-        made: str = getattr(derived, given.dataset)(given.folder)
-        return made
     if given.dataset == "split":
         from harness.data import split
 

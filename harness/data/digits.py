@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,29 +19,23 @@ NUM_EVAL = 360
 
 
 def write(folder: Path) -> str:
-    """Write images, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return a sentence to print."""
-    return write_whole(folder, "the digits", _write)
-
-
-def write_whole(folder: Path, what: str, fill: Callable[[Path], tuple[int, int]]) -> str:
-    """Let ``fill`` write a dataset into ``folder`` and return its number of training and validation rows; return a
-    sentence to print.
+    """Write images, ``train.csv`` and ``eval.csv`` (path, label) into ``folder``; return a sentence to print.
 
     A complete folder is not changed. An incomplete one never has this name: files are written elsewhere, then renamed.
     """
     folder = folder.resolve()  # "." has no name to derive a temporary name from
     if (folder / "train.csv").exists() and (folder / "eval.csv").exists():
-        return f"{folder} already has {what}"
+        return f"{folder} already has the digits"
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         (temporary / "images").mkdir(parents=True)
-        train, validation = fill(temporary)
+        train, validation = _write(temporary)
         commit(temporary, folder)  # which replaces an empty folder
     except OSError as error:
         if (folder / "train.csv").exists():
-            return f"{folder} already has {what}"  # another process was faster
+            return f"{folder} already has the digits"  # another process was faster
         raise DataError(
-            f"{what} cannot be written: {reason(error)}",
+            f"the digits cannot be written: {reason(error)}",
             where=str(folder),
             hint=remedy(error, "or choose an empty or new folder"),
         ) from None
@@ -51,7 +44,7 @@ def write_whole(folder: Path, what: str, fill: Callable[[Path], tuple[int, int]]
     return f"wrote {train} training and {validation} validation rows to {folder}"
 
 
-def load() -> tuple[np.ndarray, pd.DataFrame, pd.DataFrame]:
+def _load() -> tuple[np.ndarray, pd.DataFrame, pd.DataFrame]:
     """(images of 8x8 as uint8, the training rows and the validation rows of a table with their labels)."""
     try:
         from sklearn.datasets import load_digits
@@ -70,7 +63,7 @@ def _write(folder: Path) -> tuple[int, int]:
     import torch
     from torchvision.io import write_png
 
-    images, train, validation = load()
+    images, train, validation = _load()
     for index, image in enumerate(images):
         write_png(torch.from_numpy(image)[None], str(folder / "images" / f"{index:04d}.png"))
     train.to_csv(folder / "train.csv", index=False)

@@ -28,7 +28,7 @@ FEW_STEPS = {
     "mnist": (2, ["task.train_rows=300", "task.eval_rows=100"]),
     "pet_names": (1, ["batch.global=64"]),
     "pet_names_gru": (2, ["batch.global=64"]),
-    **dict.fromkeys(datasets.DERIVED, (2, ["batch.global=16", "precision.opt_level=O4"])),
+    **dict.fromkeys(datasets.OWN_TABLES, (2, ["batch.global=16", "precision.opt_level=O4"])),
 }
 
 
@@ -54,8 +54,8 @@ def test_a_few_steps(tmp_path, name, capsys):
     ranks, overrides = FEW_STEPS[name]
     if "mnist" in name:
         where = [f"task.root={datasets.images(tmp_path / 'data', name)}"]
-    elif name in datasets.DERIVED:
-        where = [*datasets.derived(tmp_path / "data", name), f"data.cache_dir={tmp_path}/cache"]
+    elif name in datasets.OWN_TABLES:
+        where = datasets.own_table(tmp_path / "data", name)
     elif name == "imagenet":
         where = [f"task.{key}_csv={write_photos(tmp_path, key, rows)}" for key, rows in (("train", 24), ("eval", 5))]
         where += [f"task.root={tmp_path}", f"data.cache_dir={tmp_path}/cache"]

@@ -1,4 +1,4 @@
-"""docs/targets.md: its YAML is valid, its commands make the data that its configurations read."""
+"""docs/targets.md: its YAML is valid, its commands run, and each configuration that it links accepts such a table."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 import shlex
 import shutil
 
-import pandas as pd
 import pytest
 import yaml
 
 from harness import cli
 from harness.config import loader
 from harness.config.targets import problems
+from tests import datasets
 from tests.conftest import ROOT
 from tests.fixtures import write_yaml
+from tests.ranks import run_ranks
 
 PAGE = (ROOT / "docs" / "targets.md").read_text()
 
@@ -26,22 +27,21 @@ def test_yaml(tmp_path, text):
 
 
 def test_commands(tmp_path, monkeypatch, capsys):
-    """Each dataset has the columns that its configuration names, and the same rows everywhere."""
-    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    """With the page's table, and with each configuration that it links."""
+    datasets.own_table(tmp_path / "made", "multi_label")
+    for split in ("train", "eval"):
+        shutil.copy(tmp_path / "made" / "image_csv" / f"{split}.csv", tmp_path)
+        shutil.copytree(tmp_path / "made" / "image_csv" / split, tmp_path / split)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
-    for line in re.findall(r"^harness .*$", PAGE, re.M):
-        words = shlex.split(line)[1:]
-        if words[0] == "data":
-            assert cli.main(words) == 0
-        else:
-            assert cli.main(["check", *words[1:], f"data.cache_dir={tmp_path}/cache"]) == 0, capsys.readouterr()
-    canvases = pd.read_csv("data/digit_canvases/train.csv", dtype=str)
-    assert len(canvases) == 3000
-    assert canvases["tags"].str.split("|").map(len).value_counts().index.sort_values().tolist() == [1, 2, 3, 4]
-    angles = pd.read_csv("data/rotated_digits/eval.csv")["angle"]
-    assert (len(angles), angles.abs().max() <= 60) == (600, True)
-    names = pd.concat([pd.read_csv(f"data/character_names/{split}.csv") for split in ("train", "eval")])
-    assert len(names) == 12771  # Unicode 3.2 in any version of Python
-    assert names["name"].is_unique
-    assert dict(names.to_numpy().tolist())["GREEK SMALL LETTER ALPHA"] == "Ll"
+    cache = f"data.cache_dir={tmp_path}/cache"
+    lines = [shlex.split(line) for line in re.findall(r"^harness .*$", PAGE, re.M)]
+    assert [words[1] for words in lines] == ["check", "train"]
+    for words in lines:
+        more = ["train.max_steps=1"] if words[1] == "train" else []
+        assert run_ranks(1, cli.main, [*words[1:], cache, *more], group=False) == [0]
+    linked = re.findall(r"configs/(\w+)\.yaml\)", PAGE)
+    assert linked == list(datasets.OWN_TABLES)
+    for name in linked[1:]:
+        made = datasets.own_table(tmp_path / name, name)
+        assert cli.main(["check", "-c", f"configs/{name}.yaml", *made]) == 0, capsys.readouterr()

@@ -55,8 +55,8 @@ def test_shipped_configuration(tmp_path, name):
         digits.write(tmp_path)
         where = [f"task.{key}_csv={tmp_path}/{key}.csv" for key in ("train", "eval")] + [f"task.root={tmp_path}"]
         where += ["data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
-    elif name in datasets.DERIVED:
-        where = [*datasets.derived(tmp_path / "data", name), f"data.cache_dir={tmp_path}/cache"]
+    elif name in datasets.OWN_TABLES:
+        where = datasets.own_table(tmp_path / "data", name)
     elif name == "imagenet":
         where = [f"task.{key}_csv={write_photos(tmp_path, key, 8)}" for key in ("train", "eval")]
         where += [f"task.root={tmp_path}", "data.num_workers=0", f"data.cache_dir={tmp_path}/cache"]
