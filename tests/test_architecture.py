@@ -160,6 +160,7 @@ OTHER_TESTS = {
     "tools/report/test_browser.py": "the page in a browser",
     "test_architecture.py": "docs/architecture.md",
     "test_ranks.py": "tests/ranks.py",
+    "test_syncs.py": "tests/syncs.py",
 }
 
 
