@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -52,7 +52,7 @@ def keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
         key = f"{prefix}{field.alias or name}"
         found.append(key)
         for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
                 found += keys(kind, f"{key}.")
     return found
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import presets
+from harness.config.base import is_url
 from harness.config.merge import parsed
 from harness.errors import ConfigError
 
@@ -45,7 +46,7 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         texts = list(_texts(value))
         if any("${" in text for text in texts):
             yield key, f"{value} reads a value from outside this file"
-        elif url := next((text for text in texts if "://" in text and key.startswith(("task.", "model.args."))), None):
+        elif url := next((text for text in texts if is_url(text) and key.startswith(("task.", "model.args."))), None):
             yield key, f"reads {url}, and sends requests there"
         elif _CODE.fullmatch(key):
             yield from ((key, f"imports {text}, which runs its code") for text in texts if "." in text)

@@ -1,4 +1,4 @@
-"""Local files: atomic writes, JSON-safe numbers, the cache folder, and telling a URL from a path."""
+"""Local files: atomic writes, JSON-safe numbers, and the cache folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from harness.config.base import is_url as is_url
 from harness.errors import ConfigError, HarnessError, did_you_mean, reason, remedy, require_regular_file
 from harness.runs import layout
-
-
-def is_url(place: str) -> bool:
-    return "://" in place
 
 
 def temporary_for(path: Path, mark: str = "") -> Path:

@@ -166,7 +166,7 @@ class OptimWrapper:
         return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # a copy under construction has none yet
+        if name == "_optimizer" or name.startswith("__"):  # a copy under construction has none yet
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
