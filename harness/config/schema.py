@@ -352,7 +352,7 @@ class Config(Section):
 # Keys, and whole sections, that may change when a run is resumed without making it another experiment.
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
-     "data.num_workers", "data.cache_dir", "task.cache_gib", "task.shared_tables", "checkpoint.every_steps",
+     "data.num_workers", "data.cache_dir", "task.cache_gib", "checkpoint.every_steps",
      "checkpoint.keep", "checkpoint.resume", "checkpoint.format", "checkpoint.async_save", "runtime",
      "batch.eval_per_rank", "model.activation_checkpointing", "trackers", "launch"]
 )  # fmt: skip
@@ -362,7 +362,6 @@ MAY_DIFFER_BETWEEN_RANKS = {
     "data.num_workers": "machines have different numbers of cores, and no batch depends on it",
     "data.cache_dir": "a disk of the machine",
     "task.cache_gib": "a disk of the machine",
-    "task.shared_tables": "machines may mount the same folder at different places",
     "output": "without a shared disk, a folder of the machine; the checkpoint that a run resumes from is compared",
     # Machines may mount the same data at different places. Its content is compared when it is opened.
     "task.train_csv": "data",

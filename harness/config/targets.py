@@ -183,10 +183,6 @@ class TableTask(LabelledTask):
     """Column of the CSV with the labels."""
     labels: LabelsSection = LabelsSection()
     """What the labels are: one class per row, several labels per row, or numbers."""
-    shared_tables: Place | None = None
-    """Folder or fsspec URL (s3://bucket/tables) where machines share converted tables: one converts a file, the others
-    copy the result to data.cache_dir; null: each machine converts it, unless data.cache_dir is shared.
-    """
 
     @model_validator(mode="before")
     @classmethod

@@ -40,7 +40,7 @@ def open_tables(task: TableTask, cache_dir: Path | None) -> LabelledTables:
     separator, empty = section.separator or "", section.empty == "allow"
     columns = LabelColumns(form, task.label_columns, separator, empty, task.label_setting)  # type: ignore[arg-type]
     train, eval_ = (
-        open_table(source, text=task.input_columns, label=columns, cache_dir=cache_dir, shared=task.shared_tables)
+        open_table(source, text=task.input_columns, label=columns, cache_dir=cache_dir)
         for source in (task.train_csv, task.eval_csv)
     )
     names = task.label_columns if kind == "regression" else train.vocabulary

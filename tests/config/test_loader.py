@@ -411,7 +411,7 @@ def test_any_value_survives_saving(tmp_path_factory, name, text, number, args):
 KEYS = """
 name output seed task
 task.name task.train_csv task.eval_csv task.root task.path_column task.label_column task.image_size task.color task.mean
-task.std task.transforms task.transforms.train task.transforms.eval task.cache_gib task.shared_tables
+task.std task.transforms task.transforms.train task.transforms.eval task.cache_gib
 task.decode task.on_bad_image task.metrics task.loss task.loss.name task.loss.label_smoothing task.loss.class_weights
 task.loss.gamma task.loss.delta task.loss.args task.labels task.labels.kind task.labels.column task.labels.separator
 task.labels.empty

@@ -60,4 +60,3 @@ def test_configuration_is_valid(tmp_path, text):
     path.write_text(text + "batch: {global: 8}\n")
     task, given = loader.load(str(path), []).task, yaml.safe_load(text)["task"]
     assert (task.root, task.decode) == (given["root"], given.get("decode", "full"))
-    assert task.shared_tables == given.get("shared_tables")

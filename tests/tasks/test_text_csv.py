@@ -75,15 +75,6 @@ def test_vocabulary_is_of_the_training_texts_only(folder):
     assert opened(folder).learned == task.learned  # from the cache
 
 
-def test_tables_are_shared_between_caches(folder):
-    shared = str(folder / "shared")
-    first = opened(folder, shared_tables=shared)
-    assert len(list((folder / "shared").rglob("table.json"))) == 2
-    (folder / "cache").rename(folder / "cache of another machine")
-    assert opened(folder, shared_tables=shared).fingerprint == first.fingerprint
-    assert len(list((folder / "shared").rglob("*.arrow"))) == 2
-
-
 def test_padding_and_length(folder):
     task = opened(folder, tokenizer={"max_length": 5})
     batch = task.train.batch(np.asarray([1, 3, 0]), 0)

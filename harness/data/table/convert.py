@@ -40,11 +40,9 @@ _POLLS_PER_LOCK = 10  # looking for a file is cheap; trying the lock takes proce
 _READ_AHEAD = 4  # batches
 
 
-def converted(
-    source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None, place: str | None
-) -> dict[str, Any]:
-    """Return the manifest of ``entry``, converting ``source`` first unless the table is in the cache or at ``place``,
-    where machines share tables. Raises DataError, or ConfigError if the place cannot be used."""
+def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
+    """Return the manifest of ``entry``, converting ``source`` first unless the table is in the cache. Raises
+    DataError."""
     earlier_failure, lease = read_json(entry.failure), entry.lease()
     while (manifest := entry.load()) is None:
         turn = entry.try_lock(lease)
@@ -59,7 +57,7 @@ def converted(
         with turn:
             if entry.load() is None:
                 _raise_failure_since(earlier_failure, entry, text)
-                _convert_or_record(source, entry, text, label, place, lease)
+                _convert_or_record(source, entry, text, label, lease)
     return manifest
 
 
@@ -70,26 +68,15 @@ def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text
         raise DataError(failure["message"], where=failure["where"], hint=failure["hint"])
 
 
-def _convert_or_record(
-    source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None, place: str | None, lease: Lease
-) -> None:
+def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None, lease: Lease) -> None:
     entry.sweep(source)
-
-    def make() -> None:
-        path = Path(source.identity)
+    path = Path(source.identity)
+    try:
         if source.is_remote:
             path = entry.download(source)
             if not path.exists():
                 download(source, path)
         convert(source, path, entry, text, label)
-
-    try:
-        if place:
-            from harness.data.table import shared  # late: fsspec is slow to import
-
-            shared.obtain(place, source, entry, label, make)
-        else:
-            make()
     except DataError as error:
         if not lease.is_held():
             return  # this process was stopped for so long that another one converts, and deleted its files

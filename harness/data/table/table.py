@@ -36,21 +36,19 @@ def open_table(
     text: Text = (),
     label: str | LabelColumns | None = None,
     cache_dir: Path | None = None,
-    shared: str | None = None,
 ) -> Table:
     """Open an annotation file, converting it first if no process has.
 
     ``source`` is a CSV, a gzipped CSV or a Parquet file, local or an fsspec URL. ``text`` names columns that must
     exist, perhaps each with the setting that names it, ``label`` the column of class labels, or other label columns;
-    all columns are kept. ``cache_dir`` replaces the default of ``runs.files.default_cache_dir``. ``shared`` is a folder
-    or a URL for converted tables, from which the cache is filled. Raises DataError with the place and the remedy if the
-    file or the cache cannot be used, ConfigError if ``shared`` cannot.
+    all columns are kept. ``cache_dir`` replaces the default of ``runs.files.default_cache_dir``. Raises DataError with
+    the place and the remedy if the file or the cache cannot be used.
     """
     text = (text,) if isinstance(text, str) else text
     label = LabelColumns("class", (label,)) if isinstance(label, str) else label
     found = locate(source)
     entry = CacheEntry.of(found, label, cache_dir)
-    manifest = converted(found, entry, text, label, shared)
+    manifest = converted(found, entry, text, label)
     require_columns(manifest["columns"], needed_columns(text, label), found.name)
     return Table(found, entry, manifest)
 

@@ -25,7 +25,7 @@ from harness.data.table import cache, convert, csv_reader
 from harness.data.table.cache import CacheEntry
 from harness.data.table.table import open_table
 from harness.distributed.processes import Identity
-from harness.errors import ConfigError, DataError
+from harness.errors import DataError
 from harness.runs import lease
 from harness.runs.files import default_cache_dir
 
@@ -367,81 +367,6 @@ def test_versions_of_other_machines_are_kept(csv, folder, conversions, machines)
     gc.collect()
     open_table(csv, label="label", cache_dir=folder)
     assert files(folder) == COMPLETE
-
-
-@pytest.fixture(params=["folder", "URL"])
-def place(request, tmp_path):
-    return ("file://" if request.param == "URL" else "") + f"{tmp_path}/shared"
-
-
-def _on_own_disk(number: int, tmp_path: Path, rows: int = 500) -> tuple[Path, Path]:
-    """The copy of the CSV and the cache of a machine."""
-    disk = tmp_path / f"disk-{number}"
-    disk.mkdir()
-    return make(disk / "a.csv", rows), disk / "cache"
-
-
-def test_machines_with_caches_of_their_own_share_tables(tmp_path, place, conversions, machines):
-    """The content of a CSV counts, not where each machine has it."""
-    started = FORK.Value("i")
-
-    def opened():
-        with started.get_lock():
-            number = started.value = started.value + 1
-            machines(f"node-{number}")
-        path, own = _on_own_disk(number, tmp_path)
-        table = open_table(path, label="label", cache_dir=own, shared=place)
-        assert table.strings("path", np.array([499])) == ["p499"]
-        assert table.where(1) == f"{path}:3"
-        return table.num_rows, table.digest, table.labels(np.arange(4)).tolist(), files(own)
-
-    found = in_processes(3, opened)
-    assert conversions() == 1
-    assert found == [(500, found[0][1], [0, 1, 2, 0], COMPLETE)] * 3
-    path, own = _on_own_disk(9, tmp_path, 600)  # another content
-    assert len(open_table(path, label="label", cache_dir=own, shared=place)) == 600
-    assert conversions() == 2
-
-
-def test_killed_converter_of_a_shared_table_is_replaced(tmp_path, place, machines):
-    def elsewhere(path, own):
-        machines("node-1")
-        real = csv_reader.read_batches
-        csv_reader.read_batches = lambda *arguments: (time.sleep(100), real(*arguments))[1]
-        open_table(path, label="label", cache_dir=own, shared=place)
-
-    victim = FORK.Process(target=elsewhere, args=_on_own_disk(1, tmp_path))
-    victim.start()
-    _until(lambda: list((tmp_path / "shared").rglob("converting")))
-    time.sleep(1.2)  # longer than it takes to see whether another process created the lease at the same time
-    os.kill(victim.pid, signal.SIGKILL)
-    path, own = _on_own_disk(2, tmp_path)
-    assert len(open_table(path, label="label", cache_dir=own, shared=place)) == 500
-    victim.join(10)
-    assert not list((tmp_path / "shared").rglob("converting"))
-
-
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest"])
-def test_damaged_shared_table_is_replaced(tmp_path, place, damage):
-    path, own = _on_own_disk(1, tmp_path)
-    first = open_table(path, label="label", cache_dir=own, shared=place).digest
-    (arrow,), (manifest,) = ((tmp_path / "shared").rglob(f"*.{kind}") for kind in ("arrow", "json"))
-    if damage == "truncated":
-        os.truncate(arrow, 100)
-    else:
-        (arrow if damage == "missing" else manifest).unlink()
-    for number in (2, 3):
-        path, own = _on_own_disk(number, tmp_path)
-        assert open_table(path, label="label", cache_dir=own, shared=place).digest == first
-        assert files(own) == COMPLETE
-
-
-def test_unusable_place_for_shared_tables(csv, folder, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="(?s)the shared tables cannot be .*choose another task.shared_tables"):
-        open_table(csv, cache_dir=folder, shared=f"{tmp_path}/file")
-    with pytest.raises(ConfigError, match="nonsense"):
-        open_table(csv, cache_dir=folder, shared="nonsense://bucket")
 
 
 def _until(condition) -> None:
