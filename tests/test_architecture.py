@@ -250,7 +250,18 @@ def test_a_step_does_not_wait_for_the_device(name):
 
 # Collectives
 
-RUNTIME = {"sum", "union", "gather", "gather_to_first", "from_first", "barrier", "max_async", "together", "all_equal"}
+RUNTIME = {
+    "sum",
+    "sum_on_host",
+    "union_on_host",
+    "gather",
+    "gather_to_first",
+    "from_first",
+    "barrier",
+    "max_async",
+    "together",
+    "all_equal",
+}
 RANK_TEST = re.compile(r"\b_?(local_)?rank (==|!=|>|<) |[=<>] \w*\.?_?rank\b")
 
 

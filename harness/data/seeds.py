@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-INITIAL_WEIGHTS, TRAINING, AUGMENTATION, MIXING = range(4)  # purposes: each has streams of its own
+INITIAL_WEIGHTS, TRAINING, AUGMENTATION, MIXING, COVERAGE = range(5)  # purposes: each has streams of its own
 EVALUATION_SEED = 0  # random transforms in evaluation draw the same numbers for every image
 
 

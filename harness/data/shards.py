@@ -141,8 +141,8 @@ def permutation(num: int, key: tuple[int, ...], small: int = _SMALL) -> Callable
     def network(value: np.ndarray) -> np.ndarray:
         left, right = value >> low, value & mask
         for step in range(0, _ROUNDS, 2):
-            left ^= _mixed(right, keys[step]) >> (_WORD - high)
-            right ^= _mixed(left, keys[step + 1]) >> (_WORD - low)
+            left ^= hashed(right, keys[step]) >> (_WORD - high)
+            right ^= hashed(left, keys[step + 1]) >> (_WORD - low)
         return left << low | right
 
     def at(index: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ def permutation(num: int, key: tuple[int, ...], small: int = _SMALL) -> Callable
     return at
 
 
-def _mixed(value: np.ndarray, key: np.uint64) -> np.ndarray:
+def hashed(value: np.ndarray, key: np.uint64) -> np.ndarray:
     """A hash of ``value`` and ``key`` whose upper bits depend on all bits: the finalizer of SplitMix64 (Steele, Lea and
     Flood 2014)."""
     value = value + key

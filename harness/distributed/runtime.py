@@ -85,6 +85,12 @@ class Runtime:
             dist.all_reduce(tensor, group=self._control)
         return tensor
 
+    def union_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bits of ``tensor`` (integers on the CPU, same shape on all) that are set on any rank, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self._control)
+        return tensor
+
     def gather(self, value: Value) -> list[Value]:
         """Every rank's ``value`` (picklable), by rank, on all ranks."""
         values: list[Any] = [value] * self.world_size

@@ -73,7 +73,7 @@ class Tracker(Protocol):
 
 # Of an entry, but nothing to plot: its place in time, or known beforehand.
 _NO_CHART = frozenset(["step", "epoch", "samples", "rows", "wall_s"])
-_ONLY_IF_NOT_ZERO = frozenset(["bad_rows", "skipped", "samples_skipped", "steps_skipped"])
+_ONLY_IF_NOT_ZERO = frozenset(["bad_rows", "skipped", "samples_skipped", "steps_skipped", "rows_repeated"])
 _ONLY_IF_NOT_ALL = frozenset(["rows_used", "rows_updated"])  # of ``rows``
 
 

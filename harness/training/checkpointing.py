@@ -42,8 +42,7 @@ def _save(run: Run) -> None:
     run.health.weights(state, run.saved_step)
     state.wall_s = run.wall_s()
     ranks = runtime.gather_to_first(_of_this_rank(run))
-    seen = run.coverage.sums(runtime)
-    skipped_rows = run.skipped_rows.sums(runtime) if state.epoch_skipped else None
+    seen = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.shards
     weights, optimizer, ema = (
@@ -60,7 +59,6 @@ def _save(run: Run) -> None:
         "ema": ema,
         "ranks": ranks,
         "seen": seen,
-        "skipped_rows": skipped_rows,
         "log_offset": run.tracker.offset(),
         "world_size": runtime.world_size,
         "data": run.task.fingerprint,
@@ -181,8 +179,6 @@ def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
     ranks, rank = content["ranks"], run.runtime.rank
     if rank == 0:
         run.coverage.load(content["seen"])
-        if (skipped_rows := content.get("skipped_rows")) is not None:  # absent in checkpoints of older versions
-            run.skipped_rows.load(skipped_rows)
     if content["world_size"] == run.runtime.world_size:
         rng.set_state(ranks[rank]["rng"], run.runtime.device)
         for name, buffer in run.float_buffers().items():

@@ -132,9 +132,8 @@ def count(run: Run, losses: Losses, skip: bool) -> None:
         batch = micro.batch
         meter.bad += min(len(batch.bad), micro.num_rows)  # padding rows are not counted
         if micro.num_rows:
-            run.coverage.add(micro.rows)
+            run.coverage.add(micro.rows, skip)
             if skip:
-                run.skipped_rows.add(micro.rows)
                 meter.add_skipped(loss if run.config.train.on_nan == "stop" else None, micro.num_rows)
             else:
                 meter.add_loss(loss, micro.num_rows)

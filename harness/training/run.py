@@ -56,7 +56,6 @@ class Run:
     state: State
     meter: Meter
     coverage: Coverage  # the rows of this epoch's steps so far
-    skipped_rows: Coverage  # of these, the rows of skipped steps
     saved_step: int = -1
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
@@ -159,12 +158,13 @@ class Run:
         """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
         Collective."""
         state, rows = self.state, self.coverage.num_rows
-        used, missing = self.coverage.found(self.coverage.sums(self.runtime), getattr(self.task.train, "row_name", str))
-        skipped = self.skipped_rows.sums(self.runtime) if state.epoch_skipped else None
-        left_out = 0 if skipped is None else int(skipped[0].sum())
+        used, repeated, left_out, missing = self.coverage.covered(
+            self.runtime, getattr(self.task.train, "row_name", str)
+        )
         self.tracker.log(
             "epoch",
             {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - left_out, "rows": rows,
+             "rows_repeated": repeated,
              "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
         )  # fmt: skip
         text = f"{used} of {rows} rows used"
@@ -172,13 +172,12 @@ class Run:
             steps = plural(state.epoch_skipped, "step")
             why = "because of overflow" + (" or NaN" if self.config.train.on_nan != "stop" else "")
             text += f"; {used - left_out} of them updated the weights, and {left_out} belonged to {steps} skipped {why}"
+        text += f"; {plural(repeated, 'more use')} of rows that were used before" if repeated else ""
         if missing and self.config.data.tail == "use":
             text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
         unreadable = f"; {plural(state.bad_rows, 'unreadable image')} so far" if state.bad_rows else ""
         log.info("epoch %d: %s%s", state.epoch + 1, text, unreadable)
         self.coverage.clear()
-        if state.epoch_skipped:
-            self.skipped_rows.clear()
 
     def float_buffers(self) -> dict[str, Tensor]:
         """The running statistics of batch norms, which training leaves to each rank."""
