@@ -156,7 +156,8 @@ class Coverage:
             marks = self._unpacked(record)
             used, missing = int(marks.sum()), [name(row) for row in np.flatnonzero(~marks)[:3].tolist()]
         else:
-            used, missing = self._of_blocks(*record.view(np.uint64).reshape(2, -1), self._sums(runtime), name)
+            counts, sums = record.view(np.uint64).reshape(2, -1)
+            used, missing = self._of_blocks(counts, sums, self._sums(runtime), name)
         return Covered(used, uses - used, skipped, missing)
 
     def clear(self) -> None:
@@ -182,7 +183,7 @@ class Coverage:
             used -= max(size - count, 1)
             if len(missing) < 3:
                 rows = np.arange(first, first + size)
-                one = rows[self._hashes(rows) == lacks[block]] if count == size - 1 else ()
+                one = rows[self._hashes(rows) == lacks[block]] if count == size - 1 else rows[:0]
                 missing.append(name(int(one[0])) if len(one) else f"some of {first} to {first + size - 1}")
         return used, missing
 
