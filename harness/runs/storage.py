@@ -47,13 +47,6 @@ class Store(Protocol):
         """Remove files in the given order; those that do not exist are skipped."""
 
 
-class SharedStore(Store, Protocol):
-    """A store in which processes of several machines may write the same file."""
-
-    def create(self, name: str, text: str) -> bool:
-        """Write a small file unless it exists, and return True if so. At a URL, two processes rarely both get True."""
-
-
 def copy_run(
     source: Store,
     target: Store,
@@ -126,19 +119,6 @@ class LocalStore:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / name, text)
-
-    def create(self, name: str, text: str) -> bool:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            return False
-        except OSError:  # the disk is full
-            path.unlink(missing_ok=True)
-            raise
-        return True
 
     def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
         LocalStore(target.parent).put(self.folder / name, target.name, progress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,6 @@ from harness.runs.storage import Progress, no_progress
 # Protocols with real folders, which must be created, and where a file is visible before it is complete. Object stores
 # have neither, and some take "make this folder" for "make this bucket".
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "dbfs"}
-_SETTLED_S = 1.0  # after which a file that another process began to write at the same time is there, too
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
@@ -71,13 +69,6 @@ class UrlStore:
     def write(self, name: str, text: str) -> None:
         part = f".{secrets.token_hex(4)}.part"  # several machines may write it at the same time
         self._place(name, lambda path: self._fs.pipe_file(path, text.encode()), part)
-
-    def create(self, name: str, text: str) -> bool:
-        if self.read(name):
-            return False
-        self.write(name, text)
-        time.sleep(_SETTLED_S)  # stores have no exclusive writes: the last of several writers wins
-        return self.read(name) == text
 
     def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

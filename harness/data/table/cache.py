@@ -1,7 +1,6 @@
 """The cache of converted tables: one folder per source, with a lock and a manifest per complete conversion.
 
-    CACHE/tables/NAME-HASH/lock           locked by the process that converts, as far as the file system allows
-    CACHE/tables/NAME-HASH/converting     the lease of that process, for machines that do not see the lock
+    CACHE/tables/NAME-HASH/lock           locked by the process that converts
     CACHE/tables/NAME-HASH/KEY.arrow      text columns, Arrow IPC in record batches of equal length
     CACHE/tables/NAME-HASH/KEY.codes      labels in row order: codes as little-endian int32, or numbers as float64
     CACHE/tables/NAME-HASH/KEY.offsets    if rows have several labels: the first code of each row, and the end, as int64
@@ -9,10 +8,10 @@
     CACHE/tables/NAME-HASH/VERSION.source a downloaded remote file
 
 The cache may be deleted at any time: open tables stay open, anything else is converted again. Converting a new version
-of a source deletes the old ones. The last version of a source that is never opened again stays.
+of a source deletes the old ones that were not opened for a day. The last version of a source stays.
 
-Machines may share the cache. Temporary names differ, so that two processes that convert at the same time, because one
-took the lease of the other, do no harm: both write the same.
+Machines may share the cache. Temporary names differ, so that two processes that convert at the same time do no harm:
+both write the same, and the last one wins.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ import hashlib
 import json
 import os
 import re
-import socket
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +33,12 @@ from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source
 from harness.errors import DataError, reason, remedy
 from harness.runs.files import default_cache_dir, parse_json, write_atomically
-from harness.runs.lease import Lease
-from harness.runs.storage import LocalStore
 
 FORMAT = 3  # increase it when the layout or the meaning of anything in the cache changes
-LOCK_NAME, LEASE_NAME = "lock", "converting"
-_UNUSED_S = 86400.0  # after which a version that another machine converted is deleted, if another one has replaced it
-try:
-    import fcntl
-except ImportError:  # Windows, where a mapped file cannot be deleted anyway
-    fcntl = None  # type: ignore[assignment]
+UNUSED_S = 86400.0  # after which a version is deleted, if another one has replaced it
+SILENT_S = 30.0  # after which a process that writes nothing is not waited for: it may be stopped, or its machine lost
+_POLL_S = 0.05
+_LOCK_NAME = "lock"
 
 _HINT = (
     "set APEX_HARNESS_CACHE (or data.cache_dir) to a folder on a local disk that has about as much free space as the "
@@ -116,47 +109,36 @@ class CacheEntry:
 
     def publish(self, manifest: dict[str, Any], mark: str) -> None:
         """Write the manifest, which makes the entry complete. ``mark``: of the temporary names of this conversion."""
-        content = manifest | {"format": FORMAT, "host": socket.gethostname()}
-        write_atomically(self.manifest, json.dumps(content, ensure_ascii=False), mark)
+        write_atomically(self.manifest, json.dumps(manifest | {"format": FORMAT}, ensure_ascii=False), mark)
 
     def sweep(self, source: Source) -> None:
         """Delete the files of crashed conversions and of older versions of the source. The caller holds the lock.
 
-        An older version that a process has open stays, because its loader workers may still map it. So does a recent
-        one of another machine, where locks may not show that, and whose own copy of the source it may be.
+        An older version that was opened in the last day stays: loader processes of a run may open it again.
         """
-        keep = {LOCK_NAME, LEASE_NAME, self.download(source).name}
+        keep = {_LOCK_NAME, self.download(source).name}
         for path in self.folder.glob("*.json"):
             other = CacheEntry(self.folder, path.name.split(".")[0])
             if path != other.manifest or other.key == self.key:
                 continue
-            facts = read_json(path) or {}
-            is_current = facts.get("version") == list(source.version) or _is_of_other(facts, path)
-            if is_current or _is_held(other.arrow):
-                keep |= {p.name for p in (other.manifest, other.arrow, other.codes, other.offsets)}
+            is_current = (read_json(path) or {}).get("version") == list(source.version)
+            if is_current or _age_s(path) < UNUSED_S:
+                keep |= {p.name for p in (other.manifest, *other.files)}
         for path in self.folder.iterdir():
             if path.name not in keep:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def hold(self, owner: object) -> None:
-        """Keep the entry from being swept while ``owner`` is alive, in this process or a fork of it.
-
-        Raises FileNotFoundError.
-        """
-        descriptor = os.open(self.arrow, os.O_RDONLY)
-        weakref.finalize(owner, os.close, descriptor)
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    def touch(self) -> None:
+        """Note that the entry is in use."""
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            os.utime(self.manifest)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Turn a failure to write into the cache into a DataError with a remedy."""
         try:
             yield
-        except NotImplementedError as error:  # raised by filelock on a file system without locks
-            raise DataError(f"the table cache cannot be locked: {error}", where=str(self.folder), hint=_HINT) from error
         except OSError as error:
             raise DataError(
                 f"the table cache cannot be written: {reason(error)}",
@@ -164,22 +146,44 @@ class CacheEntry:
                 hint=remedy(error, f"or {_HINT}"),
             ) from error
 
-    def lease(self) -> Lease:
-        """The right to convert this source, for ``try_lock``."""
-        return Lease(LocalStore(self.folder), LEASE_NAME)
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Context in which other processes do not convert this source; waits for one that does.
 
-    def try_lock(self, lease: Lease) -> contextlib.ExitStack | None:
-        """Let this process alone convert this source until the result is closed; None if another one converts."""
-        with self.writing(), contextlib.ExitStack() as stack:
+        False if this could not be ensured: the file system has no locks, or the other process has written nothing for
+        ``SILENT_S``. Ends the wait also when the entry is complete.
+        """
+        with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(self.folder / LOCK_NAME)
+        lock = filelock.FileLock(self.folder / _LOCK_NAME)
+        try:
+            with self.writing():
+                self._wait_for(lock)
+            yield lock.is_locked
+        finally:
+            lock.release()
+
+    def _wait_for(self, lock: filelock.BaseFileLock) -> None:
+        seen, since = self._marks(), time.monotonic()
+        while time.monotonic() - since < SILENT_S and self.load() is None:
             with contextlib.suppress(filelock.Timeout):
-                lock.acquire(timeout=0)
-                stack.callback(lock.release)
-            if not lease.acquire(alone=lock.is_locked):
-                return None
-            stack.callback(lease.release)
-            return stack.pop_all()
+                try:
+                    lock.acquire(timeout=0)
+                except NotImplementedError:  # raised by filelock on a file system without locks
+                    return
+                return
+            time.sleep(_POLL_S)
+            if (marks := self._marks()) != seen:
+                seen, since = marks, time.monotonic()
+
+    def _marks(self) -> set[tuple[str, int, int]]:
+        """What changes in the folder while a process converts."""
+        found = set()
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                found.add((path.name, stat.st_size, stat.st_mtime_ns))
+        return found
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -191,23 +195,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _is_of_other(facts: dict[str, Any], manifest: Path) -> bool:
-    """True for a version that another machine converted a short time ago."""
+def _age_s(path: Path) -> float:
     with contextlib.suppress(OSError):
-        age_s = time.time() - manifest.stat().st_mtime
-        return facts.get("host") != socket.gethostname() and age_s < _UNUSED_S
-    return False
-
-
-def _is_held(path: Path) -> bool:
-    """True while a process that called ``hold`` is alive."""
-    if fcntl is None:
-        return False
-    try:
-        with open(path, "r+b") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+        return time.time() - path.stat().st_mtime
+    return 0.0

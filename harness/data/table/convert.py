@@ -1,7 +1,7 @@
 """Convert a CSV or Parquet file into the files that table.py maps, as a stream with constant memory.
 
-Of all processes that share a cache folder, also on several machines, one converts (``CacheEntry.try_lock``); the others
-wait. They get its table or its DataError. If it dies, another process converts.
+Of all processes that share a cache folder, also on several machines, one converts (``CacheEntry.alone``); the others
+wait. They get its table or its DataError. If it dies or is stopped, another process converts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import contextlib
 import hashlib
 import importlib
 import json
-import os
 import secrets
 import shlex
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,6 @@ from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, download, failures, kind_of, locate, require_root
 from harness.errors import DataError, similar
 from harness.runs.files import is_url, replacing, write_atomically
-from harness.runs.lease import Lease
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,29 +32,20 @@ if TYPE_CHECKING:
     from harness.data.table.writers import LabelWriter, TextWriter
 
 Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
-_POLL_S = 0.02
-_POLLS_PER_LOCK = 10  # looking for a file is cheap; trying the lock takes processor time from the converter
 _READ_AHEAD = 4  # batches
 
 
 def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first unless the table is in the cache. Raises
     DataError."""
-    earlier_failure, lease = read_json(entry.failure), entry.lease()
+    earlier_failure = read_json(entry.failure)
     while (manifest := entry.load()) is None:
-        turn = entry.try_lock(lease)
-        if turn is None:
-            for _ in range(_POLLS_PER_LOCK):
-                time.sleep(_POLL_S)
-                with contextlib.suppress(OSError):
-                    # Network file systems cache that a file does not exist; they look again when a folder is listed.
-                    if entry.manifest.name in os.listdir(entry.folder):
-                        break
-            continue
-        with turn:
+        with entry.alone() as is_alone:
             if entry.load() is None:
                 _raise_failure_since(earlier_failure, entry, text)
-                _convert_or_record(source, entry, text, label, lease)
+                if is_alone:
+                    entry.sweep(source)
+                _convert_or_record(source, entry, text, label)
     return manifest
 
 
@@ -68,8 +56,7 @@ def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text
         raise DataError(failure["message"], where=failure["where"], hint=failure["hint"])
 
 
-def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None, lease: Lease) -> None:
-    entry.sweep(source)
+def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> None:
     path = Path(source.identity)
     try:
         if source.is_remote:
@@ -78,8 +65,8 @@ def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: Lab
                 download(source, path)
         convert(source, path, entry, text, label)
     except DataError as error:
-        if not lease.is_held():
-            return  # this process was stopped for so long that another one converts, and deleted its files
+        if entry.load() is not None:
+            return  # this process was stopped for so long that another one converted, and deleted its files
         failure = {"message": error.message, "where": error.where, "hint": error.hint, "text": list(text)}
         with contextlib.suppress(OSError):  # the disk may be full
             attempt = secrets.token_hex(8)

@@ -61,7 +61,7 @@ class Table:
         self._manifest = manifest
         options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and a fork would lose the threads
         try:
-            entry.hold(self)
+            entry.touch()
             # Mapped now: the cache may be emptied later.
             self._reader = pa.ipc.open_file(pa.memory_map(str(entry.arrow)), options=options)
             self._codes, self._offsets, self._numbers = (None, None, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import multiprocessing
@@ -12,21 +11,19 @@ import pickle
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 
 from harness.data.table import cache, convert, csv_reader
 from harness.data.table.cache import CacheEntry
 from harness.data.table.table import open_table
-from harness.distributed.processes import Identity
 from harness.errors import DataError
-from harness.runs import lease
 from harness.runs.files import default_cache_dir
 
 FORK = multiprocessing.get_context("fork")  # children inherit what monkeypatch changed
@@ -89,6 +86,11 @@ def _child(results, barrier, target, arguments) -> None:
         results.put(error)
 
 
+def unused_for_a_day(folder: Path) -> None:
+    for path in folder.rglob("*.json"):
+        os.utime(path, (time.time() - cache.UNUSED_S - 1,) * 2)
+
+
 def open_and_report(path: Path, folder: Path) -> tuple[int, str]:
     table = open_table(path, label="label", cache_dir=folder)
     return table.num_rows, table.digest
@@ -135,21 +137,21 @@ def test_second_open_converts_nothing(csv, folder, conversions, monkeypatch):
     (csv.parent / "link.csv").symlink_to(csv)
     monkeypatch.chdir(csv.parent)
     digest = open_table(csv, label="label", cache_dir=folder).digest
-    monkeypatch.setattr(CacheEntry, "try_lock", lambda *arguments: pytest.fail("locked"))
+    monkeypatch.setattr(CacheEntry, "alone", lambda entry: pytest.fail("locked"))
     for name in (csv, str(csv), "a.csv", csv.parent / "link.csv", f"file://{csv}"):
         assert open_table(name, label="label", cache_dir=folder).digest == digest
     assert conversions() == 1
 
 
 def test_conversion_between_the_check_and_the_lock(csv, folder, conversions, monkeypatch):
-    real = CacheEntry.try_lock
+    real = CacheEntry.alone
 
-    def late(*arguments):
-        monkeypatch.setattr(CacheEntry, "try_lock", real)
+    def late(entry):
+        monkeypatch.setattr(CacheEntry, "alone", real)
         open_table(csv, label="label", cache_dir=folder)
-        return real(*arguments)
+        return real(entry)
 
-    monkeypatch.setattr(CacheEntry, "try_lock", late)
+    monkeypatch.setattr(CacheEntry, "alone", late)
     open_table(csv, label="label", cache_dir=folder)
     assert conversions() == 1
 
@@ -157,7 +159,7 @@ def test_conversion_between_the_check_and_the_lock(csv, folder, conversions, mon
 def test_changed_source_is_converted_again_and_old_files_are_deleted(csv, folder, conversions):
     for rows in (500, 600):
         assert len(open_table(make(csv, rows), label="label", cache_dir=folder)) == rows
-        gc.collect()
+        unused_for_a_day(folder)
     os.utime(csv, ns=(1, 1))
     open_table(csv, label="label", cache_dir=folder)
     assert files(folder) == COMPLETE
@@ -188,14 +190,20 @@ def test_open_table_survives_an_emptied_cache(csv, folder):
 
 
 def test_old_version_in_use_is_kept(csv, folder):
+    """It may have been converted long ago, and be the copy that another machine has of the file."""
+    open_table(csv, label="label", cache_dir=folder)
+    unused_for_a_day(folder)
     old = open_table(csv, label="label", cache_dir=folder)
     make(csv, 600)
     assert len(open_table(csv, label="label", cache_dir=folder)) == 600
-    assert pickle.loads(pickle.dumps(old)).strings("path", np.array([499])) == ["p499"]
+    unused_for_a_day(folder)
+    assert pickle.loads(pickle.dumps(old)).strings("path", np.array([499])) == ["p499"]  # as a loader process does
     assert old.where(3) == f"{csv}, row 3"  # the lines of the file have changed
-    del old
-    gc.collect()
     make(csv, 700)
+    open_table(csv, label="label", cache_dir=folder)
+    assert files(folder) == sorted(COMPLETE * 2)
+    unused_for_a_day(folder)
+    make(csv, 800)
     open_table(csv, label="label", cache_dir=folder)
     assert files(folder) == COMPLETE
 
@@ -274,98 +282,59 @@ def test_killed_converter_is_replaced_and_its_files_are_deleted(csv, folder):
     victim.join(10), heir.join(10)
 
 
-@pytest.fixture
-def machines(monkeypatch):
-    """A function that makes a process one of another machine, which sees the same files but no locks of this one.
+def test_stopped_converter_is_replaced_and_gets_the_table_of_the_other(csv, folder, monkeypatch):
+    """As a frozen container, or a machine whose network hangs. The lock stays locked meanwhile."""
+    monkeypatch.setattr(cache, "SILENT_S", 0.5)
+    stopped, written, results = FORK.Event(), convert._write_rows, FORK.Queue()
 
-    A lease that is not renewed for a second counts as one of a dead process.
-    """
-    monkeypatch.setattr(lease, "SILENT_S", 1.0)
-    monkeypatch.setattr(lease, "RENEWED_S", 0.1)
+    def stops():
+        def write_rows(*arguments):
+            stopped.set()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return written(*arguments)
 
-    def move_to(name: str) -> None:
-        monkeypatch.setattr(cache, "LOCK_NAME", f"lock-{name}")
-        monkeypatch.setattr(socket, "gethostname", lambda: name)
-        here = dataclasses.replace(Identity.of_this_process(), place=name)
-        monkeypatch.setattr(Identity, "of_this_process", classmethod(lambda cls: here))
-
-    return move_to
-
-
-def test_machines_that_share_a_cache_convert_once(csv, folder, conversions, machines):
-    started = FORK.Value("i")
-
-    def opened():
-        with started.get_lock():
-            started.value += 1
-            machines(f"node-{started.value % 3}")  # two processes each
+        monkeypatch.setattr(convert, "_write_rows", write_rows)
         return open_and_report(csv, folder)
 
-    found = in_processes(6, opened)
-    assert conversions() == 1
-    assert set(found) == {(500, found[0][1])}
-    assert files(folder) == COMPLETE
-    assert not list(folder.rglob("converting"))
-
-
-def test_killed_converter_of_another_machine_is_replaced(csv, folder, machines):
-    def elsewhere():
-        machines("node-1")
-        _convert_forever(csv, folder)
-
-    victim, waiting = FORK.Process(target=elsewhere), FORK.Queue()
+    victim = FORK.Process(target=_child, args=(results, FORK.Barrier(1), stops, ()))
     victim.start()
-    _until(lambda: files(folder) == ["arrow.tmp", "codes.tmp"])
-    heirs = [
-        FORK.Process(target=_child, args=(waiting, FORK.Barrier(1), open_and_report, (csv, folder))) for _ in range(2)
-    ]
-    for heir in heirs:
-        heir.start()
-    time.sleep(2.0)  # longer than a dead process is waited for
-    assert waiting.empty()
-    os.kill(victim.pid, signal.SIGKILL)
-    assert [waiting.get(timeout=20)[0] for _ in heirs] == [500, 500]
-    assert files(folder) == COMPLETE
-    for process in (victim, *heirs):
-        process.join(10)
-
-
-def test_stopped_converter_is_replaced_and_gets_the_table_of_the_other(csv, folder, machines, monkeypatch):
-    """As a frozen container, or a machine whose network hangs. The lock of the same machine stays locked meanwhile."""
-    stopped, real = FORK.Event(), convert.convert
-
-    def stops(*arguments):
-        monkeypatch.setattr(convert, "_write_rows", lambda *rows: (stopped.set(), time.sleep(1.0), written(*rows))[-1])
-        return real(*arguments)
-
-    written, results = convert._write_rows, FORK.Queue()
-    monkeypatch.setattr(convert, "convert", stops)
-    victim = FORK.Process(target=_child, args=(results, FORK.Barrier(1), open_and_report, (csv, folder)))
-    victim.start()
-    monkeypatch.setattr(convert, "convert", real)
     assert stopped.wait(20)
-    os.kill(victim.pid, signal.SIGSTOP)
     try:
-        digest = open_table(csv, label="label", cache_dir=folder).digest
+        found = in_processes(2, open_and_report, csv, folder)
     finally:
         os.kill(victim.pid, signal.SIGCONT)
-    assert results.get(timeout=20) == (500, digest)
+    assert found == [results.get(timeout=20)] * 2
     victim.join(10)
     assert files(folder) == COMPLETE
 
 
-def test_versions_of_other_machines_are_kept(csv, folder, conversions, machines):
-    """Each machine may have its own copy of a file under the same path: they must not delete each other's tables."""
-    open_table(csv, label="label", cache_dir=folder)
-    machines("node-1")
-    make(csv, 600)
-    open_table(csv, label="label", cache_dir=folder)
-    assert files(folder) == sorted(COMPLETE * 2)
-    for path in folder.rglob("*.json"):
-        os.utime(path, (1, 1))
-    make(csv, 700)
-    gc.collect()
-    open_table(csv, label="label", cache_dir=folder)
+def test_slow_converter_is_not_replaced(csv, folder, conversions, monkeypatch):
+    """It takes longer than a silent one is waited for, but writes all the time."""
+    monkeypatch.setattr(cache, "SILENT_S", 2.0)
+    real = csv_reader.read_batches
+
+    def slow(*arguments):
+        for _ in range(35):
+            time.sleep(0.1)
+            os.utime(next(folder.rglob("*.arrow.*")))
+        yield from real(*arguments)
+
+    monkeypatch.setattr(csv_reader, "read_batches", slow)
+    found = in_processes(3, open_and_report, csv, folder)
+    assert conversions() == 1
+    assert set(found) == {(500, found[0][1])}
+
+
+def test_without_locks_every_process_converts(csv, folder, conversions, monkeypatch):
+    """As on a file system that refuses them, or that has them for one machine only."""
+
+    def acquire(*_, **__):
+        raise NotImplementedError("no locks here")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    found = in_processes(4, open_and_report, csv, folder)
+    assert 1 <= conversions() <= 4
+    assert set(found) == {(500, found[0][1])}
     assert files(folder) == COMPLETE
 
 
