@@ -205,10 +205,41 @@ def test_optimizer_is_initialized_only_once():
 
 
 @pytest.mark.contract("5.1.7")
-def test_model_wrapped_too_early_is_refused():
+def test_model_in_a_wrapper_of_torch_is_refused():
     model, optimizer = pair()
     with pytest.raises(RuntimeError, match="AFTER"):
         amp.initialize(nn.DataParallel(model), optimizer, verbosity=0)
+
+
+REFUSALS = {
+    "level": lambda model, optimizer: amp.initialize(model, optimizer, opt_level="o1"),
+    "override": lambda model, optimizer: amp.initialize(model, optimizer, opt_level="O2", loss_scale="fast"),
+    "model": lambda model, optimizer: amp.initialize(nn.DataParallel(model), optimizer, opt_level="O2"),
+    "models": lambda model, optimizer: amp.initialize((model,), optimizer, opt_level="O2"),
+    "optimizers": lambda model, optimizer: amp.initialize(model, [optimizer, optimizer], opt_level="O2"),
+    "losses": lambda model, optimizer: amp.initialize(model, optimizer, num_losses=0),
+    "minimum": lambda model, optimizer: amp.initialize(model, optimizer, min_loss_scale=8.0, max_loss_scale=4.0),
+    "init": lambda model, optimizer: amp.init(loss_scale="fast"),
+}
+
+
+@pytest.mark.contract("1.2.order")
+@pytest.mark.parametrize("refused", REFUSALS.values(), ids=REFUSALS)
+def test_refused_call_leaves_an_active_o1_as_it_is(refused, capsys):
+    model, optimizer = start("O1")
+    amp.register_half_function(torch, "sinh")
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    before = dict(vars(amp._amp_state))
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        refused(*pair())
+    assert dict(vars(amp._amp_state)) == before
+    assert amp._amp_state.verbosity == 0
+    assert amp._amp_state.handle.is_active()
+    assert capsys.readouterr().out == ""
+    loss = model(torch.randn(8, 4))
+    assert loss.dtype is HALF
+    backward(loss.float().sum(), optimizer)
+    optimizer.step()
 
 
 @pytest.mark.contract("1.2.again")

@@ -252,6 +252,19 @@ def test_pyprof_does_nothing_and_says_so(installed):
     pyprof.wrap(torch, "add")
 
 
+@pytest.mark.parametrize("padding", [-1, 0, 3, -100])
+def test_xentropy_of_padded_rows_is_zero(installed, padding):
+    from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+
+    logits = torch.randn(4, 5, requires_grad=True)
+    labels = torch.tensor([1, padding, 4, padding])
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, padding)
+    expected = torch.nn.functional.cross_entropy(logits[::2], labels[::2], reduction="none", label_smoothing=0.1)
+    assert torch.equal(losses, torch.stack([expected[0], torch.zeros(()), expected[1], torch.zeros(())]))
+    losses.sum().backward()
+    assert logits.grad.any(dim=1).tolist() == [True, False, True, False]
+
+
 def test_xentropy_equals_its_definition(installed):
     from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 

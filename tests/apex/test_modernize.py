@@ -50,6 +50,22 @@ BRIDGES = {
         except ValueError: pass
         else: raise AssertionError
     """,
+    "StrictVersion('1.2.3+cu118')": """
+        import pytest
+        StrictVersion = pytest.importorskip("distutils.version").StrictVersion
+        assert StrictVersion("1.4") < StrictVersion("2.10.0+cu130") == StrictVersion("2.10.0")
+        assert StrictVersion("2.9.0a0+git1234").prerelease == ("a", 0)
+        try: StrictVersion("new")
+        except ValueError: pass
+        else: raise AssertionError
+    """,
+    "torch.distributed._backend": """
+        import torch.distributed as dist
+        assert dist._backend not in (dist.dist_backend.NCCL, dist.dist_backend.GLOO)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try: assert dist._backend == dist.dist_backend.GLOO == dist.DistBackend.GLOO != dist.dist_backend.NCCL
+        finally: dist.destroy_process_group()
+    """,
     "json.load(encoding=)": """
         import io, json
         assert json.loads("[1]", encoding="utf-8") == json.load(io.StringIO("[1]"), encoding="utf-8") == [1]
@@ -643,4 +659,9 @@ def test_docs_name_every_bridge():
     functions = {call.name if call.name != "__init__" else call.owner.partition(":")[2] for call in CALLS}
     schedulers = {call.owner.partition(":")[2] for call in CALLS if call.owner.startswith("torch.optim.lr_scheduler")}
     transforms = {"RandomRotation", "RandomAffine", "rotate", "affine"}
-    assert {name.rstrip("_") for name in functions - schedulers - transforms} - words <= {"__rsub", "__iter", "view"}
+    assert {name.rstrip("_") for name in functions - schedulers - transforms} - words <= {
+        "__rsub",
+        "__iter",
+        "view",
+        "parse",
+    }

@@ -40,6 +40,30 @@ def test_scale_starts_at_65536_and_doubles_after_2000_clean_updates():
     assert (scaler.loss_scale(), scaler._unskipped) == (65536.0, 0)
 
 
+@pytest.mark.contract("1.4", "2.2")
+def test_counter_above_the_window_still_grows_the_scale():
+    """A static scaler counts without bound, and its checkpoint may be loaded into a dynamic one."""
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 5000}})
+    (scaler,) = amp._amp_state.loss_scalers
+    clean(scaler)
+    assert (scaler.loss_scale(), scaler._unskipped) == (2048.0, 0)
+    clean(scaler)
+    assert (scaler.loss_scale(), scaler._unskipped) == (2048.0, 1)
+
+
+@pytest.mark.contract("1.4")
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize(("scale", "unskipped"), [(0.0, 0), (-2.0, 0), (math.inf, 0), (math.nan, 0), (2.0, -5)])
+def test_state_with_which_nothing_can_train_is_refused(level, scale, unskipped):
+    amp.initialize(nn.Linear(1, 1), opt_level=level, num_losses=2, verbosity=0)
+    before = amp.state_dict()
+    good = {"loss_scale": 4.0, "unskipped": 3}
+    with pytest.raises(ValueError, match="loss_scaler1"):
+        amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": {"loss_scale": scale, "unskipped": unskipped}})
+    assert amp.state_dict() == before
+
+
 @pytest.mark.contract("2.2")
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

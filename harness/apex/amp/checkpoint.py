@@ -5,6 +5,7 @@ Master weights travel in the optimizer's state dict, see ``stash``.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,9 +39,12 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Restore the scalers from what ``state_dict`` returned, here or in Apex; entries are matched by order.
 
     A dynamic scale is not loaded into a static scaler, which would then train with it frozen; a warning is logged.
-    Raises RuntimeError for keys that are not a scaler's, after applying the others.
+    Raises ValueError, before anything changes, for a scale with which nothing can train (0, inf, NaN) or a negative
+    count, and RuntimeError for keys that are not a scaler's, after applying the others.
     """
     saved = [key for key in state_dict if "loss_scaler" in key]
+    for key in saved:
+        _check(key, state_dict[key]["loss_scale"], state_dict[key]["unskipped"])
     enabled = _amp_state.opt_properties.enabled
     scalers = _amp_state.loss_scalers if enabled else []
     if saved and not enabled:
@@ -71,6 +75,15 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         raise RuntimeError(
             f"Unexpected key(s) in the amp state: {', '.join(map(repr, unexpected))}. It may contain only "
             "loss_scaler0, loss_scaler1, ...; pass what amp.state_dict() returned, not the whole checkpoint."
+        )
+
+
+def _check(key: str, scale: float, unskipped: int) -> None:
+    if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
+        raise ValueError(
+            f"{key} of the amp state has loss_scale={scale} and unskipped={unskipped}; the first must be finite and "
+            "above 0 (Apex's scale fell to 0 when every step overflowed), the second at least 0. Leave out "
+            "amp.load_state_dict to start with a new loss scale."
         )
 
 

@@ -42,15 +42,16 @@ def init(
     ``binary_cross_entropy`` in float32 where it would raise. ``patch_type``: the reduced dtype (ROCm's argument).
     ``enable_caching`` is accepted; there is no cache. A later ``amp.initialize`` ends it.
     """
+    handle = AmpHandle(loss_scale, verbose) if enabled else NoOpHandle()  # raises for a wrong loss_scale
     cast_engine.engine.stop()
     function_casts.restore_functions()
-    if not enabled:
-        return NoOpHandle()
+    if not isinstance(handle, AmpHandle):
+        return handle
     device_types = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
     cast_engine.engine.start(patch_type, device_types, allow_banned=allow_banned, verbose=verbose)
     function_casts.apply_registrations()
-    _amp_state.handle = AmpHandle(loss_scale, verbose)
-    return _amp_state.handle
+    _amp_state.handle = handle
+    return handle
 
 
 class NoOpHandle:

@@ -1,7 +1,7 @@
 """``amp.initialize`` (contract 1.2) and ``amp.reset``: everything is checked before anything is changed.
 
 Differences from Apex: models may be on the CPU; ``cudnn.enabled=False`` is allowed; an active O1 ends with the next
-``initialize`` at any level; a model already in Apex's DistributedDataParallel is refused.
+``initialize`` at any level; a model already in Apex's DistributedDataParallel is accepted with a warning.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ def initialize(
 
     ``models``: a module or a list. ``optimizers``: None, an optimizer or a list. Returns the models alone if
     ``optimizers`` is None, else the pair. The settings hold for the process until the next call. Wrap a model in
-    DistributedDataParallel after this, not before. An override that is None keeps the default of ``opt_level``.
+    DistributedDataParallel after this: torch's is refused before it, and Apex's warns. An override that is None keeps
+    the default of ``opt_level``.
 
     ``min_loss_scale``: floor of the dynamic scale, 1.0 unless given, 0 for none. ``num_losses``: number of independent
     scalers, chosen by ``scale_loss(..., loss_id=)``. Raises TypeError, ValueError or RuntimeError for what is not
-    allowed, before models and optimizers are changed.
+    allowed, before anything is changed: an O1 that is active goes on.
     """
     if isinstance(enabled, str):
         raise TypeError(
             f"enabled={enabled!r}: the third argument of amp.initialize is `enabled`. Pass opt_level={enabled!r}."
         )
-    cast_engine.engine.stop()
-    function_casts.restore_functions()
-    _amp_state.handle = None
-    _amp_state.verbosity, _amp_state.initialized = verbosity, True
-    _amp_state.opt_properties = Properties()
     if not enabled:
+        _begin(verbosity)
         return models if optimizers is None else (models, optimizers)
+    properties = level_properties(opt_level)
+    selected = properties.table()
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -70,13 +69,22 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
     }
-    properties = _properties(opt_level, overrides)
+    overridden = apply_overrides(properties, overrides, _refuse)
     model_list, optimizer_list = _model_list(models), _optimizer_list(optimizers)
     for model in model_list:
         _check_model(model)
     _check_optimizers(optimizer_list)
     scalers = _scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale)
 
+    _begin(verbosity)
+    messages.announce(f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{selected}")
+    if overridden:
+        messages.announce(f"After applying overrides:\n{properties.table()}")
+    if any(getattr(model, "wraps_module", False) for model in model_list):
+        messages.warn_at_script(
+            "amp.initialize was given a model that is already in apex.parallel.DistributedDataParallel. It trains as "
+            "in the documented order; call amp.initialize first, then wrap the model that it returns."
+        )
     for model in model_list:
         _cast(model, properties, cast_model_outputs)
     for each in optimizer_list:
@@ -103,19 +111,19 @@ def reset() -> None:
     _amp_state.clear()
 
 
+def _begin(verbosity: int) -> None:
+    """End what an earlier ``initialize`` or ``init`` started."""
+    cast_engine.engine.stop()
+    function_casts.restore_functions()
+    _amp_state.handle = None
+    _amp_state.verbosity, _amp_state.initialized = verbosity, True
+    _amp_state.opt_properties = Properties()
+
+
 def _refuse(message: str) -> None:
     if not _amp_state.hard_override:
         raise RuntimeError(message)
     messages.warn(f"Warning: {message}", always=True)
-
-
-def _properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
-    properties = level_properties(opt_level)
-    messages.announce(f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{properties.table()}")
-    if apply_overrides(properties, overrides, _refuse):
-        messages.announce(f"After applying overrides:\n{properties.table()}")
-    properties.enabled = True
-    return properties
 
 
 def _model_list(models: Any) -> list[nn.Module]:
@@ -148,9 +156,7 @@ def _describe(value: Any) -> str:
 
 
 def _check_model(model: nn.Module) -> None:
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or getattr(
-        model, "wraps_module", False
-    ):
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise RuntimeError(
             f"amp.initialize was given a model wrapped in {type(model).__name__}. Parallel wrappers should only be "
             "applied to the model(s) AFTER the model(s) have been returned from amp.initialize."

@@ -138,7 +138,7 @@ class LossScaler:
         self._in_a_row = 0
         for _ in range(contexts):
             self._unskipped += 1
-            if self.dynamic and self._unskipped == WINDOW:
+            if self.dynamic and self._unskipped >= WINDOW:  # a script or a checkpoint may have set it higher
                 self._loss_scale = min(self._max, self._loss_scale * FACTOR)
                 self._unskipped = 0
         return False

@@ -22,6 +22,6 @@ class SoftmaxCrossEntropyLoss:
         Computed in float32 or wider; the result has the dtype of the logits, or float32 with ``half_to_float``.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
-        losses = losses.masked_fill(labels == padding_idx, 0)
+        # padding_idx may be no class, such as -1
+        losses = F.cross_entropy(wide, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing)
         return losses if half_to_float else losses.to(logits.dtype)

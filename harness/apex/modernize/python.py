@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import math
+import re
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Set
@@ -85,9 +86,28 @@ def _load(original: Any, used: Callable[[], None]) -> Any:
     return load
 
 
+def _parse(original: Any, used: Callable[[], None]) -> Any:
+    """``StrictVersion``, of versions such as torch's 2.10.0+cu130, which it refuses: only the part that it knows."""
+
+    @functools.wraps(original)
+    def parse(self: Any, vstring: str) -> None:
+        known = re.match(r"\d+\.\d+(\.\d+)?([ab]\d+)?", vstring)
+        try:
+            original(self, vstring)
+        except ValueError:
+            if known is None:
+                raise
+            original(self, known[0])
+            used()
+
+    return parse
+
+
 _NO_SETS = "TypeError: Population must be a sequence"
 _NO_LOADER = r"TypeError: load(_all)?\(\) missing 1 required positional argument: 'Loader'"
+_VERSION = r"ValueError: invalid version number '\d+\.\d+"
 CALLS = [
+    Call("distutils.version:StrictVersion", "parse", "torch 1.1", "StrictVersion('1.2.3+cu118')", _VERSION, _parse),
     Call("random", "sample", "Python 3.11", "random.sample of a set", _NO_SETS, _sample),
     Call("random:Random", "sample", "Python 3.11", "random.sample of a set", _NO_SETS, _sample),
     Call("json", "loads", "Python 3.9", "json.load(encoding=)", r"JSONDecoder.*argument 'encoding'", _loads),

@@ -42,6 +42,8 @@ NAMES = [
     Names("numpy", "numpy 2.4", "in1d", f"{OURS}.arrays"),
     Names("numpy", "numpy 2.4", "trapz=trapezoid"),
     Names("numpy.lib", "numpy 2.0", "pad", "numpy"),
+    Names("torch.distributed", "torch 1.1", "dist_backend=Backend DistBackend=Backend"),
+    Names("torch.distributed", "torch 1.1", "_backend", f"{OURS}.torch_calls"),
     Names("torch", "torch 1.8", "rfft irfft ifft", f"{OURS}.torch_math"),
     Names("torch:Tensor", "torch 1.8", "rfft irfft fft ifft", f"{OURS}.torch_math"),
     Names(

@@ -22,6 +22,15 @@ _SCHEDULERS = (
 _MASKED = ("masked_fill", "masked_select", "masked_scatter")
 
 
+def __getattr__(name: str) -> Any:
+    """``torch.distributed._backend``, which changed when the process group was made."""
+    if name != "_backend":
+        raise AttributeError(name)
+    from torch import distributed
+
+    return distributed.get_backend() if distributed.is_initialized() else distributed.Backend.UNDEFINED
+
+
 # Calls. Each tries the original first, so a version of torch that accepts the call is left alone.
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -52,7 +53,7 @@ class DistributedDataParallel(nn.Module):
         prof: accepted and ignored; ``torch.profiler`` always shows the reductions.
     """
 
-    wraps_module = True  # amp.initialize refuses such a model
+    wraps_module = True  # amp.initialize warns about such a model
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        if self.world_size > 1 and self._trainable_changed():
+        if self.world_size > 1 and self._parameters_changed():
             self._arm()
         return self.module(*inputs, **kwargs)
 
@@ -131,9 +132,9 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.enabled = enabled
 
-    def _trainable_changed(self) -> bool:
-        """Return True if a parameter was frozen or unfrozen since the reducer was made, or in a fresh copy."""
-        return self._reducer is None or self._armed_for != [parameter.requires_grad for parameter in self._known]
+    def _parameters_changed(self) -> bool:
+        """Return True if a parameter was frozen, unfrozen or cast since the reducer was made, or in a fresh copy."""
+        return self._reducer is None or self._armed_for != _kinds(self._known)
 
     def _arm(self) -> None:
         num_passes = self.num_passes
@@ -141,7 +142,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.detach()
         self._reducer = None
         self._known = list(self.module.parameters())
-        self._armed_for = [parameter.requires_grad for parameter in self._known]
+        self._armed_for = _kinds(self._known)
         if self.world_size > 1:
             scaling = Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor)
             self._reducer = BackwardReducer(
@@ -163,6 +164,10 @@ class DistributedDataParallel(nn.Module):
         """Restore a copy; it makes a reducer of its own when its forward is called."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _kinds(parameters: list[nn.Parameter]) -> list[tuple[bool, torch.dtype]]:
+    return [(parameter.requires_grad, parameter.dtype) for parameter in parameters]
 
 
 def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
