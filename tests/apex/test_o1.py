@@ -18,6 +18,13 @@ LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@pytest.fixture
+def o1():
+    """O1 in force; the value is its reduced dtype. O4 has autocast's lists: see test_o4."""
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    return torch.float16
+
+
 @pytest.fixture(params=LEVELS)
 def reduced(request):
     """O1 or O4 in force; the value is its reduced dtype."""
@@ -67,7 +74,6 @@ REDUCED_OPS = {
     "rnn relu": lambda x: nn.RNN(4, 3, nonlinearity="relu")(x[None])[0],
     "packed lstm": lambda x: nn.LSTM(4, 3)(nn.utils.rnn.pack_padded_sequence(x[:, None], [4]))[0].data,
 }
-_index = torch.tensor([0, 1, 2, 3])
 FLOAT32_OPS = {
     "interpolate nearest": lambda x: F.interpolate(x[None, None], scale_factor=2),
     "interpolate bilinear": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
@@ -89,16 +95,16 @@ FLOAT32_OPS = {
     "cosine_similarity": lambda x: F.cosine_similarity(x, x * 2),
     "poisson_nll": lambda x: F.poisson_nll_loss(x, x),
     "cosine_embedding": lambda x: F.cosine_embedding_loss(x, x, torch.ones(4)),
-    "cross_entropy": lambda x: F.cross_entropy(x, _index),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4)),
     "hinge_embedding": lambda x: F.hinge_embedding_loss(x, torch.ones(4, 4)),
     "kl_div": lambda x: F.kl_div(x, x, reduction="batchmean"),
     "l1": lambda x: F.l1_loss(x, x * 2),
     "mse": lambda x: F.mse_loss(x, x * 2),
     "margin_ranking": lambda x: F.margin_ranking_loss(x, x, torch.ones(4, 4)),
-    "multilabel_margin": lambda x: F.multilabel_margin_loss(x[0], _index),
+    "multilabel_margin": lambda x: F.multilabel_margin_loss(x[0], torch.arange(4)),
     "multilabel_soft_margin": lambda x: F.multilabel_soft_margin_loss(x, torch.ones(4, 4)),
-    "multi_margin": lambda x: F.multi_margin_loss(x, _index),
-    "nll": lambda x: F.nll_loss(x, _index),
+    "multi_margin": lambda x: F.multi_margin_loss(x, torch.arange(4)),
+    "nll": lambda x: F.nll_loss(x, torch.arange(4)),
     "bce with logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
     "smooth_l1": lambda x: F.smooth_l1_loss(x, x * 2),
     "soft_margin": lambda x: F.soft_margin_loss(x, torch.ones(4, 4)),
@@ -169,7 +175,7 @@ def test_operations_in_reduced_precision(reduced, name):
 
 @pytest.mark.contract("4.1", "6.1.test_basic_casts")
 @pytest.mark.parametrize("name", FLOAT32_OPS)
-def test_operations_in_float32(reduced, name):
+def test_operations_in_float32(o1, name):
     for dtype in FLOATS:
         x = rand(4, 4, dtype=dtype).requires_grad_()
         out = FLOAT32_OPS[name](x)
@@ -231,13 +237,13 @@ UNKNOWN_OPS = {
 
 @pytest.mark.contract("4.2", "7.2")
 @pytest.mark.parametrize("name", UNKNOWN_OPS)
-def test_operations_new_since_apex_follow_autocast(reduced, name):
+def test_operations_new_since_apex_follow_autocast(o1, name):
     op, *expected = UNKNOWN_OPS[name]
-    inputs = [(torch.float32, torch.float32), (reduced, reduced), (torch.float32, reduced)]
+    inputs = [(torch.float32, torch.float32), (o1, o1), (torch.float32, o1)]
     for (first, second), wanted in zip(inputs, expected, strict=True):
         x, y = rand(4, 4, dtype=first).requires_grad_(), rand(4, 4, dtype=second).requires_grad_()
         out = op(x, y)
-        assert out.dtype is (reduced if wanted is LOW else torch.float32), (first, second)
+        assert out.dtype is (o1 if wanted is LOW else torch.float32), (first, second)
         out.float().sum().backward()
         assert x.grad.dtype is first
 
@@ -259,25 +265,25 @@ def test_binary_cross_entropy_is_banned_for_reduced_input_only(reduced):
 
 @pytest.mark.contract("4.1", "6.1.test_promotion")
 @pytest.mark.parametrize("name", ["exp_", "log_", "rsqrt_", "tan_"])
-def test_in_place_methods_of_the_float32_list_refuse_reduced_tensors(reduced, name):
-    x = rand(4, dtype=reduced)
+def test_in_place_methods_of_the_float32_list_refuse_reduced_tensors(o1, name):
+    x = rand(4, dtype=o1)
     with pytest.raises(NotImplementedError, match=f"x = x.{name[:-1]}"):
         getattr(x, name)()
     with amp.disable_casts():
-        assert getattr(x, name)().dtype is reduced
+        assert getattr(x, name)().dtype is o1
     assert getattr(rand(4), name)().dtype is torch.float32
     # operations that use it internally, on tensors of their own, still work
-    assert torch.isfinite(torch.logsumexp(rand(4, 4, dtype=reduced), 0)).all()
+    assert torch.isfinite(torch.logsumexp(rand(4, 4, dtype=o1), 0)).all()
     amp.reset()
     assert name not in torch.Tensor.__dict__
 
 
 @pytest.mark.contract("4.1")
 @pytest.mark.parametrize("name", ["local_response_norm", "normalize", "multilabel_soft_margin_loss"])
-def test_composite_functions_compute_in_float32_as_a_whole(reduced, name):
+def test_composite_functions_compute_in_float32_as_a_whole(o1, name):
     """Not only those of their parts that are listed: squares overflow, and gradients are rounded twice."""
     arguments = {"local_response_norm": {"size": 2}, "multilabel_soft_margin_loss": {"target": w(2, 8, 6).round()}}
-    narrow = (rand(2, 8, 6) * 300).to(reduced).requires_grad_()
+    narrow = (rand(2, 8, 6) * 300).to(o1).requires_grad_()
     wide = narrow.detach().float().requires_grad_()
     result = getattr(F, name)(narrow, **arguments.get(name, {}))
     with amp.disable_casts():
@@ -286,7 +292,7 @@ def test_composite_functions_compute_in_float32_as_a_whole(reduced, name):
         expected.sum().backward()
     assert result.dtype == torch.float32
     assert torch.equal(result, expected)
-    assert torch.equal(narrow.grad, wide.grad.to(reduced))
+    assert torch.equal(narrow.grad, wide.grad.to(o1))
     amp.reset()
     assert getattr(F, name).__module__ == "torch.nn.functional"
     assert not hasattr(getattr(F, name), "__wrapped__")

@@ -1,14 +1,14 @@
 """O1 and O4: casts around operations, for the whole process (contract 3.6, 4).
 
-The engine is ``torch.autocast``, left on from one ``initialize`` to the next, plus Apex's lists: where a device's
-autocast rules differ, a kernel under its autocast dispatch key casts (see ``cast_kernels``). So the dtypes are Apex's
-on every device, no matter how an operation is called (function, method, module, C++), even under ``torch.compile``.
-float64 tensors are never cast.
+The engine is ``torch.autocast``, left on from one ``initialize`` to the next, plus the lists of ``cast_lists``: where a
+device's autocast rules differ, a kernel under its autocast dispatch key casts (see ``cast_kernels``). So the dtypes are
+Apex's at O1, and those of autocast for CUDA at O4, on every device, no matter how an operation is called (function,
+method, module, C++), even under ``torch.compile``. float64 tensors are never cast.
 
 Chosen by measurement (processor time per step on one CPU core, relative to autocast alone): these kernels x0.97 on a
 convolutional network and x1.11 on a small transformer, wrappers in the torch namespaces x0.94 and x1.10, a
-``TorchFunctionMode`` x0.96 and x1.10. The cost is that of computing norms and gelu in float32, not the engine's (about
-8 us per listed operation), so reach decides: wrapped namespaces miss names that were imported before (``from
+``TorchFunctionMode`` x0.96 and x1.10. The cost is that of computing norms and O1's gelu in float32, not the engine's
+(about 8 us per listed operation), so reach decides: wrapped namespaces miss names that were imported before (``from
 torch.nn.functional import ...``) and calls that bypass them.
 
 There is no weight cache: a weight used twice in one forward is cast twice, and writes to a weight take effect at once.
@@ -43,7 +43,7 @@ class CastEngine:
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what owner itself had before, ours
-        self._allow_banned = False
+        self._lists, self._allow_banned = cast_lists.APEX, False
         self._report: ExitStack | None = None
 
     @property
@@ -57,24 +57,30 @@ class CastEngine:
         return list(self._before)
 
     def start(
-        self, dtype: torch.dtype, device_types: Iterable[str], *, allow_banned: bool = False, verbose: bool = False
+        self,
+        dtype: torch.dtype,
+        device_types: Iterable[str],
+        lists: cast_lists.CastLists = cast_lists.APEX,
+        *,
+        allow_banned: bool = False,
+        verbose: bool = False,
     ) -> None:
-        """Turn casts to ``dtype`` on for operations on ``device_types``.
+        """Turn casts to ``dtype`` on for the operations of ``lists`` on ``device_types``.
 
         ``allow_banned``: a banned operation runs in float32 instead of raising. ``verbose``: print every cast.
         """
         self.stop()
         self.dtype = dtype
-        self._allow_banned = allow_banned
+        self._lists, self._allow_banned = lists, allow_banned
         self._report = report_casts() if verbose else None
         self._cache_before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         for device_type in device_types:
             self.add(device_type)
         self._replace(Tensor, "cpu", _cpu_as_float32)
-        for name in cast_lists.BANNED_IN_PLACE:
+        for name in lists.banned_in_place:
             self._replace(Tensor, name, _banned_method)
-        for name in cast_lists.FLOAT32_FUNCTIONS:
+        for name in lists.float32_functions:
             self._replace(nn.functional, name, _in_float32)
 
     def _replace(self, owner: Any, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -90,7 +96,9 @@ class CastEngine:
         torch.set_autocast_dtype(device_type, self.dtype)
         torch.set_autocast_enabled(device_type, True)
         if device_type in _KEYS:
-            self._libraries[device_type] = cast_kernels.register(_KEYS[device_type], self.dtype, self._allow_banned)
+            self._libraries[device_type] = cast_kernels.register(
+                _KEYS[device_type], self.dtype, self._lists, self._allow_banned
+            )
 
     def stop(self) -> None:
         """Turn casts off and restore torch."""
@@ -179,7 +187,7 @@ def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def _in_float32(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that computes in float32 as a whole, not by its parts (``cast_lists.FLOAT32_FUNCTIONS``)."""
+    """Make a function that computes in float32 as a whole, not by its parts (``float32_functions``)."""
 
     @functools.wraps(plain)
     def function(*args: Any, **kwargs: Any) -> Any:

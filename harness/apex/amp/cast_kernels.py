@@ -1,4 +1,4 @@
-"""The kernels with which O1 and O4 cast: under an autocast dispatch key, for operations where Apex's lists differ.
+"""The kernels with which O1 and O4 cast: under an autocast dispatch key, where ``cast_lists`` differ from its rules.
 
 Each kernel casts its arguments, then calls the operation with the key excluded, so nothing below it is cast again.
 """
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.amp import cast_lists
+from harness.apex.amp.cast_lists import AUTOCAST, BANNED, EVERYWHERE, CastLists
 from harness.apex.amp.model_casts import REDUCED
 
+_CUDA = "AutocastCUDA"
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 # Older torch has no allow_override, and warns about each replaced kernel.
 _OVERRIDE = (
@@ -45,24 +46,39 @@ def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
     return first
 
 
-def register(key: str, dtype: torch.dtype, allow_banned: bool) -> torch.library.Library:
+def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool) -> torch.library.Library:
     """Register the kernels for casts to ``dtype`` under the dispatch key ``key``; ``_destroy()`` removes them."""
     library = torch.library.Library("aten", "IMPL")
     makers: list[tuple[list[str], Callable[..., Any]]] = [
-        (cast_lists.REDUCED, lambda op, below: _reduced_kernel(op, below, dtype)),
-        (cast_lists.FLOAT32, _float32_kernel),
-        (cast_lists.WIDEST, _widest_kernel),
-        (cast_lists.BANNED, _float32_kernel if allow_banned else _banned_kernel),
-        (cast_lists.UNTOUCHED, lambda op, below: torch.library.fallthrough_kernel),
+        (lists.reduced, lambda op, below: _reduced_kernel(op, below, dtype)),
+        (lists.float32, _float32_kernel),
+        (lists.widest, _widest_kernel),
+        (BANNED, _float32_kernel if allow_banned else _banned_kernel),
+        (lists.untouched, lambda op, below: torch.library.fallthrough_kernel),
+        (lists.rounded, _rounding_kernel),
     ]
     below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     for names, make in makers:
         for name in names:
             for op in _functional_overloads(name):
-                built_in = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
-                if not built_in or name in cast_lists.REPLACED:
+                if _differs(op, name, key, lists):
                     implement(library, op, make(op, below), key)
     return library
+
+
+def _differs(op: Any, name: str, key: str, lists: CastLists) -> bool:
+    """Whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another rule."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if name in BANNED:
+        return True
+    if lists is AUTOCAST:
+        if key == _CUDA:
+            return name in EVERYWHERE
+        if name in lists.untouched + lists.rounded:
+            return True
+        if name not in EVERYWHERE and not has_kernel(op.name(), _CUDA):
+            return False
+    return name in lists.replaced + lists.untouched or not has_kernel(op.name(), key)
 
 
 @functools.cache
@@ -109,6 +125,14 @@ def _widest_kernel(op: Any, below: Any) -> Callable[..., Any]:
         with torch._C._ExcludeDispatchKeyGuard(below):
             widest = widest_dtype(args)
             return op(*([cast(arg, widest) for arg in args] if widest is not None else args), **kwargs)
+
+    return kernel
+
+
+def _rounding_kernel(op: Any, below: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return op(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
 
     return kernel
 

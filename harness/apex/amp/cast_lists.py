@@ -1,27 +1,51 @@
-"""Lists of operations by the precision in which O1 and O4 run them, as in Apex (contract 4.1), by ATen name.
+"""Lists of operations by the precision in which O1 and O4 run them, by ATen name.
 
-These are the *differences* to ``torch.autocast``: ``cast_kernels`` registers only what a device's autocast does not
-already do as Apex did. Operations that Apex never had follow autocast's choice for CUDA on every device, so a script
-does the same on a CPU as on a GPU. Names cover all overloads except in-place and ``out=`` ones, which keep the dtype of
-the tensor they write to. Composite operations (``F.triplet_margin_loss``) follow from their parts, or are listed under
-``FLOAT32_FUNCTIONS``.
+``APEX``, for O1, is Apex's (contract 4.1); operations that Apex never had follow ``torch.autocast``'s choice for CUDA.
+``AUTOCAST``, for O4, is ``torch.autocast``'s for CUDA. Both hold on every device, so a script does the same on a CPU
+as on a GPU. They are *differences* to the device's own autocast: ``cast_kernels`` registers only what it does not do.
+
+Names cover all overloads except in-place and ``out=`` ones, which keep the dtype of the tensor they write to. Composite
+operations (``F.triplet_margin_loss``) follow from their parts, or are listed under ``float32_functions``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class CastLists(NamedTuple):
+    """Names of operations. ``reduced`` run in float16 or bfloat16, ``float32`` in float32, ``widest`` in the widest
+    dtype of their arguments, ``untouched`` in the dtype in which their arguments arrive."""
+
+    reduced: list[str]
+    float32: list[str]
+    widest: list[str]
+    untouched: list[str]
+    replaced: list[str]
+    """Operations for which the built-in autocast of a device has another rule."""
+    rounded: list[str]
+    """As ``untouched``, but computed in float32 for want of a kernel, and rounded."""
+    banned_in_place: list[str]
+    """In-place methods of float32 operations: the result cannot be written into a float16 tensor."""
+    float32_functions: list[str]
+    """Functions of torch.nn.functional made of parts of which some would run in float16: squares would overflow
+    (local_response_norm), or gradients be rounded on each of two paths."""
 
 
 def _names(text: str) -> list[str]:
     return text.split()
 
 
-REDUCED = _names("""
+_MATRIX_EXP = _names("matrix_exp linalg_matrix_exp")  # in reduced precision their parts, once cast, would mix dtypes
+
+_REDUCED = _names("""
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear
     prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)
-REDUCED += _names("chain_matmul linalg_multi_dot")  # autocast's choice
+_REDUCED += _names("chain_matmul linalg_multi_dot")  # autocast's choice
 
-FLOAT32 = _names("""
+_FLOAT32 = _names("""
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa
@@ -33,27 +57,67 @@ FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum
     dist norm linalg_vector_norm linalg_matrix_norm prod std sum var renorm
 """)
-FLOAT32 += _names("log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm")  # autocast's choice
-FLOAT32 += _names("matrix_exp linalg_matrix_exp")  # in float16 their parts, once cast, would mix dtypes
+_FLOAT32 += _names("log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm")  # autocast's choice
+_FLOAT32 += _MATRIX_EXP
 
 # Everything else on Apex's promotion list (add, mul, eq, ...) is promoted by torch itself.
-WIDEST = _names("addcdiv addcmul atan2 cross linalg_cross bilinear dot")
-WIDEST += _names("index_put scatter_add tensordot vdot")  # autocast's choice
+_WIDEST = _names("addcdiv addcmul atan2 cross linalg_cross bilinear dot")
+_WIDEST += _names("index_put scatter_add tensordot vdot")  # autocast's choice
 
 # torch promotes these by itself; autocast's own rule raises on the reduced dtype that is not the active one.
-UNTOUCHED = _names("cat stack")
+_UNTOUCHED = _names("cat stack")
 
 # An error on reduced-precision input, because its gradient overflows there; float32 input is fine.
 BANNED = ["binary_cross_entropy"]
 
-# In-place methods of float32 operations: the result cannot be written into a float16 tensor.
-BANNED_IN_PLACE = _names("""
+_BANNED_IN_PLACE = _names("""
     acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ cumprod_ cumsum_ renorm_
 """)
 
-# Functions of torch.nn.functional on Apex's float32 list, made of parts of which some would run in float16: squares
-# would overflow (local_response_norm), or gradients be rounded on each of two paths.
-FLOAT32_FUNCTIONS = _names("local_response_norm normalize multilabel_soft_margin_loss")
+APEX = CastLists(
+    _REDUCED,
+    _FLOAT32,
+    _WIDEST,
+    _UNTOUCHED,
+    replaced=_names("grid_sampler cat stack"),
+    rounded=[],
+    banned_in_place=_BANNED_IN_PLACE,
+    float32_functions=_names("local_response_norm normalize multilabel_soft_margin_loss"),
+)
 
-# Operations whose built-in autocast rule differs from Apex's and is replaced.
-REPLACED = {"grid_sampler", "binary_cross_entropy", "cat", "stack"}
+# The lists of torch's aten/src/ATen/autocast_mode.h. An overload that the installed torch does not cast on CUDA is not
+# cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, and matrix_exp.
+_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
+EVERYWHERE = [*_RECURRENT, *_MATRIX_EXP]
+AUTOCAST = CastLists(
+    reduced=_names("""
+        conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
+        prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+        lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention
+    """)
+    + _RECURRENT,
+    float32=_names("""
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
+        layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
+        poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+        huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp linalg_matrix_sqrth
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+        upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+        _upsample_bicubic2d_aa
+        prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum norm
+    """)
+    + _MATRIX_EXP,
+    widest=_names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"),
+    untouched=_UNTOUCHED
+    + _names("""
+        adaptive_avg_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_pool3d max_unpool2d
+        max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d trace
+        grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
+    """),
+    replaced=_names("grid_sampler"),
+    rounded=["avg_pool3d"],
+    banned_in_place=[],
+    float32_functions=[],
+)

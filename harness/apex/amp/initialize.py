@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from harness.apex.amp import cast_engine, function_casts, model_casts, optimizer_patches
+from harness.apex.amp import cast_engine, cast_lists, function_casts, model_casts, optimizer_patches
 from harness.apex.amp.handle import AmpHandle
 from harness.apex.amp.levels import BRIEFS, LossScale, Properties, apply_overrides, level_properties
 from harness.apex.amp.messages import is_rank_zero, messages
@@ -205,7 +205,8 @@ def _start_casts(properties: Properties, models: list[nn.Module]) -> None:
     verbose = _amp_state.verbosity > 1
     device_types = {p.device.type for model in models for p in model.parameters()} or {"cpu"}
     dtype = properties.patch_torch_functions_type or torch.float16
-    cast_engine.engine.start(dtype, device_types, verbose=verbose and is_rank_zero())
+    lists = cast_lists.AUTOCAST if properties.opt_level == "O4" else cast_lists.APEX
+    cast_engine.engine.start(dtype, device_types, lists, verbose=verbose and is_rank_zero())
     function_casts.apply_registrations()
     _amp_state.handle = AmpHandle(properties.loss_scale, verbose)
 
