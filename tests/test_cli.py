@@ -31,7 +31,7 @@ VERBS = {
     "init": "--out CSV",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --node-rank --nproc --rendezvous "
     "--scheduler key=value",
-    "port": "--to --write SCRIPT",
+    "port": "--write SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
     "report": "-o --format --out --target --trust RUN_OR_SWEEP",
     "schema": "--of --out",

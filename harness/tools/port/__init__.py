@@ -1,5 +1,5 @@
-"""Porting scripts of the Apex era: ``harness port`` reads the syntax tree of a script, reports what has changed since,
-and writes a patch. It executes nothing and does not import torch.
+"""Scripts of the Apex era: ``harness port`` reports what a script uses of Apex, and rewrites its imports to
+``harness.apex``. It does not run the script.
 
-Start at ``command.py``, then ``porting.py``, which lists the passes in order.
+Start at ``command.py``. ``uses.py`` reads the script, ``imports.py`` rewrites it.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
@@ -25,10 +24,9 @@ def test_report_and_patch(script, capsys):
     assert cli.main(["port", "train.py"]) == 0
     report = capsys.readouterr().out
     assert [script] == list(script.parent.iterdir())
-    for group in ("Runs as it is:", "Rewritten, same meaning:", "Changed meaning:"):
-        assert f"\n{group}\n" in report
-    assert "By hand" not in report
-    assert "amp.initialize at the level opt.opt_level" in report
+    assert "python -m harness.apex train.py" in report
+    assert report.count("apex.amp.scale_loss") == script.read_text().count("amp.scale_loss(") == 3
+    assert report.count("docs/migrate.md#one-loss") == 4
     assert cli.main(["port", "train.py", "--write"]) == 0
     assert "patch train.py train.py.patch" in capsys.readouterr().out
     assert script.read_bytes() == SCRIPT.read_bytes(), "only the patch is written"
@@ -56,19 +54,11 @@ def test_existing_files_are_kept(script, capsys):
 
 
 def test_exit_codes(script, capsys):
-    script.write_text("from apex.optimizers import FusedLAMB\nFusedLAMB(p)\n")
+    script.write_text("from apex.optimizers import FusedLAMB\nfrom apex.transformer import a\nFusedLAMB(p)\n")
     assert cli.main(["port", "train.py", "--write"]) == 1
-    assert "\nBy hand:\n" in capsys.readouterr().out
-    assert "+# TODO(apex): FusedLAMB: " in (script.parent / "train.py.patch").read_text()
-    assert cli.main(["port", "train.py", "--to", "harness"]) == 0
+    assert "    2  apex.transformer.a" in capsys.readouterr().out
+    patch = (script.parent / "train.py.patch").read_text()
+    assert "\n+from harness.apex.optimizers import FusedLAMB\n from apex.transformer import a\n" in patch
     script.write_text("print 'Python 2'\n")
     assert cli.main(["port", "train.py"]) == 65
     assert cli.main(["port", "missing.py"]) == 65
-
-
-def test_starts_without_torch():
-    program = (
-        f"import sys; from harness import cli; cli.main(['port', {str(SCRIPT)!r}]); sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
-    assert done.returncode == 0
