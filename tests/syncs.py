@@ -121,6 +121,8 @@ class OnGpu(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(kind in (OnGpu, torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a DTensor calls again with its parts
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
@@ -132,6 +134,8 @@ class OnGpu(torch.Tensor):
             elif name in ("index", "index_put_", "index_put", "_index_put_impl_"):
                 _index_sync(gpu, name, args)
             gpu.queue(name)
+        # "to" is handled in ``_to``: an explicit CPU in ``_to_copy`` comes from autograd, by the tensor.
+        to_host = kwargs.get("device") == CPU and name.endswith("_like")
         owners = {id(value.held): value for value in tensors if isinstance(value, OnGpu)}
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
@@ -140,11 +144,16 @@ class OnGpu(torch.Tensor):
             result = func(*args, **kwargs)
 
         def wrapped(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
+            if to_host or not isinstance(value, torch.Tensor):
                 return value
             return owners[id(value)] if id(value) in owners else OnGpu(value)
 
         return tree_map(wrapped, result)
+
+
+def _is_here(tensor: Any) -> bool:
+    """True for a tensor on the device, also if it is the part of a DTensor."""
+    return isinstance(tensor, OnGpu) or isinstance(getattr(tensor, "_local_tensor", None), OnGpu)
 
 
 def _held(value: Any) -> Any:
@@ -205,13 +214,17 @@ def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A call of torch that has an ``OnGpu`` among its arguments, or that asks for one."""
     name = (resolve_name(func) or getattr(func, "__name__", "")).rpartition("Tensor.")[2]
     first = args[0] if args else None
-    if name.endswith(".__get__") and name[: -len(".__get__")] in _ATTRIBUTES and isinstance(first, OnGpu):
+    if name.endswith(".__get__") and name[: -len(".__get__")] in _ATTRIBUTES and _is_here(first):
         return _ATTRIBUTES[name[: -len(".__get__")]]
     special = _SPECIAL.get(name)
     if special is not None and isinstance(first, torch.Tensor):
         done, result = special(name, args, kwargs)
         if done:
             return result
+    if kwargs.get("pin_memory") and not _is_cuda(kwargs.get("device")):
+        made = _called(func, args, {**kwargs, "pin_memory": False})
+        made.pinned = True
+        return made
     if _is_cuda(kwargs.get("device")) and not any(isinstance(value, OnGpu) for value in tree_iter((args, kwargs))):
         gpu = _noted()
         if gpu is not None and name.rpartition(".")[2] in ("tensor", "as_tensor", "new_tensor"):
@@ -237,8 +250,8 @@ def _to(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
     else:
         device, dtype, non_blocking, layout = torch._C._nn._parse_to(*rest, **{
             key: value for key, value in kwargs.items() if key != "copy"})  # fmt: skip
-    if device is None or (device.type == "cuda") == isinstance(tensor, OnGpu):
-        if not isinstance(tensor, OnGpu) or device is None:
+    if device is None or (device.type == "cuda") == _is_here(tensor):
+        if not _is_here(tensor) or device is None:
             return False, None
         with torch._C.DisableTorchFunctionSubclass():  # on the device already
             options = {"memory_format": layout} if layout is not None else {}
@@ -320,6 +333,29 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "pinned", False) or getattr(base, "pinned", False)
 
 
+def _one_hot(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """torch checks the values on the CPU only, and reads them if it has to find the number of classes."""
+    if not isinstance(args[0], OnGpu):
+        return False, None
+    if (gpu := _noted()) and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
+        gpu.sync(name)
+    return True, OnGpu(torch.nn.functional.one_hot(args[0].held, *args[1:], **kwargs))
+
+
+def _backward(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """Hooks are to see the device, as the rest of the code does."""
+    given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False)) | kwargs
+    with _Calls():
+        start = given.get("gradient")
+        keep = given.get("retain_graph") or given.get("create_graph", False)
+        torch.autograd.graph._engine_run_backward(
+            (args[0],), (torch.ones_like(args[0]) if start is None else start,), bool(keep),
+            given.get("create_graph", False), tuple(given.get("inputs") or ()), allow_unreachable=True,
+            accumulate_grad=True,
+        )  # fmt: skip
+    return True, None
+
+
 def _on_held(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Storage and address are those of the values."""
     if not isinstance(args[0], OnGpu):
@@ -328,6 +364,8 @@ def _on_held(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
 
 
 _SPECIAL: dict[str, Any] = {
+    "one_hot": _one_hot,
+    "backward": _backward,
     **dict.fromkeys(("to", "cpu", "cuda"), _to), **dict.fromkeys(("tolist", "numpy"), _read),
     "copy_": _copy, "data.__set__": _set_data, "pin_memory": _pin, "is_pinned": _pin,
     "get_device": lambda name, args, kwargs: (isinstance(args[0], OnGpu), 0),
@@ -425,7 +463,7 @@ def _grouped(group: Any) -> Any:
     def grouped(lists: Any, with_indices: bool = False) -> Any:
         found = group(lists, with_indices)
         return {
-            (CUDA if any(isinstance(value, OnGpu) for value in tree_iter(entry)) else device, dtype): entry
+            (CUDA if any(_is_here(value) for value in tree_iter(entry)) else device, dtype): entry
             for (device, dtype), entry in found.items()
         }
 
@@ -452,21 +490,33 @@ def fake_gpu() -> Iterator[Gpu]:
         "memory_allocated": lambda device=None: 0, "empty_cache": lambda: None, "is_current_stream_capturing":
         lambda: False, "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
     }  # fmt: skip
-    overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         if hasattr(torch, "accelerator"):  # torch's optimizers ask it whether a graph is being captured
             for name in ("current_stream", "is_available", "synchronize"):
                 stack.enter_context(mock.patch.object(torch.accelerator, name, fakes[name]))
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+        if hasattr(_fsdp_collectives, "record_grad_output_stream"):  # it takes torch's own streams only
+            stack.enter_context(mock.patch.object(_fsdp_collectives, "record_grad_output_stream"))
+        from torch._subclasses import fake_tensor
+
+        if hasattr(fake_tensor, "init_gpu_context"):  # DTensor's shapes are computed with fake tensors
+            stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
         group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
         stack.enter_context(mock.patch.object(
             torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_grouped(
                 torch.optim.Optimizer._group_tensors_by_device_and_dtype))))  # fmt: skip
         for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
             stack.enter_context(mock.patch.object(module, "_group_tensors_by_device_and_dtype", _grouped(group)))
-        torch.__future__.set_overwrite_module_params_on_conversion(True)  # a CPU parameter cannot become an OnGpu
-        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
+        stack.enter_context(
+            mock.patch.object(  # a parameter on the CPU cannot become an OnGpu
+                torch,
+                "_has_compatible_shallow_copy_type",
+                lambda one, other: isinstance(one, OnGpu) is isinstance(other, OnGpu),
+            )
+        )
         stack.enter_context(_Calls())
         _gpu = gpu
         try:

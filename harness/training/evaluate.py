@@ -53,7 +53,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     finally:
         module.train()
     total = sums.reduce(run.runtime)
-    counted, unread = run.runtime.sum(torch.tensor([rows, bad], device=run.runtime.device)).tolist()
+    counted, unread = run.runtime.sum_on_host(torch.tensor([rows, bad])).tolist()
     if not counted:
         raise DataError(
             f"no validation row could be read (of {data.num_rows})",

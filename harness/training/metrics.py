@@ -45,7 +45,8 @@ class Sums:
                 self.pairs[name] = (total.clone(), count.clone())
 
     def reduce(self, runtime: Runtime) -> Sums:
-        """Sum the pairs over all ranks; a rank that added nothing counts as zero. Collective."""
+        """Sum the pairs over all ranks; a rank that added nothing counts as zero. The result is on the CPU: the host
+        waits for the device here, once. Collective."""
         shapes: dict[str, tuple[torch.Size, torch.Size]] = {}
         for of_rank in runtime.gather(
             {name: (total.shape, count.shape) for name, (total, count) in self.pairs.items()}
@@ -58,7 +59,7 @@ class Sums:
             parts += self.pairs.get(name) or zeros
         if not parts:
             return Sums({}, kept)
-        flat = runtime.sum(torch.cat([part.reshape(-1) for part in parts]))
+        flat = runtime.sum(torch.cat([part.reshape(-1) for part in parts])).cpu()
         split = flat.split([part.numel() for part in parts])
         reduced = iter([values.view(part.shape) for values, part in zip(split, parts, strict=True)])
         return Sums({name: (next(reduced), next(reduced)) for name in sorted(shapes)}, kept)

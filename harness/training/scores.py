@@ -57,17 +57,17 @@ class SingleLabel:
     def pairs(self, outputs: Tensor, targets: Tensor) -> Pairs:
         """Top-k, accuracy per class, and the confusion matrix (label, prediction)."""
         num_classes = len(self.classes)
-        rows = torch.tensor(float(len(targets)), device=outputs.device)
+        rows = torch.full((), float(len(targets)), device=outputs.device)
         predicted = outputs.topk(min(max([1, *self._tops.values()]), num_classes), dim=1).indices
         hits = predicted == targets[:, None]
-        per_class = torch.bincount(targets, minlength=num_classes)
-        right = torch.bincount(targets[hits[:, 0]], minlength=num_classes)
+        per_class = _counted(targets, num_classes)
+        right = _counted(targets, num_classes, hits[:, 0])
         pairs = {name: (hits[:, :k].sum(), rows) for name, k in self._tops.items()}
         pairs["class_accuracy"] = (right, per_class)
         if self.names & {"micro_f1", "macro_f1"}:
-            pairs["f1"] = (2 * right, per_class + torch.bincount(predicted[:, 0], minlength=num_classes))
+            pairs["f1"] = (2 * right, per_class + _counted(predicted[:, 0], num_classes))
         if num_classes <= MAX_CONFUSION:
-            cells = torch.bincount(targets * num_classes + predicted[:, 0], minlength=num_classes**2)
+            cells = _counted(targets * num_classes + predicted[:, 0], num_classes**2)
             pairs["confusion"] = (cells.view(num_classes, num_classes), rows)
         return pairs
 
@@ -115,7 +115,7 @@ class MultiLabel:
     def pairs(self, outputs: Tensor, targets: Tensor) -> Pairs:
         predicted, true = outputs > 0, targets > 0
         both, num_predicted, num_true = ((flags).sum(dim=0) for flags in (predicted & true, predicted, true))
-        rows = torch.tensor(float(len(targets)), device=outputs.device)
+        rows = torch.full((), float(len(targets)), device=outputs.device)
         pairs = {
             "precision": (both, num_predicted),
             "recall": (both, num_true),
@@ -207,6 +207,13 @@ class Regression:
     def _numbers(self, outputs: Tensor) -> Tensor:
         """float64 on the CPU, in the unit of each column."""
         return outputs.double().cpu() * torch.tensor(self.std).double() + torch.tensor(self.mean).double()
+
+
+def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
+    """How often each of 0 to ``size`` - 1 is in ``indices``, or in those where ``which`` is true. ``torch.bincount``
+    would make the host wait for the device."""
+    ones = torch.ones_like(indices) if which is None else which.to(indices.dtype)
+    return indices.new_zeros(size).index_add_(0, indices, ones)
 
 
 def average_precisions(scores: np.ndarray, true: np.ndarray) -> np.ndarray:
