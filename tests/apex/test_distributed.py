@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.apex import amp
-from harness.apex.parallel import DistributedDataParallel
+from harness.apex.parallel import DistributedDataParallel, Reducer, buckets
 from tests.apex.shared import LEVELS, Numbers, backward, copies, distinct, gradients, train_step
 from tests.ranks import run_ranks
 
@@ -401,6 +402,66 @@ def _layout() -> None:
         assert (sent[0] > 0) == under_way, "overlapped: the last layer is being sent when the first is reached"
 
 
+def _gradients_of_images(lay_out, reduce, **options):
+    """Gradients of a small convolutional model after ``lay_out(model)``, the strides of all copies, and the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, (1, 3)))
+    lay_out(model)
+    net = _wrap(model, **options) if reduce == "wrapper" else Reducer(model)
+    torch.manual_seed(1 + dist.get_rank())
+    strides = []
+
+    def copy(targets, sources, *rest, plain=torch._foreach_copy_):
+        strides.extend((t.stride(), s.stride()) for t, s in zip(targets, sources, strict=True))
+        return plain(targets, sources, *rest)
+
+    with mock.patch.object(torch, "_foreach_copy_", copy):
+        for _ in range(2):
+            (net if reduce == "wrapper" else model)(torch.randn(2, 3, 6, 6)).pow(2).sum().backward()
+            if reduce != "wrapper":
+                net.reduce()
+    return model, strides, getattr(net, "allreduce_buffers", [])
+
+
+def _channels_last() -> None:
+    """Gradients lie in the buffers as in memory, unless the ranks' layouts differ."""
+
+    def last(model):
+        model.to(memory_format=torch.channels_last)
+
+    def last_on_one(model):
+        model.to(memory_format=torch.channels_last if dist.get_rank() else torch.contiguous_format)
+
+    ways = [
+        ("wrapper", {**options, "retain_allreduce_buffers": retain}) for options in BOTH for retain in (True, False)
+    ]
+    for reduce, options in [*ways, ("reducer", {})]:
+        expected = [p.grad for p in _gradients_of_images(lambda model: None, reduce, **options)[0].parameters()]
+        for lay_out in (last, last_on_one):
+            model, strides, buffers = _gradients_of_images(lay_out, reduce, **options)
+            assert strides
+            for parameter, other in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, other)
+                if lay_out is last:
+                    assert parameter.grad.stride() == parameter.stride()
+            if lay_out is last:
+                assert all(one == two for one, two in strides), "copied as one kernel, without transposition"
+                assert not model[0].weight.is_contiguous()
+            if options.get("retain_allreduce_buffers"):
+                places = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+                assert all(p.grad.untyped_storage().data_ptr() in places for p in model.parameters()), "they are views"
+
+
+def test_pieces_without_overlap_are_larger_on_a_gpu():
+    assert buckets.piece_size([torch.ones(2)]) == buckets.piece_size([]) == 1_000_000
+    with FakeTensorMode():
+        for dtype, size in ((torch.float32, 4), (torch.float16, 2)):
+            weights = [torch.empty(1_000_000, dtype=dtype, device="cuda:0") for _ in range(40)]
+            pieces = buckets.layout(weights, range(40), buckets.piece_size(weights), fp32=False)
+            per_piece = -(-(25 << 20) // (1_000_000 * size))
+            assert [len(piece.indices) for piece in pieces[:-1]] == [per_piece] * (len(pieces) - 1)
+
+
 def _race_condition() -> None:
     """Two large parameters, one bucket each, ten passes without a pause: every sum belongs to its own pass."""
     rank = dist.get_rank()
@@ -461,6 +522,7 @@ BODIES = [
     pytest.param(_construction, marks=pytest.mark.contract("5.1.1", "5.1.7", "10.9")),
     pytest.param(_either_order, marks=pytest.mark.contract("5.1.7", "10.17")),
     pytest.param(_layout, marks=pytest.mark.contract("5.1.2", "5.1.3")),
+    pytest.param(_channels_last, marks=pytest.mark.contract("5.1.2", "5.1.3")),
     pytest.param(_race_condition, marks=pytest.mark.contract("5.1.3", "6.4.ddp_race_condition")),
     pytest.param(_amp_master_params, marks=pytest.mark.contract("5.1.7", "6.4.amp_master_params")),
     pytest.param(_sparse, marks=pytest.mark.contract("5.1.2", "5.1.3", "10.3")),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from harness.apex.accumulated_gradients import get_aside, register_reducer, set_aside
-from harness.apex.parallel.buckets import Bucket, Scaling, layout
+from harness.apex.parallel.buckets import Bucket, Scaling, Strides, layout
 from harness.apex.parallel.sparse_gradients import sum_over_ranks
 
 
@@ -25,7 +25,8 @@ class BackwardReducer:
     """Reduces the gradients of ``parameters`` over the default process group, backward pass by backward pass.
 
     ``message_size``: minimum number of elements in a bucket, unless ``triggers`` mark where buckets end. ``overlap``:
-    send a bucket as soon as it is full, else all at the end of the pass. While ``enabled`` is False gradients
+    send a bucket as soon as it is full, else all at the end of the pass. ``strides``: of each gradient in its
+    buffer, equal on all ranks. While ``enabled`` is False gradients
     accumulate locally (``holds_local``); the next enabled backward pass reduces them, even where amp has set them
     aside.
     """
@@ -40,17 +41,18 @@ class BackwardReducer:
         retain: bool = False,
         sparse: Sequence[Tensor] = (),
         triggers: Sequence[Tensor] | None = None,
+        strides: Sequence[Strides] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.enabled = True
         self.holds_local = False
         self._scaling, self._retain = scaling, retain
-        self._overlap, self._message_size = overlap, message_size
+        self._overlap, self._message_size, self._strides = overlap, message_size, strides
         sparse_ids = {id(parameter) for parameter in sparse}
         self._sparse = [i for i, parameter in enumerate(self.parameters) if id(parameter) in sparse_ids]
         # roughly the order in which gradients become ready
         dense = [i for i in reversed(range(len(self.parameters))) if i not in self._sparse]
-        self.buckets = layout(self.parameters, dense, message_size, fp32, triggers)
+        self.buckets = layout(self.parameters, dense, message_size, fp32, triggers, strides)
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
         self._pending = [False] * len(self.parameters)  # holds local gradients that were not reduced yet
         self._ids = {id(parameter) for parameter in self.parameters}
@@ -187,7 +189,8 @@ class BackwardReducer:
         dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
         if not somewhere.item():
             return
-        for bucket in layout(self.parameters, range(len(self.parameters)), self._message_size, fp32=True):
+        every = range(len(self.parameters))
+        for bucket in layout(self.parameters, every, self._message_size, fp32=True, strides=self._strides):
             gradients = [_dense(aside[i]) for i in bucket.indices]
             flagged = [gradient is not None for gradient in gradients]
             bucket.launch(gradients, flagged, self._scaling)

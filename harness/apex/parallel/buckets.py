@@ -15,6 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Strides = tuple[int, ...]
+_GLOO_PIECE = 1_000_000  # elements: one piece is copied while another is being sent
+_CUDA_PIECE = 25 << 20  # bytes, as in torch's DistributedDataParallel: nccl reaches its bandwidth with large messages
+
+
+def piece_size(tensors: Sequence[Tensor]) -> int:
+    """Elements to send at once where no computation overlaps."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return _GLOO_PIECE
+    return _CUDA_PIECE // tensors[0].element_size()
+
+
+def strides_in_buffer(tensors: Sequence[Tensor]) -> list[Strides]:
+    """The strides that gradients of ``tensors`` have in a flat buffer: their own, for a copy without transposition."""
+    return [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]  # contiguous if they have gaps
+
 
 class Scaling:
     """Factors for gradients ``before`` and ``after`` the sum over ranks.
@@ -30,12 +46,22 @@ class Scaling:
 
 
 class Bucket:
-    """Gradients of ``parameters``, reduced together. ``indices`` are their positions in the reducer's list."""
+    """Gradients of ``parameters``, reduced together. ``indices`` are their positions in the reducer's list.
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
+    ``strides`` are those of each gradient in the buffer, equal on all ranks; contiguous by default.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        strides: Sequence[Strides] | None = None,
+    ) -> None:
         self.indices = list(indices)
         self.parameters = list(parameters)
         self.dtype = dtype
+        self._strides = strides
         self.missing = len(self.indices)  # gradients of the current backward pass that have not arrived
         self.work: Any = None
         self._flat: Tensor | None = None
@@ -97,6 +123,9 @@ class Bucket:
             self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=self.dtype, device=device)
             *pieces, self._flags = self._flat.split([*sizes, len(sizes)])
             self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+            if self._strides is not None:
+                pairs = zip(self._views, self._strides, strict=True)
+                self._views = [view.as_strided(view.shape, strides) for view, strides in pairs]
         return self._flat
 
 
@@ -106,10 +135,12 @@ def layout(
     min_elements: int,
     fp32: bool,
     triggers: Sequence[Tensor] | None = None,
+    strides: Sequence[Strides] | None = None,
 ) -> list[Bucket]:
     """Return buckets over ``parameters`` in ``order``, each of one device and dtype.
 
-    A bucket is closed once it holds ``min_elements``, or after each of ``triggers`` if these are given.
+    A bucket is closed once it holds ``min_elements``, or after each of ``triggers`` if these are given. ``strides``: of
+    each parameter's gradient in its buffer, equal on all ranks.
     """
     closed: list[list[int]] = []
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -123,7 +154,12 @@ def layout(
             closed.append(filling.pop(kind))
             elements[kind] = 0
     return [
-        Bucket(indices, [parameters[i] for i in indices], comm_dtype(parameters[indices[0]].dtype, fp32))
+        Bucket(
+            indices,
+            [parameters[i] for i in indices],
+            comm_dtype(parameters[indices[0]].dtype, fp32),
+            None if strides is None else [strides[i] for i in indices],
+        )
         for indices in (*closed, *filling.values())
     ]
 

@@ -18,12 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.apex.parallel.backward_reducer import BackwardReducer
-from harness.apex.parallel.buckets import Scaling
+from harness.apex.parallel.buckets import Scaling, piece_size, strides_in_buffer
 from harness.apex.parallel.rank_zero_broadcast import broadcast_from_rank_zero, require_process_group
 from harness.apex.parallel.sparse_gradients import sparse_parameters
-
-# With delay_allreduce gradients still go in pieces of this many elements: one is copied while another is being sent.
-DELAYED_SIZE = 1_000_000
 
 
 class DistributedDataParallel(nn.Module):
@@ -90,7 +87,8 @@ class DistributedDataParallel(nn.Module):
         self.world_size = dist.get_world_size()
         self._enabled = True
         self._reducer: BackwardReducer | None = None
-        broadcast_from_rank_zero([*module.parameters(), *module.buffers()])
+        same_strides = broadcast_from_rank_zero([*module.parameters(), *module.buffers()])
+        self._strides = strides_in_buffer(list(module.parameters())) if same_strides else None
         self._arm()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -145,15 +143,19 @@ class DistributedDataParallel(nn.Module):
         self._armed_for = _kinds(self._known)
         if self.world_size > 1:
             scaling = Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor)
+            trained = [i for i, parameter in enumerate(self._known) if parameter.requires_grad]
+            parameters = [self._known[i] for i in trained]
+            size = min(self.message_size, piece_size(parameters)) if self.delay_allreduce else self.message_size
             self._reducer = BackwardReducer(
-                [parameter for parameter in self._known if parameter.requires_grad],
+                parameters,
                 scaling,
-                message_size=min(self.message_size, DELAYED_SIZE) if self.delay_allreduce else self.message_size,
+                message_size=size,
                 overlap=not self.delay_allreduce,
                 fp32=self.allreduce_always_fp32,
                 retain=self.retain_allreduce_buffers,
                 sparse=sparse_parameters(self.module),
                 triggers=self.allreduce_trigger_params,
+                strides=None if self._strides is None else [self._strides[i] for i in trained],
             )
             self._reducer.enabled, self._reducer.num_passes = self._enabled, num_passes
 

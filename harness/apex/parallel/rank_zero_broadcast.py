@@ -22,26 +22,32 @@ def require_process_group(name: str) -> None:
         )
 
 
-def broadcast_from_rank_zero(tensors: Sequence[Tensor]) -> None:
+def broadcast_from_rank_zero(tensors: Sequence[Tensor]) -> bool:
     """Copy rank 0's values of ``tensors`` to all ranks, in flat pieces by device and dtype. All ranks call it.
 
-    Raises RuntimeError, on every rank, if number, shapes or dtypes of ``tensors`` differ between ranks.
+    Returns True if the strides of ``tensors`` are equal on all ranks, too. Raises RuntimeError, on every rank, if their
+    number, shapes or dtypes differ between ranks.
     """
-    if dist.get_world_size() > 1 and tensors:
-        _check_alike(tensors)
-        for group in by_device_and_dtype(tensors):
-            apply_flat_dist_call(group, dist.broadcast, (0,))
+    if dist.get_world_size() == 1 or not tensors:
+        return True
+    same_strides = _check_alike(tensors)
+    for group in by_device_and_dtype(tensors):
+        apply_flat_dist_call(group, dist.broadcast, (0,))
+    return same_strides
 
 
-def _check_alike(tensors: Sequence[Tensor]) -> None:
-    """Raise RuntimeError, on every rank, if the ranks' tensors differ, which would otherwise show as a hang."""
+def _check_alike(tensors: Sequence[Tensor]) -> bool:
+    """Raise RuntimeError, on every rank, if the ranks' tensors differ, which would otherwise show as a hang. Returns
+    True if their strides are equal on all ranks."""
     shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    strides = [tensor.stride() for tensor in tensors]
     elements = sum(tensor.numel() for tensor in tensors)
-    mine = torch.tensor([len(tensors), elements, zlib.crc32(repr(shapes).encode())], device=tensors[0].device)
-    extremes = torch.cat([mine, -mine])  # maxima and negated minima in one reduction
+    numbers = len(tensors), elements, *(zlib.crc32(repr(each).encode()) for each in (shapes, strides))
+    mine = torch.tensor(numbers, device=tensors[0].device)
+    extremes = torch.stack([mine, -mine])  # maxima and negated minima in one reduction
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    most, least = extremes[:3].tolist(), (-extremes[3:]).tolist()
-    if most != least:
+    most, least = extremes[0].tolist(), (-extremes[1]).tolist()
+    if most[:3] != least[:3]:
         others = f"over all ranks, {least[0]} to {most[0]} tensors with {least[1]} to {most[1]} elements"
         if most[:2] == least[:2]:
             others = "the same on all ranks, but shapes or dtypes differ"
@@ -49,3 +55,4 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
             f"The ranks hold different tensors. Rank {dist.get_rank()} has {len(tensors)} with {elements} elements; "
             f"{others}. Build the same model on every rank."
         )
+    return bool(most[3] == least[3])

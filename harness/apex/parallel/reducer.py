@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.apex.parallel.buckets import Bucket, Scaling, layout
+from harness.apex.parallel.buckets import Bucket, Scaling, Strides, layout, piece_size, strides_in_buffer
 from harness.apex.parallel.rank_zero_broadcast import broadcast_from_rank_zero, require_process_group
 from harness.apex.parallel.sparse_gradients import sparse_parameters, sum_over_ranks
-
-MESSAGE_SIZE = 1_000_000  # elements per piece, so that one is copied while another is being sent
 
 
 class Reducer:
@@ -43,8 +41,11 @@ class Reducer:
         self._scaling = Scaling(dist.get_world_size(), average=True, predivide=1.0)
         self._buckets: list[Bucket] = []
         self._laid_out: list[Tensor] = []
+        self._strides: dict[int, Strides] = {}
         if self.module is not None:
-            broadcast_from_rank_zero([*self.module.parameters(), *self.module.buffers()])
+            parameters = list(self.module.parameters())
+            if broadcast_from_rank_zero([*parameters, *self.module.buffers()]):  # their strides are equal on all ranks
+                self._strides = dict(zip(map(id, parameters), strides_in_buffer(parameters), strict=True))
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -70,7 +71,9 @@ class Reducer:
     def _averages(self, tensors: list[Tensor], values: list[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tensor, average of its values) wherever some rank has a value."""
         if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._laid_out]:
-            self._buckets = layout(tensors, range(len(tensors)), MESSAGE_SIZE, fp32=False)
+            known = all(id(tensor) in self._strides for tensor in tensors)
+            strides = [self._strides[id(tensor)] for tensor in tensors] if known else None
+            self._buckets = layout(tensors, range(len(tensors)), piece_size(tensors), fp32=False, strides=strides)
             self._laid_out = tensors
         flags = [[values[i] is not None for i in bucket.indices] for bucket in self._buckets]
         for bucket, flagged in zip(self._buckets, flags, strict=True):
