@@ -91,7 +91,7 @@ def quick_start(python: Path, folder: Path) -> str:
 def tests(python: Path, folder: Path, words: list[str]) -> tuple[str, tuple[str, ...]]:
     """(counts, names of failed tests) of the fast tests."""
     report = folder / "tests.xml"
-    command = [python, "-m", "pytest", "-q", "-n", "5", "--dist", "loadgroup", "-m", "not slow", f"--junitxml={report}"]
+    command = [python, "-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "-m", "not slow", f"--junitxml={report}"]
     subprocess.run([*command, *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     suite = ElementTree.parse(report).getroot()[0]
     cases = list(suite.iter("testcase"))
@@ -120,9 +120,16 @@ def measured(name: str, folder: Path, words: list[str]) -> Result:
     return result
 
 
+def commit() -> str:
+    """The short name of the commit of this folder, with a mark if files have changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def table(results: list[Result]) -> str:
     """The Markdown of the results."""
-    lines = ["# Versions", "", f"`make test-versions` on {time.strftime('%d %B %Y')}, on CPUs.", "",
+    lines = ["# Versions", "", f"`make test-versions` on {time.strftime('%d %B %Y')}, commit {commit()}, on CPUs.", "",
              "| Python | torch | quick start | fast tests |", "| --- | --- | --- | --- |"]  # fmt: skip
     lines += [f"| {each.python} | {each.torch} | {each.quick_start} | {each.tests or '–'} |" for each in results]
     failed = [f"- Python {each.python}, torch {each.torch}: `{name}`" for each in results for name in each.failed]

@@ -65,7 +65,7 @@ def parsed(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    if "container types" in str(error):
+    if any(words in str(error) for words in ("container types", "Cannot merge")):  # as OmegaConf 2.4 and 2.3 put it
         return "this is a section, {key: value}, and cannot be replaced by a list"
     return getattr(error, "problem", None) or first_line(error)
 

@@ -180,11 +180,10 @@ class LocalRun(WorkerGroup):
 
 
 def _store(listening: socket.socket) -> Any:
-    """A store that ``listening`` leads to. Before torch 2.7 or so, the libuv backend refuses an open socket; the other
-    backend speaks the same protocol."""
+    """A store that ``listening`` leads to."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: only runs of several ranks need torch
 
     return TCPStore(
         "127.0.0.1", listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
-        master_listen_fd=listening.detach(), use_libuv=False,
+        master_listen_fd=listening.detach(),
     )  # fmt: skip

@@ -239,8 +239,8 @@ class Ema:
         torch._foreach_copy_(params, self._local())
         try:
             yield
-        finally:
-            torch._foreach_copy_(params, saved)
+        finally:  # the first forward pass of a sharded model may have moved its shards
+            torch._foreach_copy_([local(param.detach()) for param in self.params], saved)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": self.num_updates, "average": self.average}

@@ -128,10 +128,7 @@ def described(section: PrecisionSection, device: torch.device, backend: str) -> 
     text = f"{section.opt_level} by {backend}"
     if device.type != "cpu" or not _uses_float16(section):
         return text
-    if hasattr(torch.library, "get_kernel"):
-        return f"{text}; on this CPU, matrix products are computed in float32 and rounded to float16"
-    slow = "float16 is 15 to 60 times as slow as float32 on most CPUs"
-    return f"{text}; {slow}: use precision.opt_level=O4 or O0, or install torch 2.9 or newer"
+    return f"{text}; on this CPU, matrix products are computed in float32 and rounded to float16"
 
 
 def set_tf32(section: PrecisionSection) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from harness.config.schema import ParallelSection, PrecisionSection
 from harness.training.fsdp import blocks, local, part_like, shard, whole
+from harness.training.optim import Ema
 from tests.ranks import run_ranks
 
 
@@ -43,6 +44,29 @@ def test_tied_weights_stay_with_the_root():
     model = nn.ModuleDict({"embedding": nn.Embedding(16, 16), "middle": nn.Linear(16, 16), "output": nn.Linear(16, 16)})
     model["output"].weight = model["embedding"].weight
     assert names(model, 100) == ["middle"]
+
+
+def _weights_around_an_evaluation(forward_before: bool) -> tuple[bool, bool]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))  # 5 rows do not fill the shards of two ranks
+    shard(model, torch.device("cpu"), at_least=10)
+    params = list(model.parameters())
+    ema = Ema(params, params, 0.9)
+    for average in ema.average:
+        local(average).zero_()
+    shards = [local(param.detach()).clone() for param in params]
+    inputs = torch.ones(4, 3)
+    if forward_before:
+        model(inputs).sum().backward()
+    with torch.no_grad(), ema.swapped_in():
+        averaged = not model(inputs).any()
+    kept = model(inputs).any()  # from the weights, not from the average that the last pass gathered
+    return averaged, bool(kept) and all(map(torch.equal, shards, [local(param.detach()) for param in params]))
+
+
+@pytest.mark.parametrize("forward_before", [True, False])
+def test_training_goes_on_with_the_weights_after_an_evaluation_of_the_average(forward_before):
+    """Also if the evaluation is the first pass, as after a resume, in which torch may move the shards."""
+    assert run_ranks(2, _weights_around_an_evaluation, forward_before) == [(True, True)] * 2
 
 
 def _whole_and_back():

@@ -154,10 +154,6 @@ def seconds_per_step(level):
     return min(times)
 
 
-NEEDS_KERNELS = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch cannot replace kernels")
-
-
-@NEEDS_KERNELS
 def test_float16_on_a_cpu_is_not_much_slower_than_float32():
     """torch's own float16 kernels need 15 to 60 times as long."""
     threads = torch.get_num_threads()
@@ -168,7 +164,6 @@ def test_float16_on_a_cpu_is_not_much_slower_than_float32():
         torch.set_num_threads(threads)
 
 
-@NEEDS_KERNELS
 def test_products_of_float16_on_a_cpu():
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(64, 512, generator=generator).half() for _ in range(2))
@@ -182,10 +177,3 @@ def test_products_of_float16_on_a_cpu():
     assert texts[::2] == ["O0 by harness.apex", "O4 by harness.apex"]
     assert texts[1] == "O1 by harness.apex; on this CPU, matrix products are computed in float32 and rounded to float16"
     assert described(PrecisionSection(), torch.device("cuda"), "harness.apex") == "O1 by harness.apex"
-
-
-def test_old_torch_says_that_float16_is_slow(monkeypatch):
-    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
-    text = described(PrecisionSection(opt_level="O2"), CPU, "harness.apex")
-    assert "15 to 60 times as slow" in text
-    assert "precision.opt_level=O4" in text

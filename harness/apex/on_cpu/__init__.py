@@ -37,6 +37,4 @@ def redirect_cuda() -> None:
     modules = (placement, device_arguments, torch_cuda, autocast, distributed)
     for owner, name, replacement in [row for module in modules for row in module.replacements()]:
         patches.replace(owner, name, replacement)
-    kernels = float16_kernels.register()
-    if kernels is not None:
-        patches.on_undo(kernels._destroy)
+    patches.on_undo(float16_kernels.register()._destroy)

@@ -17,15 +17,12 @@ from harness.apex.amp.cast_kernels import implement
 _OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 
 
-def register() -> torch.library.Library | None:
-    """Replace the kernels in this process; ``_destroy()`` restores them. None if this torch cannot (before 2.9)."""
-    get_kernel = getattr(torch.library, "get_kernel", None)
-    if get_kernel is None:
-        return None
+def register() -> torch.library.Library:
+    """Replace the kernels in this process; ``_destroy()`` restores them."""
     library = torch.library.Library("aten", "IMPL")
     for name in _OPERATIONS:
         op = getattr(torch.ops.aten, name).default
-        implement(library, op, _kernel(op, get_kernel(op, "CPU")), "CPU", with_keyset=True)
+        implement(library, op, _kernel(op, torch.library.get_kernel(op, "CPU")), "CPU", with_keyset=True)
     return library
 
 
