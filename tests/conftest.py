@@ -94,7 +94,14 @@ def no_leaks():
     """Fail a test that leaks environment variables, a process group, a default dtype or a thread count."""
     environ, dtype, threads = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads()
     yield
-    own = ("PYTEST_", "COVERAGE", "KMP_", "__KMP_", "_TORCHINDUCTOR_")  # of pytest, OpenMP and torch.compile
+    own = (
+        "PYTEST_",
+        "COVERAGE",
+        "KMP_",
+        "__KMP_",
+        "_TORCHINDUCTOR_",
+        "TORCHINDUCTOR_",
+    )  # of pytest, OpenMP and torch.compile
     leaked = {name for name in set(environ) ^ set(os.environ) if not name.startswith(own)}
     assert not leaked, f"environment variables leaked: {sorted(leaked)}"
     assert not torch.distributed.is_initialized(), "a process group was left open"

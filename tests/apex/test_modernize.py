@@ -389,9 +389,12 @@ def test_bridge(name, undone, tmp_path, monkeypatch):
     monkeypatch.delattr("numpy.Inf", raising=False)  # torchmetrics sets it when it is imported
     path = write(tmp_path, "train.py", BRIDGES[name])
     code = compile(path.read_text(), path, "exec")
-    with pytest.raises((AttributeError, ImportError, TypeError, ValueError, RuntimeError)) as failed:
+    try:
         exec(code, {"__name__": "train"})
-    line = suggestion(failed.value)
+    except (AttributeError, ImportError, TypeError, ValueError, RuntimeError) as error:
+        line = suggestion(error)
+    else:
+        pytest.skip(f"the installed versions still have {name}")
     assert (line is None) == name.startswith(NO_SUGGESTION)
     modernize()
     exec(code, {"__name__": "train"})
@@ -484,10 +487,10 @@ def test_installed_libraries_keep_the_errors_of_today(undone):
     code = compile("import numpy\nnumpy.array([[1, 2], [3]])", "/x/site-packages/library.py", "exec")
     with pytest.raises(ValueError, match="inhomogeneous"):
         exec(code, {})
-    with pytest.raises(ValueError, match="copy"):
-        exec(
-            compile("import numpy\nnumpy.array([1], copy=False)", sysconfig.get_paths()["stdlib"] + "/x.py", "exec"), {}
-        )
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before, it copied without a word
+        code = compile("import numpy\nnumpy.array([1], copy=False)", sysconfig.get_paths()["stdlib"] + "/x.py", "exec")
+        with pytest.raises(ValueError, match="copy"):
+            exec(code, {})
     with pytest.raises(AttributeError, match="module 'numpy' has no attribute 'floot'"):
         np.floot  # noqa: B018
     with pytest.raises(ValueError, match="could not broadcast|sequence"):

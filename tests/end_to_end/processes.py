@@ -237,6 +237,11 @@ def python(
     return wait_for([start_python(words, terminal, cwd, **environ)], timeout_s)[0]
 
 
+def without_greetings(text: str) -> str:
+    """``text`` in lower case, without the lines by which gloo reports that ranks are connected (in torch 2.9)."""
+    return "\n".join(line for line in text.lower().splitlines() if not line.startswith("[gloo] rank "))
+
+
 def shell(words: Sequence[str], terminal: Path, cwd: Path, **environ: str) -> int:
     """``python`` for a command line of the documentation. Scripts of launch/ start the Python command that they end
     with; ``test_launch.py`` runs them as they are."""

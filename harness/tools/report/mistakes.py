@@ -84,7 +84,7 @@ def confusion(run: ReportedRun) -> Confusion | None:
     try:
         header, *lines = csv.reader(io.StringIO(read_text(run.record.path / layout.CONFUSION), newline=""))
         counts = [[int(cell) for cell in line[1:]] for line in lines]
-    except (OSError, ValueError):
+    except (OSError, ValueError, csv.Error):  # the last for NUL characters, before Python 3.11
         return None
     classes = header[1:]
     square = len(counts) == len(classes) and all(len(line) == len(classes) for line in counts)
