@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 import torch
 
+from harness.distributed import cuda_driver
+from harness.distributed.cuda_driver import Reason
 from harness.errors import LaunchError, plural
+
+log = logging.getLogger("harness")
 
 ALL_ALIKE = (
     "run nvidia-smi and harness doctor on the machines without a CUDA device, or set runtime.device=cpu for all ranks"
@@ -25,22 +30,39 @@ def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated:
     """The CUDA device of ``local_rank`` if CUDA is available, else the CPU; ``wanted`` is auto, cpu or cuda.
 
     ``may_be_isolated``: the launcher may show each rank only its own device, as ``srun --gpus-per-task=1`` does; then a
-    single visible device is this rank's. Raises LaunchError for too few devices.
+    single visible device is this rank's. Raises LaunchError for too few devices, and for auto where this machine has a
+    device that does not work.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (count := _usable(wanted)) == 0:
+        return torch.device("cpu")
     if may_be_isolated and count == 1:
         return torch.device("cuda", 0)
     if local_world_size > count or local_rank >= count:
         raise LaunchError(
             f"this node has {plural(count, 'visible CUDA device')} for {plural(local_world_size, 'process')}; "
             "each process needs its own",
-            hint=f"start at most {plural(count, 'process')} on this node"
-            if count
-            else "use runtime.device=cpu, or install a CUDA build of torch and a driver",
+            hint=f"start at most {plural(count, 'process')} on this node",
         )
     return torch.device("cuda", local_rank)
+
+
+def _usable(wanted: str) -> int:
+    """The number of CUDA devices. Raises LaunchError if there are none because of a fault, or, for the device cuda, for
+    any other reason; otherwise the reason is one line in the log."""
+    count, warning = cuda_driver.count_devices()
+    if count:
+        return count
+    found = cuda_driver.why_none(warning)
+    if wanted == "cuda" or found.reason is Reason.BROKEN:
+        raise LaunchError(
+            f"torch can use no CUDA device: {found.text}",
+            hint="; ".join((*found.remedies, "or set runtime.device=cpu to train on the CPU")),
+        )
+    if found.reason is not Reason.NO_DRIVER:
+        log.info("%s: training runs on the CPU", found.text)
+    return 0
 
 
 def keep_freed_memory(device: torch.device) -> None:
@@ -58,8 +80,9 @@ def keep_freed_memory(device: torch.device) -> None:
 
 
 def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:
-    """The number of ranks that fit this machine, at most ``most``: one per visible CUDA device, else 2."""
-    count = 0 if on_cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+    """The number of ranks that fit this machine, at most ``most``: one per visible CUDA device, else 2. Raises
+    LaunchError, unless ``on_cpu``, for a device that does not work."""
+    count = 0 if on_cpu else _usable("auto")
     return min(count or CPU_RANKS, most or sys.maxsize)
 
 

@@ -2,34 +2,118 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import types
+import warnings
 
 import pytest
 import torch
 
 from harness import cli
+from harness.distributed import cuda_driver
 from harness.distributed.devices import card, check_own, choose, fitting_ranks
-from harness.errors import LaunchError
+from harness.errors import EXIT_USAGE, LaunchError
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
 
 @pytest.fixture
-def with_devices(monkeypatch):
+def with_devices(monkeypatch, tmp_path):
+    """A machine with as many CUDA devices, and without the files of a driver."""
+
     def there_are(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
+    monkeypatch.setattr(cuda_driver, "_ROOT", tmp_path)
     return there_are
 
 
 def test_cpu_without_a_device(with_devices):
     with_devices(0)
     assert choose("auto", 0, 1).type == "cpu"
-    with pytest.raises(LaunchError, match="0 visible CUDA devices"):
+    with pytest.raises(LaunchError, match="no NVIDIA driver"):
         choose("cuda", 0, 1, may_be_isolated=True)
+
+
+TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12040)."
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine on which torch, built for ``cuda``, finds no device and warns with ``warning``."""
+
+    def make(driver: str, devices: int, cuda: str | None = "13.2", warning: str = "", visible: str | None = None):
+        def is_available() -> bool:
+            if warning:
+                warnings.warn(warning)
+            return False
+
+        root = tmp_path / f"{driver}-{devices}"
+        (root / "dev").mkdir(parents=True)
+        for number in range(devices):
+            (root / "dev" / f"nvidia{number}").touch()
+        if driver:
+            (root / "proc/driver/nvidia").mkdir(parents=True)
+            (root / "proc/driver/nvidia/version").write_text(f"NVRM version: NVIDIA Kernel Module  {driver}  Sat\n")
+        monkeypatch.setattr(torch.cuda, "is_available", is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)  # by NVML, which works with any driver
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(cuda_driver, "_ROOT", root)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("facts", "remedy"),
+    [
+        ({"driver": "535.104.05", "devices": 1}, "whl/cu126"),
+        ({"driver": "550.54.15", "devices": 8, "visible": "3,5"}, "whl/cu126"),
+        ({"driver": "470.82.01", "devices": 1}, "whl/cu118"),
+        ({"driver": "390.157", "devices": 1}, "previous-versions"),
+        ({"driver": "550.54.15", "devices": 0, "warning": TOO_OLD}, "whl/cu126"),  # its module makes devices when used
+        ({"driver": "", "devices": 0, "warning": TOO_OLD}, "update the driver"),  # in WSL
+        ({"driver": "", "devices": 1}, "update the driver"),
+        ({"driver": "580.82.07", "devices": 1, "warning": "CUDA unknown error"}, "nvidia-smi"),
+    ],
+)
+def test_device_that_does_not_work_is_an_error(machine, facts, remedy):
+    machine(**facts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for start in (lambda: choose("auto", 0, 1), lambda: choose("cuda", 0, 1), fitting_ranks):
+            with pytest.raises(LaunchError) as caught:
+                start()
+            assert caught.value.exit_code == EXIT_USAGE
+            assert remedy in caught.value.hint
+            assert "runtime.device=cpu" in caught.value.hint
+    assert choose("cpu", 0, 1).type == "cpu"
+    assert fitting_ranks(on_cpu=True) == 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"driver": "535.104.05", "devices": 1, "visible": ""}, "CUDA_VISIBLE_DEVICES='' hides"),
+        ({"driver": "535.104.05", "devices": 1, "visible": "-1"}, "CUDA_VISIBLE_DEVICES='-1' hides"),
+        ({"driver": "535.104.05", "devices": 2, "cuda": None}, "is built for the CPU"),
+        ({"driver": "535.104.05", "devices": 0}, "no device"),  # a container without devices sees its host's file
+    ],
+)
+def test_device_that_is_not_wanted_is_one_line_in_the_log(machine, facts, words, caplog, monkeypatch):
+    machine(**facts)
+    monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="harness"):
+        assert choose("auto", 0, 1).type == "cpu"
+    (record,) = caplog.records
+    assert words in record.getMessage()
+    with pytest.raises(LaunchError, match=words):
+        choose("cuda", 0, 1)
 
 
 def test_one_device_per_rank(with_devices):

@@ -326,8 +326,5 @@ def test_exit_code_of_an_error_before_rendezvous(tmp_path, stripes):
     with started(command(config, "runtime.device=cuda"), tmp_path / "terminal.txt") as run_:
         assert run_.wait(START_S) == 2
         assert not run_.alive()
-    assert (
-        run_.text().count("error: this node has 0 visible CUDA devices for 2 processes; each process needs its own")
-        == 1
-    )
+    assert run_.text().count("error: torch can use no CUDA device: ") == 1
     assert "ended with exit code 2 before the run began" in run_.text()
