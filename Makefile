@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One rank per GPU, at most 2; 2 ranks without a GPU.
 NPROC ?= auto:2
 
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 KILLS ?= 1000
 SEED ?= 0

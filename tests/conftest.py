@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import itertools
 import os
 from collections import Counter
 from contextlib import suppress
@@ -43,44 +42,15 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-CHEAP = {"data", "stripes"}  # module fixtures that several workers may as well build
-
-
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # what "-m" leaves out does not count
 def pytest_collection_modifyitems(items):
-    """Put the longest tests first: pytest-xdist hands them out in this order, and short ones fill the gaps at the end.
-
-    With ``--dist loadgroup``, a file is handed out as a whole, for its fixtures' sake, except slow tests that need no
-    expensive one. The estimate of a file counts slow tests, then end-to-end tests, which train on several ranks.
-    """
-    numbers = itertools.count()
-    apart = {item for item in items if item.get_closest_marker("slow") and not _expensive(item)}
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow") and item not in apart)
-    end_to_end = Counter(item.path for item in items if item.path.parent.name == "end_to_end")
-
-    def order(item):
-        if item in apart:
-            item.add_marker(pytest.mark.xdist_group(f"alone-{next(numbers)}"))
-            return 0 if item.get_closest_marker("timeout") else 2, 0, 0  # only the longest have a limit of their own
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))
-        return 1 if slow[item.path] else 3, -slow[item.path], -end_to_end[item.path]
-
-    items.sort(key=order)
-
-
-def _expensive(item) -> bool:
-    """Whether ``item`` needs a fixture that its file shares, such as a cluster or a finished training."""
-    found = item._fixtureinfo.name2fixturedefs
-    return any(defs[-1].scope == "module" and name not in CHEAP for name, defs in found.items())
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node, ids):
-    """Refuse versions that hand out the tests of a file to all workers, each of which then trains for its fixtures."""
-    if node.config.getoption("dist") == "loadgroup" and any("@" not in name.rpartition("]")[2] for name in ids):
-        raise pytest.UsageError(
-            f"pytest {pytest.__version__} and this pytest-xdist do not group tests: type pip install 'pytest<9.2'"
-        )
+    """Put the longest files first: with ``--dist loadfile``, pytest-xdist hands out whole files in this order, and
+    short ones fill the gaps at the end. Slow tests count most, then end-to-end tests, which train on several ranks."""
+    seconds = Counter()
+    for item in items:
+        is_long = item.path.parent.name == "end_to_end"
+        seconds[item.path] += 15 if item.get_closest_marker("slow") else 2 if is_long else 0.05
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_collection_finish():

@@ -18,6 +18,7 @@ from harness.distributed import signals
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
+from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks, start, wait_for
 
 
@@ -35,7 +36,7 @@ def test_single_rank_stops_immediately():
 def _calls_until_agreed(asking: int, pace_s: float):
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
         stop = Stop(runtime)
-        calls, deadline = 0, time.monotonic() + 15
+        calls, deadline = 0, time.monotonic() + 60
         while not stop.agreed():
             calls += 1
             assert time.monotonic() < deadline, "no verdict"
@@ -47,7 +48,7 @@ def _calls_until_agreed(asking: int, pace_s: float):
 
 @pytest.mark.parametrize(("world", "asking", "pace_s"), [(2, 0, 0.0), (3, 2, 0.001)])
 def test_all_ranks_agree_on_the_same_call(world, asking, pace_s):
-    results = run_ranks(world, _calls_until_agreed, asking, pace_s, group=False, timeout_s=30)
+    results = run_ranks(world, _calls_until_agreed, asking, pace_s, group=False, timeout_s=90)
     calls = {result[0] for result in results}
     assert len(calls) == 1
     assert calls.pop() >= 7
@@ -128,7 +129,7 @@ def test_handlers_are_left_alone_outside_the_main_thread():
 def _loader_process(ready) -> None:
     in_loader_worker(0)
     ready.set()
-    time.sleep(20)
+    time.sleep(100)
 
 
 def _started_loader_process():
@@ -136,24 +137,31 @@ def _started_loader_process():
     ready = context.Event()
     child = context.Process(target=_loader_process, args=(ready,), daemon=True)
     child.start()
-    assert ready.wait(10)
+    assert ready.wait(30)
     return child
 
 
+def _pending(pid: int) -> bool:
+    """Whether a SIGTERM waits until the process takes it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("ShdPnd:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def _end_a_loader_process(by_parent: bool) -> bool:
-    """True if a child that follows a loader process's rules ends, within two seconds, of SIGTERM."""
+    """True if a child that follows a loader process's rules ends of SIGTERM."""
     child = _started_loader_process()
     os.kill(child.pid, signal.SIGINT)
     os.kill(child.pid, signal.SIGUSR1)
     if by_parent:
         os.kill(child.pid, signal.SIGTERM)
-    else:
+        child.join(30)
+    for _ in range(2 * (not by_parent)):  # a process that takes the second has survived the first
         messenger = os.fork()
         if messenger == 0:
             os.kill(child.pid, signal.SIGTERM)
             os._exit(0)
         os.waitpid(messenger, 0)
-    child.join(2)
+        wait_until(lambda: not _pending(child.pid), 30, "the process takes the signal")
     ended = not child.is_alive()
     child.kill()
     child.join(5)
@@ -167,7 +175,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a signal's
 @pytest.mark.parametrize("by_parent", [True, False])
 def test_only_the_parent_can_terminate_a_loader_process(by_parent):
     process, receiver = start(_end_a_loader_process, (by_parent,))
-    assert receiver.poll(20)
+    assert receiver.poll(100)
     assert receiver.recv() == ("value", by_parent)
     process.join(5)
 
@@ -180,12 +188,9 @@ def _be_killed(path: str) -> None:
 @linux
 def test_loader_process_ends_with_its_killed_parent(tmp_path):
     process, _ = start(_be_killed, (str(tmp_path / "pid"),))
-    process.join(20)
+    process.join(60)
     child = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while _running(child):
-        assert time.monotonic() < deadline, "it outlived its parent"
-        time.sleep(0.05)
+    wait_until(lambda: not _running(child), 30, "it ends after its parent")
 
 
 def _running(pid: int) -> bool:

@@ -35,12 +35,12 @@ def test_first_to_end_comes_first_and_peers_are_ended(monkeypatch):
 def test_process_that_ignores_the_stop_is_killed(tmp_path, stops, grace_s):
     """After the grace period, or by the second stop."""
     group = WorkerGroup({0: shell("trap '' TERM; echo ready; sleep 60", tmp_path / "out")}, grace_s)
-    wait_until(lambda: (tmp_path / "out").read_text(), 10, "the handler")
+    wait_until(lambda: (tmp_path / "out").read_text(), 30, "the handler")
     begin = time.monotonic()
     for _ in range(stops):
         group.stop()
     assert group.wait() == {0: -signal.SIGKILL}
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60  # the grace period of the second case, and the length of the command
     assert group.num_stops == stops
 
 
@@ -48,16 +48,21 @@ def test_children_of_a_killed_process_are_killed(tmp_path):
     group = WorkerGroup({0: shell("sleep 60 & echo $!; kill -KILL $$", tmp_path / "out")}, 60)
     assert group.wait() == {0: -signal.SIGKILL}
     child = Path("/proc") / (tmp_path / "out").read_text().strip()
-    wait_until(lambda: not (child / "cmdline").exists() or not (child / "cmdline").read_text(), 5, "the child's end")
+    wait_until(lambda: not (child / "cmdline").exists() or not (child / "cmdline").read_text(), 30, "the child's end")
 
 
-def test_failed_start_leaves_nothing_running(tmp_path):
+def test_failed_start_leaves_nothing_running(monkeypatch):
+    begun = []
+
+    def start(*arguments):
+        begun.append(started(*arguments))
+        return begun[-1]
+
+    started = WorkerGroup._started
+    monkeypatch.setattr(WorkerGroup, "_started", staticmethod(start))
     with pytest.raises(FileNotFoundError):
-        WorkerGroup({0: shell(f"echo $$ > {tmp_path}/pid; exec sleep 60"), 1: Worker(["/no/such/file"], {})}, 60)
-    time.sleep(0.2)
-    if (pid := tmp_path / "pid").exists():  # else it was killed before its first line
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid.read_text()), 0)
+        WorkerGroup({0: shell("exec sleep 60"), 1: Worker(["/no/such/file"], {})}, 60)
+    assert [process.poll() for process in begun] == [-signal.SIGKILL]
 
 
 PARENT = """
@@ -75,7 +80,7 @@ def test_process_ends_with_its_killed_parent():
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    wait_until(lambda: not Path(f"/proc/{child}").exists(), 10, "the child's end")
+    wait_until(lambda: not Path(f"/proc/{child}").exists(), 30, "the child's end")
 
 
 def test_kill_after_leaves_time_and_then_kills():
