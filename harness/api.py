@@ -200,6 +200,7 @@ def _as_before() -> Iterator[None]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     level = torch.get_deterministic_debug_mode()
     backends = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     logs[0].handlers = []  # console would close them
     try:
@@ -218,6 +219,7 @@ def _as_before() -> Iterator[None]:
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
         torch.set_deterministic_debug_mode(level)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = (
             backends
         )

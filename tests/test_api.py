@@ -47,7 +47,8 @@ def process_state() -> dict[str, object]:
         "warnings": logging.getLogger("py.warnings").handlers[:],
         "signals": [signal.getsignal(getattr(signal, f"SIG{name}")) for name in ("INT", "TERM", "HUP", "USR1")],
         "streams": (torch.get_rng_state().sum().item(), np.random.get_state()[1].sum(), random.getstate()[1][:3]),
-        "torch": (torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, (matrix @ matrix).dtype),
+        "torch": (torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, (matrix @ matrix).dtype,
+                  torch.utils.deterministic.fill_uninitialized_memory),
         "variables": dict(os.environ),
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ from harness.errors import ConfigError
 from harness.training import determinism, model_builder
 from harness.training.determinism import OPERATIONS, Audit
 from harness.training.exit_report import explained
+from harness.training.models.small_cnn import Model as SmallCNN
 from harness.training.models.small_cnn import quarters
 from tests import datasets
 from tests.conftest import ROOT
@@ -248,6 +249,29 @@ def test_own_model_that_is_not_deterministic(tmp_path):
     assert "deterministic: deterministic algorithms where torch has them; logs/rank-N.log has a warning for" in shown
     log = (tmp_path / "runs" / "small" / "logs" / "rank-0.log").read_text()
     assert "max_unpooling2d_forward_out does not have a deterministic implementation" in log
+
+
+def fills_of_a_step(level: bool | str) -> tuple[int, list[float]]:
+    """(tensors that are filled with a constant in a step of a convolutional network, the weights after it)."""
+    determinism.require(level)
+    torch.manual_seed(0)
+    model = SmallCNN(3, width=8, batch_norm=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    images = torch.randn(4, 1, 8, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(images).square().mean().backward()
+        optimizer.step()
+    fills = sum(event.count for event in profile.key_averages() if event.key == "aten::fill_")
+    return fills, torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def test_deterministic_mode_does_not_fill_new_tensors():
+    """By default torch writes NaN into each of them first. The weights are the same."""
+    (plain, expected), (strict, weights), (warned, _) = (
+        run_ranks(1, fills_of_a_step, level, group=False)[0] for level in (False, True, "warn")
+    )
+    assert strict == warned == plain
+    assert weights == expected
 
 
 def cublas_setting_when_ranks_connect(words: list[str]) -> list[str | None]:
