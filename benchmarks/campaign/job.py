@@ -31,7 +31,7 @@ from harness.distributed import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 30.0  # from the cause to the end of all processes
-RUN_S = 120.0  # of a start that nothing kills
+RUN_S = 300.0  # of a start that nothing kills
 _POLL_S = 0.005
 
 
@@ -120,7 +120,8 @@ class Job:
             null = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null, 0), (terminal, 1), (terminal, 2)):
                 os.dup2(source, target)
-            os.environ.update(environ | {"TMPDIR": self._temporary})
+            cache = str(self._folder.parent / "inductor")  # of torch.compile, which the starts of a chain share
+            os.environ.update(environ | {"TMPDIR": self._temporary, "TORCHINDUCTOR_CACHE_DIR": cache})
             os.chdir(ROOT)
             multiprocessing.process.current_process()._config["authkey"] = b"campaign"  # type: ignore[attr-defined]
             body()

@@ -16,6 +16,7 @@ from benchmarks.campaign.trigger import Kill
 
 NAMES = "bella luna max lucy charlie cooper daisy buddy sadie molly bailey lola stella tucker zoe milo leo jasper"
 LAUNCHED = 0.08  # share of the chains with real launchers, whose ranks take seconds to start
+COMPILED = 0.06  # share of the chains with torch.compile, whose first steps take many seconds
 OF_EVERY_START = ("start-up", "end")  # also of a run that has nothing left to train
 _SCHEDULES: list[dict[str, Any]] = [
     {"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}, {"name": "one_cycle"},
@@ -38,6 +39,10 @@ class Chain:
     at_url: bool
     traits: dict[str, str]
 
+    @property
+    def compiled(self) -> bool:
+        return bool(self.sections["model"].get("compile"))
+
     def config(self, folder: Path, data: Path) -> dict[str, Any]:
         """The configuration of a run whose files are all in ``folder``."""
         task = {
@@ -48,7 +53,7 @@ class Chain:
         return {
             **self.sections, "name": "run", "output": place, "task": task,
             "data": {**self.sections["data"], "cache_dir": str(folder / "cache")},
-            "runtime": {"device": "cpu", "timeout_s": 20},
+            "runtime": {"device": "cpu", "timeout_s": 100 if self.compiled else 20},
             "launch": {"nproc": self.world_size, "threads": 1, "grace_s": 20},
         }  # fmt: skip
 
@@ -80,6 +85,8 @@ def chain(seed: int, number: int) -> Chain:
     if again := strategy != "dp" and rng.random() < 0.3:
         model["activation_checkpointing"] = ["*"]
     schedule = rng.choice(_SCHEDULES)
+    if compiled := strategy != "dp" and rng.random() < COMPILED:
+        model["compile"] = True
     sgd, adam = {"name": "sgd", "lr": 0.05, "momentum": 0.9}, {"name": "adam", "lr": 0.003}
     sections = {
         "seed": number,
@@ -101,7 +108,8 @@ def chain(seed: int, number: int) -> Chain:
     }
     if schedule["name"] == "one_cycle":
         sections["optimizer"] = {key: value for key, value in sections["optimizer"].items() if key != "momentum"}
-    options |= {"asynchronous checkpoints": behind, "sharded checkpoints": shards, "activation checkpointing": again}
+    options |= {"asynchronous checkpoints": behind, "sharded checkpoints": shards, "activation checkpointing": again,
+                "compiled": compiled}  # fmt: skip
     options |= {"moving average": ema, "clipping": clip, "micro-batches": accumulate > 1, "loader worker": workers > 0}
     kind = f"ddp, {'overlapped' if overlapped else 'delayed'}" if strategy == "ddp" else strategy
     traits = {
@@ -111,7 +119,7 @@ def chain(seed: int, number: int) -> Chain:
         "schedule": schedule["name"],
         "option": ",".join(option for option, on in options.items() if on) or "none",
     }  # fmt: skip
-    num_kills = rng.randint(3, 4) if launched else rng.randint(4, 6)
+    num_kills = rng.randint(3, 4) if launched or compiled else rng.randint(4, 6)
     return Chain(f"{seed}-{number}", engine, world_size, num_kills, sections, at_url, traits)
 
 

@@ -25,6 +25,7 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import (
     checkpointing,
+    compiled,
     determinism,
     flops,
     fsdp,
@@ -96,7 +97,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     if config.model.compile:
         # After amp, whose casts are to be compiled too. Keeps parameters and their names.
         mode = None if config.model.compile is True else config.model.compile
-        fsdp.compile_units(model) if parallel.sharded else strategy.compile_whole(model, mode=mode)
+        compiled.compile_units(model) if parallel.sharded else compiled.compile_whole(model, mode=mode)
     devices.keep_freed_memory(runtime.device)
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)

@@ -105,17 +105,6 @@ def replicate(model: nn.Module) -> None:
             dist.broadcast(tensor.detach(), src=0)
 
 
-def compile_units(model: nn.Module) -> None:
-    """Compile the forward pass of each unit of the sharded ``model`` that contains no other unit. The hooks that gather
-    its weights stay outside."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        inside = list(module.modules())[1:]
-        if isinstance(module, FSDPModule) and not any(isinstance(part, FSDPModule) for part in inside):
-            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
-
-
 def _is_sharded(value: Any) -> TypeGuard[DTensor]:
     """True for a DTensor. There is none before their module is imported."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)

@@ -23,7 +23,7 @@ from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import provenance, remote
 from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, console, optim, precision
+from harness.training import build, compiled, console, optim, precision
 from harness.training.exit_report import ExitReporter
 from harness.training.run import Run
 from harness.training.task import SupportsLearned
@@ -63,6 +63,7 @@ class RunStart:
             )
             self._watchdog = stack.enter_context(watching)
             stack.enter_context(precision.float16_on_cpu(self.config.precision, self.runtime.device))
+            stack.enter_context(compiled.fresh_compiler(self.config.model.compile))
             stack.callback(self._close)
             try:
                 prepare_folder(self.config, self.runtime, self._folder)

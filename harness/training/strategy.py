@@ -131,17 +131,6 @@ def wrap(
     )
 
 
-def compile_whole(model: nn.Module, **options: Any) -> None:
-    """``model.compile()``, with ``options``, but with its hooks in the same graph. torch leaves the hooks of the module
-    that is compiled outside: it compiles each of them, such as amp's casts, by itself, and checks it in every pass."""
-    call = model._call_impl
-
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    model._compiled_call_impl = torch.compile(whole, **options)
-
-
 def _data_parallel(model: nn.Module, device: torch.device) -> ParallelModel:
     """DataParallel over all visible CUDA devices; the bare model if there is one device, or a CPU."""
     count = torch.cuda.device_count() if device.type == "cuda" else 1

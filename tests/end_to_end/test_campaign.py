@@ -51,6 +51,7 @@ def first(signal, place, **traits):
     "The first chain with these traits, to be hit by the signal in the place."
     number = next(n for n in range(1000) if traits.items() <= plan.chain(1, n).traits.items()
                   and "dropout" in (option := plan.chain(1, n).traits["option"])
+                  and "compiled" not in option
                   and "asynchronous" not in option)  # a kill in the first evaluation could leave no checkpoint
     real = plan.kills
     kill = plan.Kill(0, place, 2, int(getattr(plan.signal, signal)), "one rank", 0.0, 0.0)

@@ -79,6 +79,25 @@ def test_modern_preset_is_resumed_exactly_on_a_cpu(tmp_path, data):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("level", "strategy", "world_size"), [("O0", "ddp", 1), ("O1", "ddp", 2), ("O4", "fsdp", 2)])
+def test_compiled_model_is_resumed_exactly(tmp_path, data, level, strategy, world_size):
+    """One resume begins with the smaller last batch of an epoch, the other one after it."""
+    settings = {
+        "model": {"name": "small_cnn", "args": {"width": 4, "batch_norm": True}, "compile": True},
+        "precision": {"opt_level": level}, "parallel": {"strategy": strategy}, "checkpoint": {"every_steps": 1},
+        "train": {"epochs": 2}, "runtime": {"timeout_s": 200},
+    }  # fmt: skip
+    unbroken = train(tmp_path / "unbroken", data, world_size, limit_s=280, **settings)
+    broken = write_config(tmp_path / "broken", data, **settings)
+    for step in (8, 11):  # of 8 in an epoch
+        assert -signal.SIGKILL in run(broken, world_size, kill=Kill(0, step), timeout_s=280)
+    assert run(broken, world_size, timeout_s=280) == [0] * world_size
+    assert_same_run(unbroken, run_folder(broken))
+
+
+@pytest.mark.slow
 def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
     """A rate too small to learn from is lowered at every second evaluation, equally on both ranks."""
     settings = {

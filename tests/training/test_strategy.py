@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +10,10 @@ from torch import nn
 
 from harness.apex import amp
 from harness.config.schema import LarcSection, ParallelSection, PrecisionSection
-from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
 from harness.errors import ConfigError
-from harness.runs.run_dir import RunFolder
-from harness.training import build, strategy
+from harness.training import strategy
 from harness.training.precision import choose
 from harness.training.strategy import ParallelModel
-from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -125,62 +120,3 @@ def test_larc_wraps_the_optimizer_before_amp():
     # LARS moves each parameter by lr x trust_coefficient of its own norm.
     moved = (model.weight.detach() - before).norm() / before.norm()
     assert moved.item() == pytest.approx(0.001, rel=1e-3)
-
-
-class Mixed(nn.Module):
-    """A convolution, a batch norm and a transformer's layer; (batch, 1, 4, 4) -> (batch, 3)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU())
-        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-        self.head = nn.Linear(128, 3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.features(images).flatten(2)).flatten(1))
-
-
-@pytest.mark.parametrize(("setting", "mode"), [("true", None), ("reduce-overhead",) * 2, ("max-autotune",) * 2])
-def test_model_compile_is_the_mode_of_torch_compile(tmp_path, monkeypatch, setting, mode):
-    write_rows(tmp_path, "train", 16)
-    write_rows(tmp_path, "eval", 6)
-    config = make_config(tmp_path, [f"model.compile={setting}", "train.deterministic=false", "precision.opt_level=O0"])
-    (tmp_path / "runs" / "checkpoints").mkdir(parents=True)
-    given = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options) or function)
-    build.build(config, Runtime(), RunFolder(tmp_path / "runs"), Stop(Runtime())).close()
-    assert given == [{"mode": mode}]
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_a_compiled_pass_is_one_graph(level):
-    """With the casts of amp, which are hooks of the model and rules for operations, and without a graph break."""
-    from torch._dynamo.utils import counters
-
-    graphs, results = [], []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = Mixed()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        if compiled:
-            torch._dynamo.reset()
-            counters.clear()
-            strategy.compile_whole(model, backend=backend)
-        for _ in range(3):
-            outputs = model(torch.linspace(-1, 1, 64).view(4, 1, 4, 4))
-            with amp.scale_loss(outputs.square().mean(), optimizer) as loss:
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([outputs, *model.state_dict().values()])
-        amp.reset()
-    assert counters["graph_break"] == {}
-    assert (len(graphs), counters["frames"]["total"]) == (1, 1)
-    assert [value.dtype for value in results[0]] == [value.dtype for value in results[1]]
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
