@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -52,8 +51,9 @@ def count_devices() -> tuple[int, str]:
     return count, " ".join(str(warning.message) for warning in caught)
 
 
-def why_none(warning: str, root: Path | None = None, variables: Mapping[str, str] = os.environ) -> NoCuda:
-    """The reason why ``count_devices`` found none, with its ``warning``. ``root``: of the file system."""
+def why_none(warning: str, variables: Mapping[str, str], root: Path | None = None) -> NoCuda:
+    """The reason why ``count_devices`` found none, with its ``warning``. ``variables``: of the environment; ``root``:
+    of the file system."""
     root = _ROOT if root is None else root
     built, driver = built_for(torch.version), driver_version(root)
     has_device = any(root.glob("dev/nvidia[0-9]*"))

@@ -54,7 +54,7 @@ def _usable(wanted: str) -> int:
     count, warning = cuda_driver.count_devices()
     if count:
         return count
-    found = cuda_driver.why_none(warning)
+    found = cuda_driver.why_none(warning, os.environ)
     if wanted == "cuda" or found.reason is Reason.BROKEN:
         raise LaunchError(
             f"torch can use no CUDA device: {found.text}",

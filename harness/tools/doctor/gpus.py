@@ -34,7 +34,7 @@ def cuda(system: System) -> Iterator[Finding]:
         if count > 1:
             yield _peers(torch.cuda, count)
     else:
-        found = cuda_driver.why_none(warning, system.root, system.variables)
+        found = cuda_driver.why_none(warning, system.variables, system.root)
         then = "does not start" if found.reason is Reason.BROKEN else "runs on the CPU"
         text = f"{found.text}: training {then}"
         yield Finding("cuda", marks.get(found.reason, "problem"), text, found.remedies)
