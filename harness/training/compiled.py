@@ -31,9 +31,10 @@ def fresh_compiler(wanted: bool | str) -> Iterator[None]:
     import torch._dynamo as dynamo  # takes seconds
 
     dynamo.reset()
-    # The names of torch 2.6, which later versions keep as aliases. At the limit, torch would leave shapes uncompiled.
-    limits = {"cache_size_limit": MAX_SHAPES, "accumulated_cache_size_limit": 1 << 20, "fail_on_cache_limit_hit": True}
-    with dynamo.config.patch(limits):
+    # At the limit, torch would leave shapes uncompiled.
+    with dynamo.config.patch(
+        recompile_limit=MAX_SHAPES, accumulated_recompile_limit=1 << 20, fail_on_recompile_limit_hit=True
+    ):
         yield
 
 
@@ -60,7 +61,7 @@ def compile_units(model: nn.Module) -> None:
     for unit in units:
         unit.forward = _compiled(unit.forward)
     # torch counts the code of all units of a class together, and each may need its own.
-    torch._dynamo.config.cache_size_limit = MAX_SHAPES * max(len(units), 1)
+    torch._dynamo.config.recompile_limit = MAX_SHAPES * max(len(units), 1)
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

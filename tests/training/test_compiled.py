@@ -116,7 +116,7 @@ def test_code_for_a_size_does_not_depend_on_the_sizes_before(shapes):
 
 def test_a_model_with_a_new_kind_of_input_in_every_pass_fails(shapes, monkeypatch):
     """torch would run it as it is, from a pass on that depends on where the run was resumed."""
-    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", 3)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
     monkeypatch.setattr(compiled, "MAX_SHAPES", 3)
     model = nn.Linear(4, 3)
     compiled.compile_whole(model, backend=shapes[0])
@@ -129,14 +129,14 @@ def test_a_model_with_a_new_kind_of_input_in_every_pass_fails(shapes, monkeypatc
 
 def test_a_run_starts_without_what_the_process_has_compiled(shapes):
     backend, seen = shapes
-    limits = [torch._dynamo.config.cache_size_limit]
+    limits = [torch._dynamo.config.recompile_limit]
     for _ in range(2):
         with compiled.fresh_compiler(True):
             model = nn.Linear(4, 3)
             compiled.compile_whole(model, backend=backend)
             model(texts(2))
-            limits.append(torch._dynamo.config.cache_size_limit)
+            limits.append(torch._dynamo.config.recompile_limit)
     assert len(seen["compiled"]) == 2
     assert limits == [compiled.MAX_SHAPES] * 3
     with compiled.fresh_compiler(False):
-        assert torch._dynamo.config.cache_size_limit == compiled.MAX_SHAPES  # of the fixture
+        assert torch._dynamo.config.recompile_limit == compiled.MAX_SHAPES  # of the fixture
