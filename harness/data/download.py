@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
-
 from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
 from harness.runs.files import is_url, replacing
+from harness.runs.locks import locked as lock
 
 TIMEOUT_S = 30.0  # without any data from the server
 _FAILURES = (OSError, http.client.HTTPException, ValueError)  # raised by urllib
+_LOCK_S = 3600.0  # for another process that downloads into the same folder
 _BLOCK_BYTES = 1 << 20
 
 
@@ -56,9 +56,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Create ``folder`` and lock it for this process; other processes wait. Raises DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder / ".lock"):
+        with lock(folder / ".lock", _LOCK_S):
             yield
-    except (OSError, NotImplementedError) as error:  # the latter on a file system without locks
+    except OSError as error:
         raise DataError(
             f"the data cannot be written: {reason(error)}",
             where=str(folder),

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import filelock
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,11 +21,13 @@ from harness.data.table.cache import read_json
 from harness.data.table.table import Table
 from harness.errors import DataError
 from harness.runs.files import default_cache_dir, write_atomically
+from harness.runs.locks import locked
 
 UNKNOWN = 1  # the id of every word that is not in the vocabulary
 RULE = "NFD, lower case; a word is a run of letters, marks, digits and underscores"
 _BETWEEN_WORDS = r"[^\p{L}\p{M}\p{N}_]+"
 _CHUNK_ROWS = 1 << 16
+_LOCK_S = 600.0  # for another process that counts the same words
 
 
 class Tokenizer(Protocol):
@@ -117,7 +118,7 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
     path = (cache_dir or default_cache_dir()).expanduser().absolute() / "words" / f"{key}.json"
     with contextlib.suppress(OSError):  # without a cache, each process counts
         path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock"):
+        with locked(Path(f"{path}.lock"), _LOCK_S):
             if (found := read_json(path)) is None:
                 found = {"words": _most_frequent(table, column, max_words)}
                 write_atomically(path, json.dumps(found, ensure_ascii=False), secrets.token_hex(8))

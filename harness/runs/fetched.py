@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import filelock
-
 from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.files import is_url, write_atomically
+from harness.runs.locks import locked
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore
 
@@ -28,7 +27,7 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
     store = UrlStore(place)
     folder = working_folder(store.where, None, "read")
     folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder.parent / "lock", timeout=_LOCK_S):
+    with locked(folder.parent / "lock", _LOCK_S):
         for _ in range(_ATTEMPTS):
             start, newest = store.read(layout.START), store.read(_LATEST).strip() if checkpoint else ""
             _fetch(store, folder, newest)

@@ -21,13 +21,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError, did_you_mean, reason, remedy
 from harness.runs import layout
 from harness.runs.checkpoint import damage, none_usable, outdated, require_same_format
 from harness.runs.files import is_url
+from harness.runs.locks import locked
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.uploader import Uploader, UploadTakenOver
@@ -65,6 +64,7 @@ class RemoteRunFolder(RunFolder):
         self.store = UrlStore(f"{config.output.rstrip('/')}/{config.name}")
         super().__init__(working_folder(self.store.where, config.data.cache_dir), config.checkpoint.keep)
         self.where = self.store.where  # starts on other hosts are not locked out; the older one exits
+        self._lock_on = self.path.parent  # ``claim`` empties the scratch folder
         self._scratch = LocalStore(self.path)
         self._filled = False  # this process filled the scratch folder, and removes it
         self._uploaded: dict[str, str] = {}
@@ -303,9 +303,9 @@ class RemoteRunFolder(RunFolder):
         """Let one process of this machine at a time fill the scratch folder."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(self.path.parent / "lock", timeout=_LOCK_S):
+            with locked(self.path.parent / "lock", _LOCK_S):
                 yield
-        except (filelock.Timeout, NotImplementedError, OSError) as error:
+        except OSError as error:
             raise ConfigError(
                 f"the scratch folder of the run cannot be used: {reason(error)}",
                 where=str(self.path.parent),
@@ -362,7 +362,7 @@ def borrow(config: Config) -> Path:
 
 def _borrow(store: UrlStore, target: Path) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(target.parent / "lock", timeout=_LOCK_S):
+    with locked(target.parent / "lock", _LOCK_S):
         manifest = store.read(layout.MANIFEST)
         if not manifest:
             raise ConfigError(

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import filelock
 import yaml
 
 from harness.config import loader, merge
@@ -22,6 +21,7 @@ from harness.errors import ConfigError, first_line, plural, reason, remedy, requ
 from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
 from harness.runs.files import finite, is_url, make_folder, read_json, read_text, write_atomically
+from harness.runs.locks import Lock, forget_marker
 
 _OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
 _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
@@ -62,7 +62,8 @@ class RunFolder:
         self.where = str(path)  # for messages
         self.claimed = False  # by this start; before that, the files may belong to another
         self.start: Any = None  # set by ``claim``; rank 0 sends it to the other ranks, which pass it to ``attach``
-        self._lock: filelock.BaseFileLock | None = None
+        self._lock: Lock | None = None
+        self._lock_on = path
         self._config = ""  # of this start, until it is written
         self.checkpoints = Checkpoints(path / layout.CHECKPOINTS, keep)
         self.logs = path / layout.LOGS
@@ -72,23 +73,22 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other starts out until ``unlock`` or the end of this process. Waits for a start that is about to end.
         Raises ConfigError if it does not."""
-        lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"), thread_local=False)
-        with contextlib.suppress(OSError, NotImplementedError):  # ``claim`` reports the first; some disks have no locks
-            make_folder(self.path.parent)
-            Path(lock.lock_file).touch()  # where no file can be created, filelock waits
-            try:
-                lock.acquire(timeout=_LOCK_S)
-            except filelock.Timeout:
+        lock = Lock(self._lock_on, is_folder=True)
+        with contextlib.suppress(OSError):  # ``claim`` reports it
+            make_folder(self._lock_on)
+            if not lock.acquire(_LOCK_S):
+                owner = f" ({lock.owner})" if lock.owner else ""
                 raise ConfigError(
-                    "another process is already training in this run folder",
+                    f"another process is already training in this run folder{owner}",
                     where=self.where,
                     hint="wait for it or stop it, then run the same command again; or rename this run with name=NAME",
-                ) from None
+                )
             self._lock = lock
 
     def unlock(self) -> None:
         if self._lock is not None:
-            self._lock.release(force=True)
+            self._lock.release()
+            self._lock = None
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
         """Claim the folder for this run; return a note for the user if an earlier run was moved aside or if this start
@@ -106,6 +106,9 @@ class RunFolder:
         note = self._resume_or_move(config, rehearse)
         try:
             make_folder(self.path)
+            if self._lock is not None and not self._lock.is_current():  # the lock moved aside with the earlier run
+                self.unlock()
+                self.lock()
             self.checkpoints.folder.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             ownership.remember(text := loader.to_text(config))
@@ -197,6 +200,7 @@ class RunFolder:
                 where=str(self.path),
                 hint=remedy(error, "or give the new run another name with name=NAME"),
             ) from None
+        forget_marker(aside)
         return str(aside)
 
     def attach(self, rank: int, start: Any) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
 from harness.runs import layout
+from harness.runs.locks import locked
 from harness.trackers import pictures
 from harness.trackers.base import Entry, EntryTimes, RunInfo, Sample, scalars
 
@@ -24,6 +24,7 @@ from mlflow.entities import Metric, Param, RunTag  # noqa: E402
 EXPERIMENT = "apex-harness"  # unless MLFLOW_EXPERIMENT_NAME names another
 TAG = "apex_harness.id"  # by which a resumed run finds its MLflow run
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # otherwise its page shows traces of language models
+_LOCK_S = 600.0  # for another run that creates the tables
 MAX_PARAM = 6000  # characters, MLflow's limit
 MAX_PARAMS = 100  # per request, MLflow's limit
 
@@ -104,5 +105,5 @@ class Tracker:
 @contextlib.contextmanager
 def _locked(output: Path, embedded: bool) -> Iterator[None]:
     """Two runs that start at once must not both create the tables."""
-    with FileLock(output / "mlflow.db.lock") if embedded else contextlib.nullcontext():
+    with locked(output / "mlflow.db.lock", _LOCK_S) if embedded else contextlib.nullcontext():
         yield

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pyarrow as pa
 
 from harness.errors import DataError, HarnessError
 from harness.runs.files import replacing, temporary_for
+from harness.runs.locks import Lock
 
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
 SAMPLE_ROWS = 32
@@ -39,6 +39,7 @@ class PredictionFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._opened = path, ExitStack()
+        self._lock = Lock(temporary_for(path))
         self._waiting: list[pa.Table] = []
         self._head: pa.Table | None = None
         self._schema: pa.Schema | None = None
@@ -99,17 +100,27 @@ class PredictionFile:
 
     def _open(self, first: pa.Table) -> None:
         self._schema, self._head = first.schema, first.slice(0, SAMPLE_ROWS)
-        _require_no_other_writer(self._path)
+        self._opened.callback(self._lock.release)
+        self._lock_temporary()  # of an interrupted process, if there is one
+        self._lock.release()
         temporary = self._opened.enter_context(replacing(self._path))
         self._file = open(temporary, "wb")  # noqa: SIM115 - closed by finish or discard
         self._opened.callback(self._file.close)
-        _lock(self._file)
+        self._lock_temporary()
         if self._path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
             self._parquet = pq.ParquetWriter(self._file, self._schema)
         else:
             self._file.write(_csv(first.slice(0, 0), header=True))
+
+    def _lock_temporary(self) -> None:
+        """Raise HarnessError if another process is writing the file: both would use the same temporary file."""
+        if not self._lock.try_acquire():
+            owner = f" ({self._lock.owner})" if self._lock.owner else ""
+            hint = "wait for it, or choose another file with --out FILE"
+            problem = f"cannot write the output: another process is writing it{owner}"
+            raise HarnessError(problem, where=str(self._path), hint=hint)
 
     def finish(self) -> Written:
         """Write the remaining rows and give the file its name."""
@@ -123,25 +134,6 @@ class PredictionFile:
     def discard(self) -> None:
         """Delete the unfinished file; does nothing after ``finish``."""
         self._opened.__exit__(_Discarded, _Discarded(), None)
-
-
-def _require_no_other_writer(path: Path) -> None:
-    """Raise HarnessError if another process is writing ``path``: both would use the same temporary file."""
-    with suppress(FileNotFoundError), open(temporary_for(path), "rb") as other:
-        if not _lock(other):
-            hint = "wait for it, or choose another file with --out FILE"
-            raise HarnessError("cannot write the output: another process is writing it", where=str(path), hint=hint)
-
-
-def _lock(file: Any) -> bool:
-    """Lock ``file`` until it is closed; False if another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
 
 
 class _Discarded(Exception):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import filelock
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, layout, reader
 from harness.runs.files import is_url, replacing, sha256
+from harness.runs.locks import locked
 from harness.training.model_builder import TIMM
 
 log = logging.getLogger("harness")
@@ -187,7 +187,7 @@ def _downloaded(url: str, name: str, digest: str = "") -> Path:
     target = folder / (name if digest else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{target}.lock", timeout=_LOCK_S):  # for other runs that start from it
+        with locked(Path(f"{target}.lock"), _LOCK_S):  # for other runs that start from it
             if not target.exists():
                 log.info("downloading %s", url)
                 with replacing(target) as temporary:

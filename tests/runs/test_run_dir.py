@@ -39,7 +39,7 @@ def test_a_new_run(tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc, in which even root creates no file")
 def test_a_place_without_files_is_reported_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_dir.filelock.FileLock, "acquire", lambda *_, **__: pytest.fail("waits for a lock"))
+    monkeypatch.setattr(run_dir.Lock, "acquire", lambda *_: pytest.fail("waits for a lock"))
     folder = RunFolder(Path("/proc/run"))
     folder.lock()
     with pytest.raises(ConfigError, match="cannot write to the run folder"):

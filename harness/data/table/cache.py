@@ -27,12 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source
 from harness.errors import DataError, reason, remedy
 from harness.runs.files import default_cache_dir, parse_json, write_atomically
+from harness.runs.locks import MARKER_SUFFIX, Lock
 
 FORMAT = 3  # increase it when the layout or the meaning of anything in the cache changes
 UNUSED_S = 86400.0  # after which a version is deleted, if another one has replaced it
@@ -116,7 +115,7 @@ class CacheEntry:
 
         An older version that was opened in the last day stays: loader processes of a run may open it again.
         """
-        keep = {_LOCK_NAME, self.download(source).name}
+        keep = {_LOCK_NAME, _LOCK_NAME + MARKER_SUFFIX, self.download(source).name}
         for path in self.folder.glob("*.json"):
             other = CacheEntry(self.folder, path.name.split(".")[0])
             if path != other.manifest or other.key == self.key:
@@ -155,26 +154,23 @@ class CacheEntry:
         """
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(self.folder / _LOCK_NAME)
+        lock = Lock(self.folder / _LOCK_NAME)
         try:
             with self.writing():
-                self._wait_for(lock)
-            yield lock.is_locked
+                is_alone = self._wait_for(lock)
+            yield is_alone
         finally:
             lock.release()
 
-    def _wait_for(self, lock: filelock.BaseFileLock) -> None:
+    def _wait_for(self, lock: Lock) -> bool:
         seen, since = self._marks(), time.monotonic()
         while time.monotonic() - since < SILENT_S and self.load() is None:
-            with contextlib.suppress(filelock.Timeout):
-                try:
-                    lock.acquire(timeout=0)
-                except NotImplementedError:  # raised by filelock on a file system without locks
-                    return
-                return
+            if lock.try_acquire():
+                return True
             time.sleep(_POLL_S)
             if (marks := self._marks()) != seen:
                 seen, since = marks, time.monotonic()
+        return False
 
     def _marks(self) -> set[tuple[str, int, int]]:
         """What changes in the folder while a process converts."""

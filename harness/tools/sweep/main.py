@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, plural
 from harness.runs import layout
+from harness.runs.locks import Lock
 from harness.runs.run_dir import cannot_write
 from harness.tools.report.reproduce import trial_command
 from harness.tools.sweep import display, process, results, sweep_file
@@ -70,7 +70,7 @@ def main(
         raise cannot_write(Path(error.filename or folder), error) from None
 
 
-def _run(plan: Plan, lock: int, requests: signals.Requests, retry_failed: bool) -> int:
+def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: bool) -> int:
     # Imported here because they need Optuna.
     from harness.tools.sweep.runner import Runner
     from harness.tools.sweep.study import Study, storage_must_work
@@ -141,18 +141,18 @@ def _commands(plan: Plan) -> Iterator[str]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    """Lock ``folder`` and yield the lock's file descriptor.
+def _locked(folder: Path) -> Iterator[list[int]]:
+    """Lock ``folder`` and yield the lock's file descriptors.
 
-    Trials inherit the descriptor, so the lock of a killed sweep is held until its last trial has exited. Raises
-    ConfigError while another sweep runs in the folder.
+    Trials inherit them, so the lock of a killed sweep is held until its last trial has exited. Raises ConfigError while
+    another sweep runs in the folder.
     """
     path = folder / "lock"
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    lock = Lock(folder, is_folder=True)
     try:
         deadline, reported = time.monotonic() + _WAIT_S, False
-        while not _try_lock(descriptor):
-            holder = path.read_text().strip()
+        while not lock.try_acquire():
+            holder = path.read_text().strip() if path.exists() else ""
             if holder.isdigit() and Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
                 raise ConfigError(
                     "another harness sweep is running in this folder" + (f" (process {holder})" if holder else ""),
@@ -163,16 +163,7 @@ def _locked(folder: Path) -> Iterator[int]:
                 log.info("waiting for the trials of a killed sweep to exit with a checkpoint")
             reported = True
             time.sleep(0.2)
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield descriptor
+        path.write_text(str(os.getpid()))
+        yield lock.descriptors
     finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        lock.release()

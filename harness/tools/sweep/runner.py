@@ -58,10 +58,10 @@ class Runner:
         study: Study,
         display: Display,
         environ: Mapping[str, str],
-        lock: int,
+        lock: list[int],
         requests: Requests,
     ) -> None:
-        """``lock``: a file descriptor that trials keep open; ``requests``: the stop signals so far."""
+        """``lock``: file descriptors that trials keep open; ``requests``: the stop signals so far."""
         self._plan, self._study, self._display = plan, study, display
         self._environ, self._lock, self._requests = environ, lock, requests
         self._folder = plan.file.spec.folder
@@ -133,7 +133,7 @@ class Runner:
         reader = TrialLogReader(folder, self._plan.metric)
         reader.read()
         self._message(trial, f"{'resumes' if reader.progress.step else 'starts'}: {' '.join(typed(trial.settings))}")
-        started = TrialProcess(command, folder, {**self._environ, **gpus}, [self._lock])
+        started = TrialProcess(command, folder, {**self._environ, **gpus}, self._lock)
         reported = set(self._study.reported(trial.number))
         self._running[trial.number] = RunningTrial(trial, config, started, reader, grant, reported)
         self._starts[trial.number] += 1

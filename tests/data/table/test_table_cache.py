@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -16,7 +18,6 @@ import sys
 import time
 from pathlib import Path
 
-import filelock
 import numpy as np
 import pytest
 
@@ -325,13 +326,21 @@ def test_slow_converter_is_not_replaced(csv, folder, conversions, monkeypatch):
     assert set(found) == {(500, found[0][1])}
 
 
-def test_without_locks_every_process_converts(csv, folder, conversions, monkeypatch):
-    """As on a file system that refuses them, or that has them for one machine only."""
+def test_without_flock_one_process_converts(csv, folder, conversions, monkeypatch):
+    """A marker file takes its place."""
 
-    def acquire(*_, **__):
-        raise NotImplementedError("no locks here")
+    def missing(*_):
+        raise OSError(errno.ENOSYS, "no locks here")
 
-    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    monkeypatch.setattr(fcntl, "flock", missing)
+    found = in_processes(4, open_and_report, csv, folder)
+    assert conversions() == 1
+    assert set(found) == {(500, found[0][1])}
+    assert files(folder) == COMPLETE
+
+
+def test_machines_that_see_no_locks_of_each_other_all_convert(csv, folder, conversions, monkeypatch):
+    monkeypatch.setattr(cache.Lock, "try_acquire", lambda _: True)
     found = in_processes(4, open_and_report, csv, folder)
     assert 1 <= conversions() <= 4
     assert set(found) == {(500, found[0][1])}
