@@ -36,10 +36,12 @@ for name in (
     "pyarrow.vendored.version",
     "tests.end_to_end.experiment",
     "tests.fixtures",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.utils._sympy.reference",
     "torch.utils.flop_counter",
     "torch.utils.serialization",
+    "torchvision.transforms.v2",
 ):
     with suppress(ImportError):
         importlib.import_module(name)

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -328,10 +327,10 @@ def _converted(image: torch.Tensor, channels: int) -> torch.Tensor:
     """Convert to uint8 with ``channels``, which torchvision ignores for 16-bit PNG, WebP and GIF."""
     if image.dim() != 3:
         raise RuntimeError(f"an animation of {len(image)} frames, not one image")
-    if image.dtype != torch.uint8:
-        image = _functional().to_dtype(image, torch.uint8, scale=True)
-    return _functional().rgb_to_grayscale(image) if channels == vision.GRAY and len(image) == vision.RGB else image
+    to_gray = channels == vision.GRAY and len(image) == vision.RGB
+    if image.dtype == torch.uint8 and not to_gray:
+        return image
+    from torchvision.transforms.v2 import functional  # late: its import takes long
 
-
-def _functional() -> Any:
-    return vision.module("torchvision.transforms.v2.functional")
+    image = functional.to_dtype(image, torch.uint8, scale=True)
+    return functional.rgb_to_grayscale(image) if to_gray else image

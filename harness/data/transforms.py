@@ -22,7 +22,6 @@ from torch import Tensor
 
 from harness.config import plugins
 from harness.config.transforms import TransformsSection, name_and_arguments
-from harness.data import vision
 from harness.data.reduced_jpeg import FILTERS, Region
 from harness.data.seeds import EVALUATION_SEED, seeded_torch
 from harness.errors import ConfigError, first_line, plural, similar
@@ -48,7 +47,8 @@ _TO_FLOAT = ("ToDtype", "ConvertImageDtype", "Normalize")
 @cache
 def known() -> dict[str, Any]:
     """The classes of torchvision.transforms.v2, by name. Its import takes long, so only lists with entries need it."""
-    v2 = vision.module("torchvision.transforms.v2")
+    from torchvision.transforms import v2
+
     return {name: one for name, one in vars(v2).items() if inspect.isclass(one) and issubclass(one, v2.Transform)}
 
 
@@ -233,7 +233,9 @@ def described(section: TransformsSection, example: Tensor, mean: list[float], st
 
 
 def _functional() -> Any:
-    return vision.module("torchvision.transforms.v2.functional")
+    from torchvision.transforms.v2 import functional  # late: its import takes long
+
+    return functional
 
 
 def _kind(step: Transform) -> str:

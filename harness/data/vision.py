@@ -1,16 +1,13 @@
-"""torchvision as far as it is needed: its decoder of images without the rest, and modules without torch's compiler."""
+"""torchvision's decoder of images without the rest of torchvision, whose import takes longer."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from harness.data import compiler
 
 UNCHANGED, GRAY, RGB = 0, 1, 3  # torchvision's numbers for these modes; also the number of channels
 
@@ -26,12 +23,6 @@ def read_file(path: str) -> Tensor:
     """The bytes of a file, uint8 (bytes,). Raises RuntimeError."""
     content: Tensor = torch.ops.image.read_file(path)
     return content
-
-
-def module(name: str) -> Any:
-    """``torchvision`` or one of its modules, imported."""
-    with compiler.left_out():
-        return importlib.import_module(name)
 
 
 def _load_decoder() -> None:

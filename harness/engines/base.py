@@ -100,8 +100,8 @@ def train_modules(config: Config) -> list[str]:
     if (isinstance(lists, TransformsSection) and (lists.train or lists.eval)) or not (
         model in plugins.names("model") or "." in model
     ):
-        modules.append("harness.data.vision_whole")
-    return [*modules, *(["torch._dynamo"] if config.model.compile else [])]
+        modules.append("torchvision.transforms.v2")
+    return [*modules, "torch._dynamo"]  # which every optimizer imports
 
 
 class Engine(Protocol):

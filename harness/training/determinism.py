@@ -11,7 +11,6 @@ CUDA; kernels that a library chooses there, such as cuDNN's, are not visible.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -117,11 +116,7 @@ def require(level: Level) -> None:
     if level:
         # cuBLAS reads this at its first use. Without it, torch refuses matrix products in deterministic mode.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if "torch._inductor" in sys.modules:
-        torch.use_deterministic_algorithms(bool(level), warn_only=level == "warn")
-    else:  # as that function, but it imports the compiler, which takes longer than torch, only to pass this on
-        torch._C._set_deterministic_algorithms(bool(level), warn_only=level == "warn")
-        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(bool(level)))
+    torch.use_deterministic_algorithms(bool(level), warn_only=level == "warn")
     torch.backends.cudnn.benchmark = not level
     # In deterministic mode torch fills each new tensor with NaN before its kernel writes it, to show code that reads it
     # unwritten: a kernel for each result, hundreds in a step of a ResNet-18. No other bits change.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.schema import PrecisionSection
-from harness.data import compiler
 from harness.training import rng
 from harness.training.task import OpenedTask
 
@@ -111,7 +110,7 @@ def _count(model: nn.Module, inputs: Tensor) -> tuple[int | None, int | None]:
     states = rng.get_state(torch.device("cpu"))
     try:
         counter = flop_counter.FlopCounterMode(display=False)
-        with compiler.left_out(), _Operations() as operations, counter, torch.no_grad():
+        with _Operations() as operations, counter, torch.no_grad():
             model(inputs)
     except Exception:  # of the user's own model, or an operation without a meta kernel
         return None, None

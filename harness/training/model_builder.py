@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.config import plugins
-from harness.data import vision
 from harness.distributed import machine
 from harness.errors import ConfigError, first_line, plural, similar
 from harness.training import determinism
@@ -170,7 +169,8 @@ def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
         if not plugins.makes(make, nn.Module):
             raise plugins.wrong_kind(name, "torch.nn.Module", "model.name")
         return make, ""
-    models = vision.module("torchvision.models")
+    from torchvision import models  # late: its import takes long
+
     if name in models.list_models():
         return models.get_model_builder(name), "torchvision"
     error = plugins.unknown("model", name, [*plugins.names("model"), *models.list_models()], "model.name")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from harness.config import plugins
 from harness.config.schema import OptimizerSection
-from harness.data import compiler
 from harness.errors import ConfigError, plural, similar
 from harness.training.fsdp import local, part_like
 
@@ -95,7 +93,6 @@ def build(
 ) -> torch.optim.Optimizer:
     """The optimizer of ``section`` over ``params``, parameters or ``groups`` of them. Raises ConfigError."""
     make = _find(section.name)
-    _leave_out_compiler(make)
     accepted = inspect.signature(make).parameters
     given: dict[str, Any] = {"lr": lr, **section.args}
     for key in ("momentum", "weight_decay"):
@@ -119,35 +116,6 @@ def build(
         what = f"{section.name} returns an object of type {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise ConfigError(what, where="optimizer.name", hint="return a torch.optim.Optimizer from it")
     return optimizer
-
-
-def _leave_out_compiler(make: Any) -> None:
-    """Keep torch's optimizers that ``make`` is or inherits from from importing torch's compiler at their first use.
-    Where this version of torch is built differently, nothing changes."""
-    if compiler.imported():
-        return
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        compiler.leave_out_of(getattr(torch.optim.Optimizer, name))
-    for kind in getattr(make, "__mro__", ()):
-        if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch.optim."):
-            _leave_out_of_step(kind)
-
-
-def _leave_out_of_step(kind: type[torch.optim.Optimizer]) -> None:
-    """torch wraps the update in a function that sets the grad mode and calls the compiler, and, once an optimizer was
-    made, in one with the hooks and the profiler's entry."""
-    method: Any = vars(kind).get("step")
-    if hasattr(method, "hooked"):
-        method = method.__wrapped__
-    if getattr(getattr(method, "__code__", None), "co_name", "") == "_use_grad" and hasattr(method, "__wrapped__"):
-        update = method.__wrapped__
-
-        @functools.wraps(update)
-        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            with torch.set_grad_enabled(self.defaults["differentiable"]):
-                return update(self, *args, **kwargs)
-
-        kind.step = compiler.until_imported(step, lambda: method)  # type: ignore[method-assign]
 
 
 def _implementation(section: OptimizerSection, params: Sequence[Any]) -> dict[str, bool]:

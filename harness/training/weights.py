@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config, ModelSection
-from harness.data import vision
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, layout, reader
@@ -135,7 +134,8 @@ def _published(weights: str, model: str) -> WeightsFile:
     """Weights that the library of ``model`` publishes. Raises ConfigError."""
     if model.startswith(TIMM):
         return _of_timm(weights, model)
-    models = vision.module("torchvision.models")
+    from torchvision import models  # late: its import takes long
+
     if model not in models.list_models():
         raise ConfigError(
             f"model {model} has no published weights, and {weights} is not a file",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -25,7 +23,6 @@ from harness.training import main, start
 from harness.training.exit_report import ExitReporter, explained
 from harness.training.progress import State
 from tests.conftest import ROOT
-from tests.fixtures import settings, write_rows, write_yaml
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_grow": True}
 
@@ -160,40 +157,3 @@ def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
 def test_full_disk_is_explained():
     shown = str(explained(OSError(28, "No space left on device", "x.pt")))
     assert shown.startswith("x.pt: a file could not be read or written: No space left on device\n  -> free some space")
-
-
-@pytest.mark.slow
-def test_a_run_does_not_import_the_compiler(tmp_path):
-    """Its import takes longer than that of torch. Transforms and an optimizer of torch are used; what torch keeps out
-    of compiled code stays out once there is some."""
-    write_rows(tmp_path, "train", 8)
-    write_rows(tmp_path, "eval", 4)
-    task = {"transforms": {"train": [{"RandomHorizontalFlip": {"p": 0.5}}]}}
-    more = {"optimizer": {"name": "adamw", "lr": 0.01}, "train": {"epochs": 1}}
-    config = write_yaml(tmp_path / "x.yaml", settings(tmp_path, task=task, **more))
-    program = f"""
-import sys
-from harness import cli
-assert cli.main(["train", "-c", {str(config)!r}]) == 0
-print({{"torch._dynamo", "torch._inductor", "torch.distributed.tensor"}} & {{*sys.modules}})
-import torch
-from torch._dynamo.utils import counters
-weight = torch.nn.Parameter(torch.ones(2))
-optimizer = torch.optim.AdamW([weight], lr=0.5)
-weight.grad = torch.ones(2)
-@torch.compile(backend="eager")
-def step(x):
-    x = x + 1
-    optimizer.zero_grad(set_to_none=False)
-    return x * 2
-step(torch.ones(2))
-optimizer.step()
-print(weight.grad.tolist(), list(counters["graph_break"].values()))
-import torchvision
-print(torchvision.transforms.v2.functional.hflip(torch.ones(1, 2, 2)).shape, torchvision.ops.roi_align.__module__)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    lines = done.stdout.splitlines()
-    assert lines[-3] == "set()", done.stderr
-    assert lines[-2] == "[0.0, 0.0] [1]"
-    assert lines[-1] == "torch.Size([1, 2, 2]) torchvision.ops.roi_align"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.transforms import TransformsSection
-from harness.data import transforms, vision
+from harness.data import transforms
 from harness.data.arrays import ImageArrays, map_idx
 from harness.training.objective import Labels, Objective
 from harness.training.task import Arrays, ModelSection, Supervised, model_builder
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 def open_images(task: Task, seed: int) -> Images:
     """Map the images in ``task.root``. Raises HarnessError."""
-    names = getattr(vision.module("torchvision.datasets"), task.kind).classes  # MNIST's are "0 - zero"
+    from torchvision import datasets  # late: its import takes long
+
+    names = getattr(datasets, task.kind).classes  # MNIST's are "0 - zero"
     classes = tuple(name.split(" - ")[0] for name in names)
     train, evaluated = _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows)
     if task.transforms != TransformsSection():
