@@ -69,6 +69,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     with runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         model = build_model(config, task)
+        determinism.require_restorable(model, runtime.device, config.train.deterministic)
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
     # Only rank 0 logs it. Before the strategy and amp change the model.

@@ -10,17 +10,21 @@ CUDA; kernels that a library chooses there, such as cuDNN's, are not visible.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.utils.deterministic
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.distributed import stack
 from harness.errors import ConfigError
 from harness.runs import layout
+
+log = logging.getLogger("harness")
 
 # The operations that raise an error on CUDA under torch.use_deterministic_algorithms(True), as its documentation of
 # torch 2.15 lists them. tests/training/test_determinism.py compares them with the documentation of the installed torch.
@@ -80,6 +84,8 @@ OPERATIONS = {
     ),
 }  # fmt: skip
 
+_RECURRENT = "dropout between the layers of {}"  # of cuDNN, which keeps its random state to itself
+
 _RAISED = "does not have a deterministic implementation"
 _CUBLAS = "not deterministic because it uses CuBLAS"
 
@@ -132,6 +138,29 @@ def described(level: Level, operations: set[str] | None = None) -> str:
         False: "any algorithm: on a GPU, identical runs may differ in their last bits",
     }[level]
     return f"{words}; no deterministic algorithm on CUDA for: {', '.join(sorted(operations))}" if operations else words
+
+
+def unrestorable(model: nn.Module) -> set[str]:
+    """What a resume on CUDA cannot restore: the dropout between the layers of a recurrent module. cuDNN draws it from a
+    state of its own, which torch can neither read nor set. Other dropout draws from torch's generator."""
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return {_RECURRENT.format(type(layer).__name__) for layer in layers if layer.num_layers > 1 and layer.dropout > 0}
+
+
+def require_restorable(model: nn.Module, device: torch.device, level: Level) -> None:
+    """Raise ConfigError, or warn at the level "warn", if a resume of ``model`` on ``device`` could not be exact."""
+    if device.type != "cuda" or not level or not torch.backends.cudnn.enabled or not (found := unrestorable(model)):
+        return
+    names = ", ".join(sorted(found))
+    if level == "warn":
+        log.warning("a resume will not be exact: on CUDA, it cannot restore %s", names)
+        return
+    raise ConfigError(
+        f"on CUDA, a resume cannot restore {names}, and train.deterministic=true requires an exact one",
+        where="train.deterministic",
+        hint="stack modules of one layer with nn.Dropout between them, as harness/training/models/char_gru.py does; or "
+        "set its dropout to 0; or use train.deterministic=warn",
+    )
 
 
 def refused(operations: set[str]) -> ConfigError:

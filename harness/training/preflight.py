@@ -61,6 +61,8 @@ def examine(
     optimizer = None
     if model is not None:
         attempt(build.require_mixable, config, task)
+        if device is not None:
+            attempt(determinism.require_restorable, model, device, config.train.deterministic)
         facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         if config.model.weights is not None and (given := attempt(weights.load, model, config)):
             facts["weights"] = "; ".join(filter(None, [given["summary"], given["warning"]]))
@@ -95,7 +97,7 @@ def _rehearse(candidate: rehearsal.Candidate, world_size: int, limit_s: float, f
     found = rehearsal.rehearse(candidate, limit_s)
     level, operations = candidate.config.train.deterministic, found.audit.found if found.audit else set()
     facts["one batch"] = str(found)
-    facts["deterministic"] = determinism.described(level, operations)
+    facts["deterministic"] = determinism.described(level, operations | determinism.unrestorable(candidate.model))
     if operations and level is True and candidate.device.type == "cuda":
         raise determinism.refused(operations)
     if found.parts:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness import cli
-from harness.config import plugins
+from harness.config import loader, plugins
 from harness.data import digits
+from harness.distributed.stop import Stop
 from harness.errors import ConfigError
-from harness.training import determinism, model_builder
+from harness.runs.run_dir import RunFolder
+from harness.training import build, determinism, model_builder, preflight
 from harness.training.determinism import OPERATIONS, Audit
 from harness.training.exit_report import explained
 from harness.training.models.small_cnn import Model as SmallCNN
@@ -249,6 +253,81 @@ def test_own_model_that_is_not_deterministic(tmp_path):
     assert "deterministic: deterministic algorithms where torch has them; logs/rank-N.log has a warning for" in shown
     log = (tmp_path / "runs" / "small" / "logs" / "rank-0.log").read_text()
     assert "max_unpooling2d_forward_out does not have a deterministic implementation" in log
+
+
+class Recurrent(nn.Module):
+    """A recurrent module of ``kind`` for images of 8 x 8."""
+
+    def __init__(self, num_classes: int, kind: str = "GRU", num_layers: int = 2, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(8, 8, num_layers, batch_first=True, dropout=dropout)
+        self.output = nn.Linear(64, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.output(self.layer(images.flatten(1, 2))[0].flatten(1))
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_dropout_that_cudnn_keeps_to_itself_is_flagged_on_cuda(kind, caplog, monkeypatch):
+    model, cuda, cpu = Recurrent(3, kind), torch.device("cuda:0"), torch.device("cpu")
+    with pytest.raises(ConfigError, match=kind) as raised:
+        determinism.require_restorable(model, cuda, True)
+    assert "char_gru" in raised.value.hint
+    determinism.require_restorable(model, cuda, "warn")
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)  # then torch draws the numbers
+    determinism.require_restorable(model, cuda, True)
+    monkeypatch.undo()
+    determinism.require_restorable(model, cuda, False)
+    determinism.require_restorable(model, cpu, True)
+    determinism.require_restorable(Recurrent(3, kind, dropout=0.0), cuda, True)
+    assert len(caplog.records) == 1
+
+
+def test_recurrent_dropout_is_reported_before_a_run(tmp_path, monkeypatch):
+    """By ``harness check`` on any machine, and as an error for a GPU, there and at the start of a run."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 6)
+    path = str(write_yaml(tmp_path / "x.yaml", settings(tmp_path, model={"name": f"{__name__}.Recurrent"})))
+    facts, problems = preflight.examine(path, [], 1)
+    assert problems == []
+    assert "dropout between the layers of GRU" in facts["deterministic"]
+    monkeypatch.setattr(preflight.devices, "choose", lambda *_, **__: torch.device("cuda:0"))
+    _, problems = preflight.examine(path, [], 1)
+    assert "train.deterministic" in [problem.where for problem in problems]
+    runtime = SimpleNamespace(
+        device=torch.device("cuda:0"), rank=0, world_size=1, together=lambda doing: nullcontext(),
+        all_equal=lambda value, *_: value,
+    )  # fmt: skip
+    monkeypatch.setattr(determinism, "require", lambda level: None)  # changes the process
+    folder = RunFolder(tmp_path / "runs")
+    (tmp_path / "runs" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="dropout between the layers of GRU"):
+        build.build(loader.load(path), runtime, folder, Stop(runtime))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("char_gru", nn.GRU), ("char_lstm", nn.LSTM)])
+def test_shipped_recurrent_models_equal_one_module_of_several_layers(name, kind):
+    """On a CPU, bit for bit: initial weights, dropout and gradients."""
+    codes = torch.randint(0, 5, (4, 6), generator=torch.Generator().manual_seed(1))
+    sizes = {"hidden": 8, "num_layers": 3, "dropout": 0.3} | ({"embedding": 4} if name == "char_gru" else {})
+    model = model_builder.build(name, sizes, {"num_characters": 5}, codes)
+    assert determinism.unrestorable(model) == set()
+    whole = kind(model.layers[0].input_size, 8, 3, batch_first=True, dropout=0.3)
+    whole.load_state_dict({
+        key.replace("_l0", f"_l{number}"): value
+        for number, layer in enumerate(model.layers) for key, value in layer.state_dict().items()
+    })  # fmt: skip
+    torch.manual_seed(0)
+    found = model(codes)
+    torch.manual_seed(0)
+    if name == "char_gru":
+        expected = model.output(model.dropout(whole(model.dropout(model.embedding(codes)))[0]))
+    else:
+        expected = model.output(whole(F.one_hot(codes, 5).float())[0])
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(value.square().mean(), model.output.weight) for value in (found, expected)]
+    assert torch.equal(gradients[0][0], gradients[1][0])
 
 
 def fills_of_a_step(level: bool | str) -> tuple[int, list[float]]:
