@@ -233,6 +233,8 @@ def _listen(launch: Launch, agreed: Sequence[Facts]) -> LimitedStore | None:
 def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:
     """Open the process group of the ranks, through ``store``."""
     _choose_interface(launch)
+    if target.type == "cuda":
+        os.environ.setdefault("NCCL_DEBUG", "WARN")  # else NCCL keeps the cause of an error to itself
     timeout = timedelta(seconds=timeout_s)
     try:
         backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -241,7 +243,8 @@ def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float)
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "of the default route"
-        hint = f"check that the interface {interface} reaches the other machines (GLOO_SOCKET_IFNAME; launch.interface)"
+        names = "GLOO_SOCKET_IFNAME" if target.type == "cpu" else "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        hint = f"check that the interface {interface} reaches the other machines ({names}; launch.interface)"
         raise not_connected(launch, store, error, hint) from None
     return Runtime(launch, target, LimitedStore(store), timeout_s, _control=control)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from harness.data.loader_workers import worker_death
-from harness.distributed import stack
+from harness.distributed import collective_errors, stack
+from harness.distributed.collective_errors import Fault
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
@@ -24,7 +22,6 @@ from harness.errors import (
     EXIT_STOPPED,
     HarnessError,
     TrainingError,
-    first_line,
     has_remedy,
     reason,
     remedy,
@@ -35,11 +32,6 @@ from harness.training import determinism, memory
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
-
-_PEER_GONE = (
-    "Connection closed by peer", "Connection reset", "Timed out", "timed out", "Broken pipe", "Connection refused",
-    "NCCL",
-)  # fmt: skip
 
 
 class Paused(TrainingError):
@@ -136,7 +128,8 @@ class ExitReporter:
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
         """The rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
-        if not (lost := lost_peer(error)):
+        failure = collective_errors.read(error)
+        if failure is None or failure.fault is Fault.OWN:
             return None, explained(error, self.run)
         if (pause_s := watchdog.stalls.pause_s()) > self._runtime.timeout_s / 2:
             return None, Paused(
@@ -144,7 +137,7 @@ class ExitReporter:
                 f"at most {self._runtime.timeout_s:g} s (runtime.timeout_s)",
                 hint="run the same command again; training resumes from its newest checkpoint, if there is one",
             )
-        if missing := watchdog.missing(stack.raised_at(error), "imed out" in lost):
+        if missing := watchdog.missing(stack.raised_at(error), failure.fault is Fault.TIMEOUT):
             return missing, TrainingError(f"lost contact with rank {missing.rank}")
         return None, explained(error, self.run)
 
@@ -192,10 +185,13 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
             f"the code called sys.exit({error.code!r}) before the end", where=stack.raised_at(error),
             hint="raise an error instead",
         )  # fmt: skip
-    if lost := lost_peer(error):
+    if failure := collective_errors.read(error):
+        if failure.fault is Fault.OWN:
+            hint = failure.hint or "NCCL_DEBUG=INFO shows what NCCL did before"
+            return TrainingError(f"a collective failed: {failure.text}", where=stack.raised_at(error), hint=hint)
         return TrainingError(
-            f"lost contact with the other ranks: {lost}",
-            hint="see the log of the rank that ended first; a rank that was killed leaves no message",
+            f"lost contact with the other ranks: {failure.text}",
+            hint=failure.hint or "see the log of the rank that ended first; a rank that was killed leaves no message",
         )
     if found := memory.explained(error, run) or determinism.explained(error):
         return found
@@ -210,11 +206,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
     return (worker_death(error) if isinstance(error, Exception) else None) or error
 
 
-def lost_peer(error: BaseException) -> str:
-    """The message of a collective that lost a peer; empty for any other error."""
-    text = str(error)
-    is_collective = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
-    if not is_collective or not any(sign in text for sign in _PEER_GONE):
-        return ""
-    # Without the line of gloo's source, and its advice.
-    return re.sub(r"^\[[^\]]*:\d+\] |\. This is typically caused .*", "", first_line(error))
+def lost_peer(error: BaseException) -> bool:
+    """True for the error of a collective in which this rank waited for another one."""
+    failure = collective_errors.read(error)
+    return failure is not None and failure.fault is not Fault.OWN

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from harness.distributed import runtime as module
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import DataError, LaunchError
@@ -156,3 +158,16 @@ def _two_starts(port: int):
 def test_restarted_ranks_ignore_old_keys_of_the_launchers_store():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(2, _two_starts, store.port, group=False, timeout_s=30) == [[False] * 2] * 2
+
+
+@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "WARN"), ("INFO", "INFO")])
+def test_nccl_says_why_it_fails(monkeypatch, set_by_user, expected):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_DEBUG", set_by_user or "")  # so that it is restored
+    if not set_by_user:
+        monkeypatch.delenv("NCCL_DEBUG")
+    seen = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("NCCL_DEBUG")))
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
+    module._connect(Launch(world_size=2), torch.device("cuda", 0), dist.HashStore(), 5.0)
+    assert seen == [expected]

@@ -114,6 +114,17 @@ def test_lost_peer_is_a_consequence(tmp_path):
     assert exit.message.startswith("lost contact with the other ranks: Connection closed by peer")
 
 
+def test_error_of_nccl_on_this_rank_is_its_own(tmp_path, caplog):
+    text = (
+        "NCCL error in: NCCLUtils.hpp:275, unhandled cuda error, NCCL version 2.20.5\nncclUnhandledCudaError: Call to "
+    )
+    error = dist.DistBackendError(f"{text}CUDA function failed.\nLast error:\nCuda failure 999 'unknown error'")
+    code, exit, failure = failed(tmp_path, error)
+    assert (code, exit.cause, failure["cause"]) == (70, Cause.ERROR, "error")
+    assert "Cuda failure 999 'unknown error'" in failure["message"]
+    assert "Cuda failure 999 'unknown error'" in caplog.text
+
+
 def test_later_failure_takes_the_exit_code_of_the_first(tmp_path, caplog):
     store = dist.HashStore()
     failed(tmp_path, DataError("bad row"), store=store)
