@@ -11,7 +11,7 @@ were accumulated without reduction would then never be reduced (contract 5.1.6).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -20,9 +20,11 @@ _ATTRIBUTE = "_amp_accumulated_grad"
 
 
 class HoldsGradients(Protocol):
-    """A reducer: ``holds_local`` while gradients of its parameters wait for a reduction."""
+    """A reducer: ``holds_local`` while gradients of its parameters wait for a reduction. ``asides``: the stashes of the
+    optimizers for which amp may have set some of them aside, on this rank or another."""
 
     holds_local: bool
+    asides: set[int]
 
     def owns(self, parameter: Tensor) -> bool: ...
 
@@ -39,6 +41,19 @@ def any_unreduced(parameters: Iterable[Tensor]) -> bool:
     """Return True if a gradient of one of ``parameters`` still waits for its reduction."""
     waiting = [reducer for reducer in _reducers if reducer.holds_local]
     return bool(waiting) and any(reducer.owns(parameter) for parameter in parameters for reducer in waiting)
+
+
+def announce_aside(stash: object, parameters: Sequence[Tensor], aside: bool) -> None:
+    """Tell the reducers of ``parameters`` that amp sets earlier gradients aside for ``stash``, or has put them back.
+
+    Not whether there were any: ranks run the same contexts, but may differ in the parameters that these reach, and all
+    must come to the same decision without asking each other.
+    """
+    for reducer in _reducers:
+        if not aside:
+            reducer.asides.discard(id(stash))
+        elif reducer.holds_local and any(reducer.owns(parameter) for parameter in parameters):
+            reducer.asides.add(id(stash))
 
 
 def set_aside(parameter: Tensor, gradient: Tensor) -> None:

@@ -94,7 +94,9 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """Like ``multi_tensor_l2norm``, for ``x * inv_scale``. The tensors are not changed."""
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    factor = torch.as_tensor(inv_scale, device=total.device).abs().reshape(())
+    if not isinstance(inv_scale, Tensor):
+        inv_scale = torch.full((), inv_scale, device=total.device)  # not as_tensor, which waits for its copy
+    factor = inv_scale.to(total.device).abs().reshape(())
     return total * factor, each * factor
 
 

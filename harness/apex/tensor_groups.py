@@ -40,6 +40,32 @@ def indices_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
+def chosen(vector: Tensor, indices: Sequence[int]) -> Tensor:
+    """``vector[indices]``, without the wait for the copy of a list of indices to the device."""
+    return vector if list(indices) == list(range(len(vector))) else torch.stack([vector[i] for i in indices])
+
+
+def one_for_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The elements of the vector ``values``, each in a form in which a foreach kernel combines it with its tensor.
+
+    ``tensors`` have one device and dtype. On a CPU these are scalars. Elsewhere scalars would make foreach fall back to
+    a kernel for each tensor, so each is spread out over a dense tensor of the same strides.
+    """
+    scalars = list(values.unbind())
+    if values.device.type == "cpu" or any(_extent(tensor) > tensor.numel() for tensor in tensors):
+        return scalars
+    sizes = [tensor.numel() for tensor in tensors]
+    scalars = list(values.to(tensors[0].dtype).unbind())
+    flat = torch.cat([scalar.expand(size) for scalar, size in zip(scalars, sizes, strict=True)])
+    pieces = zip(flat.split(sizes), tensors, strict=True)
+    return [piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset()) for piece, tensor in pieces]
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements of memory from the first to the last element."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Tensor:
     """The norm of each of ``tensors`` (not empty; one device and dtype), as a vector. ``dtype``: of the computation.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.accumulated_gradients import set_aside, take_aside
+from harness.apex.accumulated_gradients import announce_aside, set_aside, take_aside
 from harness.apex.amp.master_weights import all_params
 from harness.apex.amp.model_casts import REDUCED
 from harness.apex.amp.scaler import LossScaler
@@ -55,6 +55,7 @@ def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> 
             parameter.grad = None  # the scaled gradient of the last context, already in the master
         if master.grad is not None:
             set_aside(parameter, master.grad)
+    announce_aside(stash, own + stash.all_fp16_params, aside=not delayed or stash.master_weights)
     if delayed:
         _rescale(own, scale)
         return
@@ -109,6 +110,7 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     if sums:
         _add(sums, added, float(1.0 / scale))
     scaler.unscale_(sums + unchecked, 1.0)
+    announce_aside(stash, (), aside=False)
     stash.params_have_scaled_gradients = False
     stash.backward_ended()
 
@@ -134,6 +136,7 @@ def restore(optimizer: Optimizer) -> None:
             parameter.grad = earlier
     for parameter in stash.all_fp16_params:
         take_aside(parameter)  # the master still has it
+    announce_aside(stash, (), aside=False)
     stash.backward_ended()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.apex.optimizers.batch import parts, wide
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
-from harness.apex.tensor_groups import by_device_and_dtype, norms
+from harness.apex.tensor_groups import by_device_and_dtype, norms, one_for_each
 
 
 class LambOptimizer(FusedOptimizer):
@@ -135,14 +135,14 @@ def lamb_stage2(
     if weight_and_update_norms is not None:
         of_weights, of_updates = weight_and_update_norms
         ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
-        rate = list((ratios * rate).to(weights[0].dtype).unbind())
+        rate = one_for_each((ratios * rate).to(weights[0].dtype), updates)
     torch._foreach_mul_(updates, rate)
     torch._foreach_sub_(weights, updates)
 
 
 def _add_decay(targets: list[Tensor], weights: list[Tensor], decay: Tensor | float) -> None:
     if isinstance(decay, Tensor):
-        torch._foreach_add_(targets, torch._foreach_mul(weights, list(decay.unbind())))
+        torch._foreach_add_(targets, torch._foreach_mul(weights, one_for_each(decay, weights)))
     elif decay != 0:
         torch._foreach_add_(targets, weights, alpha=decay)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.apex.optimizers.batch import ParameterBatch
 from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer
-from harness.apex.tensor_groups import norms
+from harness.apex.tensor_groups import norms, one_for_each
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -149,7 +149,7 @@ def novograd_update(
     denominators = running_norms / correction + group["eps"]
     torch._foreach_mul_(exp_avgs, beta1)
     if reg_inside_moment:
-        normalized = torch._foreach_div(grads, list(denominators.unbind()))
+        normalized = torch._foreach_div(grads, one_for_each(denominators, grads))
         if weight_decay != 0:
             torch._foreach_add_(normalized, weights, alpha=weight_decay)
         torch._foreach_add_(exp_avgs, normalized, alpha=grad_weight)
@@ -158,4 +158,4 @@ def novograd_update(
     torch._foreach_add_(exp_avgs, grads, alpha=grad_weight)
     if weight_decay != 0:
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
-    torch._foreach_addcmul_(weights, exp_avgs, list((step_size / denominators).unbind()), value=-1)
+    torch._foreach_addcmul_(weights, exp_avgs, one_for_each(step_size / denominators, weights), value=-1)

@@ -20,7 +20,7 @@ from harness.apex.optimizers.fused_adagrad import adagrad_update
 from harness.apex.optimizers.fused_adam import adam_update
 from harness.apex.optimizers.fused_novograd import blended_norms, novograd_update
 from harness.apex.optimizers.fused_sgd import sgd_update
-from harness.apex.tensor_groups import TensorLists, checked_lists, indices_by_kind, norms
+from harness.apex.tensor_groups import TensorLists, checked_lists, chosen, indices_by_kind, norms
 
 Lists = list[list[Tensor]]
 
@@ -223,8 +223,8 @@ def multi_tensor_novograd(
 
     def update(indices: list[int], wide: Lists) -> None:
         new = norms(wide[0], 2 if norm_type == 2 else float("inf"))
-        blend = blended_norms(group, grad_norms[indices].to(new.device), new)
-        grad_norms[indices] = blend.to(grad_norms)
+        blend = blended_norms(group, chosen(grad_norms, indices).to(new.device), new)
+        torch._foreach_copy_([grad_norms[i] for i in indices], list(blend.to(grad_norms).unbind()))
         novograd_update(group, wide[1], wide[0], wide[2], blend, moment_mode == 0)
 
     apply(lists, 1, "12", update)

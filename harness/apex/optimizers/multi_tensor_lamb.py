@@ -8,7 +8,7 @@ from torch import Tensor
 from harness.apex.optimizers.batch import wide
 from harness.apex.optimizers.fused_lamb import lamb_stage1, lamb_stage2
 from harness.apex.optimizers.multi_tensor import Lists, adam_group, apply, is_set
-from harness.apex.tensor_groups import TensorLists, checked_lists, indices_by_kind, norms
+from harness.apex.tensor_groups import TensorLists, checked_lists, chosen, indices_by_kind, norms
 
 
 @torch.no_grad()
@@ -22,10 +22,12 @@ def multi_tensor_l2norm(
     """
     (xs,) = checked_lists(tensor_lists, "multi_tensor_l2norm", 1)
     each = torch.zeros(len(xs), device=noop_flag.device)
-    for indices in indices_by_kind(xs):
-        found = norms([xs[i] for i in indices], dtype=wide(xs[indices[0]])).to(each.device, non_blocking=True)
-        each = each.to(torch.promote_types(each.dtype, found.dtype))
-        each[indices] = found
+    groups = indices_by_kind(xs)
+    found = [norms([xs[i] for i in indices], dtype=wide(xs[indices[0]])) for indices in groups]
+    if found:
+        flat = torch.cat([part.to(each.device, non_blocking=True) for part in found])  # in the widest dtype
+        places = sum(groups, [])
+        each = chosen(flat, sorted(range(len(places)), key=places.__getitem__))
     total = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.masked_fill_(~total.isfinite().to(noop_flag.device).reshape(()), 1)
     return total, each if per_tensor else each.new_empty(0)
@@ -123,7 +125,7 @@ def multi_tensor_lamb_stage1_cuda(
 
     def update(indices: list[int], given: Lists) -> None:
         grads, weights, exp_avgs, exp_avg_sqs, targets = given
-        decay = per_tensor_decay[indices].to(weights[0])
+        decay = chosen(per_tensor_decay, indices).to(weights[0])
         group = adam_group(1.0, beta1, beta2, epsilon, step + 1, 1, decay)
         torch._foreach_copy_(targets, lamb_stage1(group, weights, grads, exp_avgs, exp_avg_sqs, factor, True))
 
@@ -150,7 +152,7 @@ def multi_tensor_lamb_stage2_cuda(
 
     def update(indices: list[int], given: Lists) -> None:
         weights, updates = given
-        both = [each[indices].to(weights[0]) for each in (per_tensor_param_norm, per_tensor_update_norm)]
+        both = [chosen(each, indices).to(weights[0]) for each in (per_tensor_param_norm, per_tensor_update_norm)]
         lamb_stage2(weights, [each.clone() for each in updates], lr, (both[0], both[1]) if adapted else None)
 
     apply(lists, 0, "0", update)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.optimizer_proxy import OptimizerProxy
-from harness.apex.tensor_groups import by_device_and_dtype, norms
+from harness.apex.tensor_groups import by_device_and_dtype, norms, one_for_each
 
 
 class LARC(OptimizerProxy):
@@ -135,7 +135,7 @@ class LARC(OptimizerProxy):
         if decay != 0:
             # Two roundings, as in Apex; with alpha the product would not be rounded.
             torch._foreach_add_(gradients, torch._foreach_mul(parameters, decay))
-        torch._foreach_mul_(gradients, list(rates.unbind()))
+        torch._foreach_mul_(gradients, one_for_each(rates, gradients))
 
 
 class _LARCModule(types.ModuleType):

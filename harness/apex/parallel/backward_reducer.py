@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -46,6 +45,7 @@ class BackwardReducer:
         self.parameters = list(parameters)
         self.enabled = True
         self.holds_local = False
+        self.asides: set[int] = set()
         self._scaling, self._retain = scaling, retain
         self._overlap, self._message_size, self._strides = overlap, message_size, strides
         sparse_ids = {id(parameter) for parameter in sparse}
@@ -144,7 +144,8 @@ class BackwardReducer:
         for i in self._sparse:
             self._reduce_sparse(i)
         if self.holds_local:
-            self._reduce_set_aside()
+            if self.asides:
+                self._reduce_set_aside()
             self.holds_local = False
         self._pending = [False] * len(self.parameters)
         self._pass = -1
@@ -183,12 +184,6 @@ class BackwardReducer:
     def _reduce_set_aside(self) -> None:
         """Reduce, in float32, what amp has set aside since the last reduction (contract 5.1.6)."""
         aside = [get_aside(parameter) for parameter in self.parameters]
-        if not self.parameters:
-            return
-        somewhere = torch.tensor([float(any(each is not None for each in aside))], device=self.parameters[0].device)
-        dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
-        if not somewhere.item():
-            return
         every = range(len(self.parameters))
         for bucket in layout(self.parameters, every, self._message_size, fp32=True, strides=self._strides):
             gradients = [_dense(aside[i]) for i in bucket.indices]
