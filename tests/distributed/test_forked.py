@@ -65,6 +65,19 @@ def test_it_is_what_a_new_python_would_be(prepared, tmp_path, monkeypatch):
     assert reports[0] == reports[1]
 
 
+def test_it_starts_at_once_where_any_number_of_files_may_be_open(prepared, tmp_path, monkeypatch):
+    """As in containers with a limit of 10^9, on kernels that cannot close a range of files in one call."""
+    close = os.closerange
+    monkeypatch.setattr(
+        os, "sysconf", lambda name, original=os.sysconf: 10**9 if name == "SC_OPEN_MAX" else original(name)
+    )
+    monkeypatch.setattr(os, "closerange", lambda low, high: close(low, high) if high - low < 10**6 else os._exit(9))
+    (tmp_path / "script.py").write_text("import os; print(sorted(os.listdir('/proc/self/fd')))")
+    group, output = run([str(tmp_path / "script.py")], tmp_path)
+    assert isinstance(group.processes[0], forked.Forked)
+    assert group.exits == {0: 0}, output
+
+
 @pytest.mark.parametrize(("body", "code", "shown"), [
     ("raise SystemExit(75)", 75, ""),
     ("raise SystemExit('no data')", 1, "no data"),

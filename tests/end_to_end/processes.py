@@ -328,14 +328,12 @@ def _show_environ(original: Mapping[str, str]) -> None:
 
 def _become(command: Sequence[str], first: Callable[[], None], options: dict[str, Any]) -> None:
     """In the child of a fork, whose streams are open: run ``command`` instead of the program that would follow."""
-    close, kept = os.closerange, sorted(options.get("pass_fds", ()))
+    close = forked.close_files
 
-    def close_others(low: int, high: int) -> None:
-        os.closerange = close
-        for keep in [*kept, high]:
-            close(low, keep)
-            low = keep + 1
+    def close_others() -> None:
+        forked.close_files = close
+        close(options.get("pass_fds", ()))
 
-    os.closerange = close_others
+    forked.close_files = close_others  # type: ignore[assignment]
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the other process
     forked._run(command, dict(options.get("env") or os.environ), None, None, first, [])
