@@ -18,11 +18,6 @@ NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
 Arguments = Annotated[dict[str, Any], NullIsEmpty]
 
 
-def is_url(place: str) -> bool:
-    """True for a URL of any scheme, such as s3://bucket/run; False for a path."""
-    return "://" in place
-
-
 @dataclass(frozen=True)
 class Matching:
     """A text of which all matches ``pattern``: ``Annotated[str, Matching(r"\\d+", "write a number, such as 3")]``."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import presets
-from harness.config.base import is_url
 from harness.config.merge import parsed
+from harness.config.places import is_url
 from harness.errors import ConfigError
 
 # Settings that name code which a command on a trained run imports. A name under ``harness.`` needs trust as well: it
