@@ -28,24 +28,29 @@ def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
 
 
-def imported(name: str, for_types: bool = True) -> Iterator[str]:
+@cache
+def imported(name: str, for_types: bool = True) -> tuple[str, ...]:
     """The harness modules that ``name`` imports anywhere, also late or by a string.
 
     Without ``for_types``, imports under TYPE_CHECKING are left out.
     """
+    return tuple(_imported(name, for_types))
 
+
+def _imported(name: str, for_types: bool) -> Iterator[str]:
     def known(dotted: str) -> str:
         while dotted not in MODULES:
             dotted = dotted.rpartition(".")[0]
         return dotted
 
+    nodes = list(ast.walk(trees()[name]))
     skipped = {
         id(inner)
-        for node in ast.walk(trees()[name])
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types
+        for node in nodes
+        if isinstance(node, ast.If) and not for_types and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in (node for node in ast.walk(trees()[name]) if id(node) not in skipped):
+    for node in (node for node in nodes if id(node) not in skipped):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import in line {node.lineno}"
             if (node.module or "").split(".")[0] == "harness":

@@ -162,6 +162,7 @@ def digits(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page(digits, capsys):
     """All blocks as the cells of a notebook. The own loop then resumes exactly after an error in the middle."""
     names: dict = {}

@@ -101,6 +101,7 @@ def test_published_count_is_that_of_the_table():
     assert rows["SyncBatchNorm"] == ("0", "8"), "the two pages say that none is equal"
 
 
+@pytest.mark.slow
 def test_missing_checkout_is_one_message(tmp_path):
     command = [sys.executable, "-m", "benchmarks.oracle", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

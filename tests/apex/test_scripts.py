@@ -47,6 +47,7 @@ def test_imagenet_style_alone(tmp_path):
         assert name in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.contract("6.5.imagenet")
 def test_imagenet_style_on_two_ranks_resumes_exactly(tmp_path):
     options = ["-b", "8", "--deterministic", "--opt-level", "O2", "--sync_bn", "--keep-batchnorm-fp32", "True"]
@@ -63,7 +64,7 @@ def test_imagenet_style_on_two_ranks_resumes_exactly(tmp_path):
 
 
 @pytest.mark.contract("6.5.dcgan")
-@pytest.mark.parametrize(("ranks", "opt_level"), [(1, "O1"), (2, "O2")])
+@pytest.mark.parametrize(("ranks", "opt_level"), [(1, "O1"), pytest.param(2, "O2", marks=pytest.mark.slow)])
 def test_gan_style(tmp_path, ranks, opt_level):
     result, stderr = run("gan_style", "--opt_level", opt_level, folder=tmp_path, ranks=ranks)
     assert learned(result, 0.9)
@@ -73,6 +74,7 @@ def test_gan_style(tmp_path, ranks, opt_level):
     assert "torch.cuda.FloatTensor" in stderr
 
 
+@pytest.mark.slow
 def test_selfsup_style_alone_resumes_exactly(tmp_path):
     folders = [tmp_path / name for name in ("uninterrupted", "interrupted")]
     for folder in folders:

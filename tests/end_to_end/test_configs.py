@@ -31,6 +31,8 @@ FEW_STEPS = {
     **dict.fromkeys(datasets.OWN_TABLES, (2, ["batch.global=16", "precision.opt_level=O4"])),
 }
 
+FAST = ("mnist", "pet_names")
+
 
 def train(tmp_path: Path, name: str, ranks: int, *overrides: str) -> tuple[Path, dict[str, Any], str]:
     """Train configs/NAME.yaml; return the run folder, its summary and the terminal."""
@@ -48,7 +50,9 @@ def test_every_config_is_trained_here():
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == {"digits", "finetune", *FEW_STEPS}
 
 
-@pytest.mark.parametrize("name", FEW_STEPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in FEW_STEPS]
+)
 def test_a_few_steps(tmp_path, name, capsys):
     """The file as it is, on few rows of the real images if they are next to the project, else on generated data."""
     ranks, overrides = FEW_STEPS[name]

@@ -149,6 +149,7 @@ def test_usage_errors_of_the_scripts(tmp_path, script, arguments, environ, messa
 # Without a launcher
 
 
+@pytest.mark.slow
 def test_both_spellings_of_local_rank_are_accepted(tmp_path, data):
     """--local_rank=0 and --local-rank=1 in one run, and neither in a single process."""
     config = write_config(tmp_path, data, train={"epochs": 1})
@@ -201,7 +202,7 @@ def test_signal_to_every_process_of_a_rank(tmp_path, data):
         assert not run.alive()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_remaining_rank_exits_after_a_peer_is_killed(tmp_path, data, victim):
     config = write_config(tmp_path, data, **SLOW)
     folder, terminal = run_folder(config), tmp_path / "terminal.txt"
@@ -239,6 +240,7 @@ def test_remaining_rank_exits_at_the_limit_after_a_peer_froze(tmp_path, data):
     assert (failure["rank"], failure["cause"]) == (1, "hung")
 
 
+@pytest.mark.slow
 def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
     """The first start is not disturbed."""
     config = write_config(tmp_path, data, **{**SLOW, "train": {"epochs": 100, "log_every": 1}})
@@ -256,7 +258,7 @@ def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
     assert len(json.loads((folder / "provenance.json").read_text())) == 1
 
 
-@pytest.mark.parametrize(("first", "late"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("first", "late"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_rank_0_does_not_train_without_a_rank_that_comes_later(tmp_path, data, first, late):
     """One machine was started with a wrong WORLD_SIZE. The others have met without the last rank."""
     config, terminal, port = write_config(tmp_path, data, **SLOW), tmp_path / "terminal.txt", free_port()
@@ -329,7 +331,8 @@ def test_second_signal_ends_at_once(tmp_path, data):
     assert "Traceback" not in run.text()
 
 
-@pytest.mark.parametrize("engine", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "torchrun"])
 def test_interrupt_before_the_run_begins(tmp_path, data, engine):
     config = write_config(tmp_path, data)
     command = [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", engine, "--nproc", "2"]
@@ -350,9 +353,8 @@ def test_interrupt_before_the_run_begins(tmp_path, data, engine):
 # Without a terminal
 
 
-@pytest.mark.parametrize(
-    "words", [pytest.param([DRIVER], marks=pytest.mark.slow), ["-m", "harness", "launch", "--nproc", "2"]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[DRIVER], ["-m", "harness", "launch", "--nproc", "2"]])
 def test_lost_terminal_does_not_end_a_run(tmp_path, data, words):
     """The terminal closes while it shows the progress bar; the log goes on."""
     config = write_config(tmp_path, data, **{**SLOW, "data": {"num_workers": 0}})
@@ -396,9 +398,8 @@ def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data):
     assert checkpoint_of(run_folder(config)) == max(steps(run_folder(config)))
 
 
-@pytest.mark.parametrize(
-    ("signalled", "every_steps", "code"), [pytest.param(0, 1, EXIT_STOPPED, marks=pytest.mark.slow), (1, None, 143)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("signalled", "every_steps", "code"), [(0, 1, EXIT_STOPPED), (1, None, 143)])
 def test_stop_while_one_of_several_ranks_gets_no_data(tmp_path, data, signalled, every_steps, code):
     """The other rank waits for it in the gradient exchange, also if it is the only one that got the signal."""
     settings = {**SLOW, "runtime": {"device": "cpu", "timeout_s": 30}, "checkpoint": {"every_steps": every_steps}}

@@ -15,6 +15,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", MODELS)
 def test_one_and_two_ranks_agree(tmp_path, rows, capsys):
     """Names differ in length, so batches have other shapes on two ranks; the losses must not depend on it."""

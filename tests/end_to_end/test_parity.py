@@ -26,7 +26,9 @@ def assert_close(expected: list[dict], found: list[dict], tolerance: float = 1e-
             assert other[key] == (pytest.approx(value, abs=tolerance) if isinstance(value, float) else value), key
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize(
+    "level", ["O1", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O2", "O4"))]
+)
 def test_same_run_twice_is_bitwise_equal(tmp_path, data, level):
     model = {"name": "small_cnn", "args": {"width": 4, "dropout": 0.3, "batch_norm": True}}
     assert_same_run(
@@ -37,12 +39,15 @@ def test_same_run_twice_is_bitwise_equal(tmp_path, data, level):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"parallel": {"delay_allreduce": True}},
+        pytest.param({"parallel": {"delay_allreduce": True}}, marks=pytest.mark.slow),
         {"parallel": {"delay_allreduce": False}, "batch": {"global": 8, "accumulate": 2}},
-        {
-            "parallel": {"sync_batchnorm": True},
-            "model": {"name": "small_cnn", "args": {"width": 4, "batch_norm": True}},
-        },
+        pytest.param(
+            {
+                "parallel": {"sync_batchnorm": True},
+                "model": {"name": "small_cnn", "args": {"width": 4, "batch_norm": True}},
+            },
+            marks=pytest.mark.slow,
+        ),
         # One row is left for the last step, where batch norm gets it twice. Three of four ranks have none.
         {
             "parallel": {"sync_batchnorm": True},
@@ -77,6 +82,7 @@ def test_evaluation_does_not_depend_on_world_size(tmp_path, data):
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_delayed_and_overlapped_reduction_agree(tmp_path, data):
     """At O2; ``test_strategies.py`` compares them at O0 and O1."""
     settings = {"precision": {"opt_level": "O2"}, "train": EVERY_STEP}

@@ -67,6 +67,7 @@ def test_kill_in_each_place_is_resumed_exactly(tmp_path, data, level, world_size
     kill_in_turn(tmp_path, data, level, world_size, ["step", "save", "evaluation"], random.Random(level))
 
 
+@pytest.mark.slow
 def test_modern_preset_is_resumed_exactly_on_a_cpu(tmp_path, data):
     """Channels-last bfloat16 with overlapped reduction and a fused optimizer: only a GPU may round differently."""
     settings = {"extends": "preset:modern", "precision": {"opt_level": "O4"}, "checkpoint": {"every_steps": 3}}
@@ -116,6 +117,7 @@ def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
     assert_same_run(unbroken, run_folder(broken))
 
 
+@pytest.mark.slow
 def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data):
     settings = {"optimizer": {"name": "adam", "lr": 0.01, "momentum": None}, "checkpoint": {"every_steps": 3}}
     unbroken = train(tmp_path / "unbroken", data, **settings)
@@ -125,7 +127,9 @@ def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data):
     assert_same_run(unbroken, run_folder(broken))
 
 
-@pytest.mark.parametrize("rule", ["contiguous", "strided", "global"])
+@pytest.mark.parametrize(
+    "rule", ["global", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("contiguous", "strided"))]
+)
 def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
     """2 ranks, then 1, then 3, all within one epoch: the log still counts each row of the epoch once."""
     settings = {

@@ -188,6 +188,7 @@ def test_two_machines_without_a_shared_disk(tmp_path, data, unbroken, bucket):
     assert len(steps) <= 3, steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number"), [("state.pt", 1), ("state.pt", 2), ("latest", 2), ("weights.safetensors", 1)]
 )
@@ -229,6 +230,7 @@ def test_another_recipe_moves_the_run_aside(tmp_path, data, bucket):
     assert "is a checkpoint of this run itself" in terminal(config)
 
 
+@pytest.mark.slow
 def test_missing_bucket_is_reported_before_training(tmp_path, data, s3):
     config = write_config(tmp_path / "run", data, **SETTINGS, output="s3://nowhere/runs")
     cache = tmp_path / "cache"
@@ -277,6 +279,7 @@ class Term(Kill):
         loop.count = count
 
 
+@pytest.mark.slow
 def test_everything_of_a_stopped_run_is_uploaded(tmp_path, data, unbroken, disk):
     config = write_config(tmp_path / "run", data, **SETTINGS, output=disk.url)
     assert train(config, [tmp_path / "one"], {}, kill=Term(0, 5)) == [75]
@@ -309,6 +312,7 @@ class Unreachable(Kill):
         UrlStore.put = refuse  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_uploaded_fail_the_run(tmp_path, data, unbroken, disk):
     """Training continues without the store. The failure is reported at the end, and a retry finishes the run."""
     config = write_config(tmp_path / "run", data, **SETTINGS, output=disk.url)

@@ -134,7 +134,7 @@ def resumed_step(folder: RemoteRunFolder) -> int:
     return int(newest.name.removeprefix("step-"))
 
 
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("best", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kill_during_an_upload(config, bucket, monkeypatch, tmp_path, best):
     def prepare():
         folder = trained(config(), bucket, 1, 2, 3)
@@ -165,6 +165,7 @@ def test_kill_before_the_best_checkpoint_is_uploaded(config, bucket, monkeypatch
         check_pointers(bucket, tmp_path)
 
 
+@pytest.mark.slow
 def test_kill_while_a_start_takes_over(config, bucket, monkeypatch, tmp_path):
     def prepare():
         trained(config(), bucket, 1, 2, 3)
@@ -178,7 +179,8 @@ def test_kill_while_a_start_takes_over(config, bucket, monkeypatch, tmp_path):
 
 
 # The learning rate of the start after the kill; 0.1 is that of the earlier run.
-@pytest.mark.parametrize("lr", [0.5, pytest.param(0.1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [0.5, 0.1])
 def test_kill_while_a_run_is_moved_aside(config, bucket, monkeypatch, tmp_path, lr):
     before: dict[str, bytes] = {}
 
@@ -233,6 +235,7 @@ def test_training_continues_during_a_download(config, bucket, monkeypatch, tmp_p
         assert damage(runs[-1] / "checkpoints" / latest) == ""
 
 
+@pytest.mark.slow
 def test_another_run_takes_the_place_during_a_download(config, bucket, monkeypatch, tmp_path):
     monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "mine"))
     runs = []
@@ -251,6 +254,7 @@ def test_another_run_takes_the_place_during_a_download(config, bucket, monkeypat
         assert (runs[-1] / "metrics.jsonl").read_text().count("\n") == (1 if is_new else 3)
 
 
+@pytest.mark.slow
 def test_a_later_start_takes_over_during_an_upload(config, bucket, monkeypatch, tmp_path):
     later = []
 
@@ -276,6 +280,7 @@ def test_a_later_start_takes_over_during_an_upload(config, bucket, monkeypatch, 
         assert resumed_step(start(config("third"))) == (7 if later else 4)
 
 
+@pytest.mark.slow
 def test_an_earlier_start_uploads_while_a_later_one_takes_over(config, bucket, monkeypatch, tmp_path):
     folders, later = [], []
 

@@ -26,6 +26,7 @@ def test_yaml(tmp_path, text):
     assert list(problems(loader.load(write_yaml(tmp_path / "page.yaml", tree)).task)) == []
 
 
+@pytest.mark.slow
 def test_commands(tmp_path, monkeypatch, capsys):
     """With the page's table, and with each configuration that it links."""
     datasets.own_table(tmp_path / "made", "multi_label")

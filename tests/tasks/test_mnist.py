@@ -122,6 +122,7 @@ def test_missing_images_name_the_download_command(task, tmp_path):
     assert f"type: harness data {task.name} {tmp_path}/none" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_mean_and_std_are_those_of_the_training_images(shared_data, tmp_path):
     from harness.data import published
 

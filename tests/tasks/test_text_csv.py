@@ -147,7 +147,7 @@ def test_no_words_and_no_column(folder):
 # A run
 
 
-@pytest.mark.parametrize("tokenizer", ["words", "bytes"])
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("words", marks=pytest.mark.slow)])
 def test_train_predict_export(folder, tokenizer, capsys, monkeypatch):
     """Several labels per text: predictions of the same rows are equal bit for bit, after training and of a new file."""
     monkeypatch.chdir(folder)

@@ -166,6 +166,7 @@ def history_of(file: Path) -> tuple[list[dict], list]:
     return rows, records
 
 
+@pytest.mark.slow
 def test_wandb(tmp_path, start, monkeypatch):
     pytest.importorskip("wandb")
     folder = tmp_path / "runs" / "small"
@@ -277,6 +278,7 @@ def test_mlflow(tmp_path, start, monkeypatch):
     assert points == expected(lines, "train/loss")  # replayed from the log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words"),
     [

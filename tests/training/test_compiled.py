@@ -43,7 +43,9 @@ def test_model_compile_is_the_mode_of_torch_compile(tmp_path, monkeypatch, setti
     assert given == [{"dynamic": False, "mode": mode}]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    "level", ["O1", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O2", "O3", "O4", "O5"))]
+)
 def test_a_compiled_pass_is_one_graph(level):
     """With the casts of amp, which are hooks of the model and rules for operations, and without a graph break."""
     from torch._dynamo.utils import counters

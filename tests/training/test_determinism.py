@@ -75,7 +75,10 @@ def test_shipped_configuration(tmp_path, name):
         assert any("backward" in name for name in seen)  # the search has seen the backward pass
 
 
-@pytest.mark.parametrize("name", [*plugins.names("model"), "resnet18", "convnext_tiny", "vit_b_16"])
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("convnext_tiny", "vit_b_16")]
+
+
+@pytest.mark.parametrize("name", [*plugins.names("model"), "resnet18", *LARGE])
 def test_shipped_model(name):
     character, text = name.startswith("char_"), name.startswith("text_")
     known = (

@@ -95,6 +95,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults of glibc's malloc")
 def test_a_step_reuses_the_memory_of_the_one_before(tmp_path, monkeypatch):
     """Six blocks of 30 MiB are more than glibc keeps by itself, in any state of the heap."""

@@ -157,6 +157,7 @@ def test_task_without_images_is_refused_before_training(tmp_path):
     assert printed.count(message) == 2
 
 
+@pytest.mark.slow
 def test_training_learns_with_both(tmp_path):
     """The logged loss is the one that is minimized; validation is not mixed."""
     write_rows(tmp_path, "train", 60)

@@ -52,6 +52,7 @@ def mark(config: Path) -> dict:
     return json.loads((config.parent / "mark.json").read_text())
 
 
+@pytest.mark.slow
 def test_kill_in_the_write_of_a_checkpoint(tmp_path, data):
     """The files that are left show how far the write had come."""
     unbroken = train(tmp_path / "unbroken", data, **SETTINGS)

@@ -127,6 +127,7 @@ def test_a_model_without_such_modules():
     assert recompute.apply(Net(), False) == recompute.apply(Net(), []) == []
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_weights():
     torch.manual_seed(0)
     model = Blocks(3, num_blocks=1, dropout=0.0)  # a compiled model draws other numbers

@@ -258,6 +258,7 @@ def test_described(section, text):
     assert schedule(**section).described() == text
 
 
+@pytest.mark.slow
 def test_page_names_every_schedule_and_setting(tmp_path, monkeypatch, capsys):
     """And its command works."""
     page = (ROOT / "docs" / "schedules.md").read_text()

@@ -166,6 +166,7 @@ def test_weights_of_a_run_with_other_statistics(tmp_path, config):
     assert warning("[") == ""
 
 
+@pytest.mark.slow
 def test_a_model_of_timm(tmp_path, config):
     pytest.importorskip("timm", reason="timm is not installed: pip install 'apex-harness[timm]'")
     known, example = {"num_classes": 5, "in_channels": 1}, torch.zeros(2, 1, 32, 32)
@@ -187,7 +188,7 @@ def test_missing_timm_is_named(monkeypatch):
         model_builder.build("timm:resnet10t", {}, {}, torch.zeros(1))
 
 
-@pytest.mark.parametrize(("world_size", "level"), [(1, "O2"), (2, "O0")])
+@pytest.mark.parametrize(("world_size", "level"), [(1, "O2"), pytest.param(2, "O0", marks=pytest.mark.slow)])
 def test_a_run_starts_from_another_runs_weights(tmp_path, capsys, world_size, level):
     """On rank 0, and on all ranks from there; not when it resumes, when they need not exist any more."""
     data = write_images(tmp_path / "data")

@@ -39,6 +39,7 @@ def test_every_documented_command_is_tested():
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
 
+@pytest.mark.slow
 def test_documented_checks_pass(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for command in words("harness check"):

@@ -41,6 +41,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=["two runs", "seeds"])
 def test_documented_commands(place, block, capsys):
     compared = 0

@@ -36,10 +36,12 @@ SLOW_DISK = ("slow_read", (0.1, _is_training_image))
 @pytest.mark.parametrize(
     ("plants", "expected", "text"),
     [
-        ([SLOW_DISK], "reading", "waits for data: reading files takes"),
+        pytest.param([SLOW_DISK], "reading", "waits for data: reading files takes", marks=pytest.mark.slow),
         ([("busy", (0.0,)), SLOW_DISK], "slow rank", "waits for rank 1, which waits for its data, from the start"),
         ([("slow_link", (5e4,))] * 2, "slow link", "MB/s, expected"),
-        ([("slow_store", (0.5,))], "slow checkpoints", "Set checkpoint.async_save=true"),
+        pytest.param(
+            [("slow_store", (0.5,))], "slow checkpoints", "Set checkpoint.async_save=true", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_planted_cause_is_found(tmp_path, data, capsys, plants, expected, text):

@@ -73,6 +73,7 @@ def test_finished_sweep_runs_nothing_again(unbroken):
     assert "resuming" in output(folder)
 
 
+@pytest.mark.slow
 def test_failed_trials_do_not_stop_others_and_can_be_retried(folder):
     write_sweep(folder, space={"optimizer.lr": [0.1, 0.2, 0.3, 0.4]})
     behave(folder, t0000="fail", t0001="refused", t0002="nan")
@@ -102,6 +103,7 @@ def test_killed_trial_resumes_from_its_checkpoint(folder):
     assert "trial 0001 resumes" in output(folder)
 
 
+@pytest.mark.slow
 def test_trial_killed_three_times_waits_for_the_next_start_of_the_sweep(folder):
     write_sweep(folder, space=SPACE)
     behave(folder, t0001="die3")
@@ -113,6 +115,7 @@ def test_trial_killed_three_times_waits_for_the_next_start_of_the_sweep(folder):
     assert starts(folder, 1) == 4
 
 
+@pytest.mark.slow
 def test_orphans_of_a_killed_trial_are_ended_before_it_resumes(folder):
     write_sweep(folder, space={"optimizer.lr": [0.1]})
     behave(folder, t0000="orphan")
@@ -139,7 +142,7 @@ def test_killed_sweep_ends_like_an_unbroken_one(folder, unbroken):
     assert table(folder) == table(unbroken)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_stopped_sweep_stops_its_trials_and_explains_how_to_resume(folder, number):
     write_sweep(folder, space=SPACE, parallel=2)
     behave(folder, t0000="slow", t0001="slow")
@@ -159,6 +162,7 @@ def test_stopped_sweep_stops_its_trials_and_explains_how_to_resume(folder, numbe
     assert [starts(folder, number) for number in range(3)] == [2, 2, 1]
 
 
+@pytest.mark.slow
 def test_second_sweep_in_the_same_folder_is_refused(folder):
     write_sweep(folder, space=SPACE)
     behave(folder, t0000="slow", t0001="slow", t0002="slow")
@@ -173,6 +177,7 @@ def test_second_sweep_in_the_same_folder_is_refused(folder):
 # Pruning
 
 
+@pytest.mark.slow
 def test_pruned_trial_is_stopped_and_not_run_again(folder):
     write_sweep(
         folder, space={"optimizer.lr": [0.1, 0.12, 0.9, 0.11]}, pruner="median", pruner_args={"n_startup_trials": 2}
@@ -226,6 +231,7 @@ def test_trials_never_exceed_the_resources(tmp_path_factory, worlds, cores, para
         assert len(taken) <= parallel
 
 
+@pytest.mark.slow
 def test_broken_storage_ends_the_sweep_and_its_trials(folder):
     write_sweep(folder, space=SPACE)
     behave(folder, t0000="slow")
