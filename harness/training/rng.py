@@ -19,13 +19,14 @@ def seed_all(*key: int) -> None:
     random.seed(seed)
 
 
-def get_state(device: torch.device) -> dict[str, Any]:
-    """The state of every stream of this rank, as tensors and plain numbers (loads with ``weights_only=True``)."""
+def get_state(*devices: torch.device) -> dict[str, Any]:
+    """The state of every stream of this rank, which computes on ``devices``, as tensors and plain numbers (loads with
+    ``weights_only=True``)."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"],
         "numpy": [
             str(name),
             torch.from_numpy(np.asarray(keys, dtype=np.int64)),
@@ -37,11 +38,11 @@ def get_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_state(state: dict[str, Any], device: torch.device) -> None:
+def set_state(state: dict[str, Any], *devices: torch.device) -> None:
     """Restore the state that ``get_state`` returned."""
     torch.set_rng_state(state["torch"].cpu())
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    for device, saved in zip((each for each in devices if each.type == "cuda"), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(saved.cpu(), device)
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, internal, gauss_next = state["python"]

@@ -66,6 +66,12 @@ class ParallelModel:
         """True if gradients cross ranks at all."""
         return self.switch_sync is not None
 
+    def devices(self, own: torch.device) -> list[torch.device]:
+        """The devices on which this rank computes: all under dp, else its ``own``."""
+        if isinstance(self.model, nn.DataParallel):
+            return [torch.device("cuda", index) for index in self.model.device_ids]
+        return [own]
+
     @property
     def evaluated(self) -> nn.Module:
         """The model to call in evaluation: the bare one, so that no rank waits for another; dp is one rank."""

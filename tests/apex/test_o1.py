@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
+import threading
 import types
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 
 from harness.apex import amp
 from tests.apex.shared import backward, copies, same
+from tests.syncs import fake_gpu
 
 LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -393,6 +396,39 @@ def test_user_autocast_regions_still_work(reduced):
     with torch.autocast("cpu", enabled=False):
         assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
     assert (rand(2, 2) @ rand(2, 2)).dtype is reduced
+
+
+@pytest.mark.contract("4.2")
+@pytest.mark.parametrize("level", LEVELS)
+def test_threads_of_data_parallel_cast_as_the_main_thread(level, monkeypatch):
+    """torch enters autocast in each of them without a dtype, which is float16 on CUDA, without a loss scale at O4."""
+    from torch.nn.parallel import parallel_apply
+
+    with fake_gpu():
+        model = nn.Sequential(nn.Linear(4, 4)).to("cuda:0")
+        amp.initialize(model, opt_level=level, verbosity=0)
+        accelerator = types.SimpleNamespace(type="cuda")
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+        monkeypatch.setattr(torch.accelerator, "device_index", lambda device: contextlib.nullcontext())
+        seen = []
+
+        def note(module, args, output):
+            state = (
+                torch.is_autocast_enabled("cuda"),
+                torch.get_autocast_dtype("cuda"),
+                torch.is_autocast_cache_enabled(),
+            )
+            seen.append((threading.get_ident(), *state))
+
+        model[0].register_forward_hook(note)
+        replicas = [model._replicate_for_data_parallel() for _ in range(2)]
+        for replica in replicas:  # as torch.nn.parallel.replicate does
+            replica._modules["0"] = model[0]._replicate_for_data_parallel()
+            replica._modules["0"].weight, replica._modules["0"].bias = model[0].weight, model[0].bias
+        parallel_apply(replicas, [torch.zeros(2, 4, device="cuda:0")] * 2, devices=[0, 0])
+        assert {row[1:] for row in seen} == {(True, LEVELS[level], False)}
+        assert len({row[0] for row in seen} | {threading.get_ident()}) >= 2
+        amp.reset()
 
 
 @pytest.mark.contract("3.4")

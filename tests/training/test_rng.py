@@ -64,3 +64,15 @@ def test_cuda_state_is_of_the_device_of_the_rank():
         rng.set_state(rng.get_state(device), device)
     get.assert_called_once_with(device)
     assert put.call_args.args[1] == device
+
+
+def test_state_of_a_rank_with_several_devices_is_that_of_each():
+    devices = [torch.device("cuda", index) for index in range(3)]
+    streams = {device: torch.full((4,), device.index, dtype=torch.uint8) for device in devices}
+    restored = {}
+    with (
+        mock.patch("torch.cuda.get_rng_state", streams.__getitem__),
+        mock.patch("torch.cuda.set_rng_state", lambda state, device: restored.update({device: state})),
+    ):
+        rng.set_state(rng.get_state(*devices), *devices)
+    assert {device: state.tolist() for device, state in restored.items()} == {d: [d.index] * 4 for d in devices}

@@ -56,6 +56,10 @@ def test_dp_on_several_devices(monkeypatch):
     assert parallel.evaluated is parallel.model
     assert parallel.module is model
     assert parallel.strategy == "dp on 2 devices"
+    parallel.model.device_ids = [0, 1]  # as it finds with CUDA
+    assert parallel.devices(torch.device("cuda", 0)) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    other = strategy.wrap(model, ParallelSection(strategy="none"), ours(), torch.device("cuda", 1), 1)
+    assert other.devices(torch.device("cuda", 1)) == [torch.device("cuda", 1)]
     with parallel.sync_gradients(False):
         pass
 

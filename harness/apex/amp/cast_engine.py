@@ -100,6 +100,12 @@ class CastEngine:
                 _KEYS[device_type], self.dtype, self._lists, self._allow_banned
             )
 
+    def enter_thread(self) -> None:
+        """Cast as in the thread that called ``start``, in one where ``torch.autocast`` is on with its default dtype."""
+        for device_type in filter(torch.is_autocast_enabled, self._before):
+            torch.set_autocast_dtype(device_type, self.dtype or torch.get_autocast_dtype(device_type))
+            torch.set_autocast_cache_enabled(False)
+
     def stop(self) -> None:
         """Turn casts off and restore torch."""
         if self.dtype is None:
@@ -158,6 +164,8 @@ class EnterModel:
     """
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if getattr(module, "_is_replica", False):  # of DataParallel, in a thread of its own, without parameters
+            engine.enter_thread()
         first = next(module.parameters(), None)
         if first is None:
             return None
