@@ -22,7 +22,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,7 +231,7 @@ def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         gpu = _noted()
         if gpu is not None and name.rpartition(".")[2] in ("tensor", "as_tensor", "new_tensor"):
             gpu.sync("copy from pageable memory")
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _uncounted():
             made = func(*args, **{**kwargs, "device": CPU})
         return torch.nn.Parameter(OnGpu(made)) if isinstance(made, torch.nn.Parameter) else (
             OnGpu(made.detach()).requires_grad_(made.requires_grad)
@@ -514,7 +516,7 @@ def fake_gpu() -> Iterator[Gpu]:
             mock.patch.object(  # a parameter on the CPU cannot become an OnGpu
                 torch,
                 "_has_compatible_shallow_copy_type",
-                lambda one, other: isinstance(one, OnGpu) is isinstance(other, OnGpu),
+                lambda *both: isinstance(both[0], OnGpu) is isinstance(both[1], OnGpu),
             )
         )
         stack.enter_context(_Calls())
@@ -523,6 +525,30 @@ def fake_gpu() -> Iterator[Gpu]:
             yield gpu
         finally:
             _gpu = before
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors on the host and on the device at any time, those of fake tensors too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks = {"host": 0, "device": 0}
+        self._live: dict[int, tuple[str, StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._live = {key: entry for key, entry in self._live.items() if not entry[1].expired()}
+        for value in tree_iter(result):
+            on_device = isinstance(value, OnGpu) or getattr(_within, "operation", False)
+            value = _held(value)
+            if isinstance(value, torch.Tensor) and value.device.type != "meta" and not hasattr(value, "_local_tensor"):
+                storage = value.untyped_storage()
+                place = "device" if on_device else "host"
+                self._live.setdefault(storage._cdata, (place, StorageWeakRef(storage), storage.nbytes()))
+        for place in self.peaks:
+            now = sum(size for at, _, size in self._live.values() if at == place)
+            self.peaks[place] = max(self.peaks[place], now)
+        return result
 
 
 @contextmanager

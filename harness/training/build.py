@@ -20,7 +20,7 @@ from harness.data.shards import bounds, num_steps
 from harness.distributed import devices
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import ConfigError, DataError, plural
+from harness.errors import ConfigError, DataError, first_line, plural
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import (
@@ -68,19 +68,23 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     warn_of_skew(config, task, runtime)
     with runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
-        model = build_model(config, task)
+        shards = strategy.shards(config.parallel, runtime.world_size)
+        model = _without_values(config, task) if shards and runtime.rank else build_model(config, task)
         determinism.require_restorable(model, runtime.device, config.train.deterministic)
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
     # Only rank 0 logs it. Before the strategy and amp change the model.
     counting = flops.of_run(model, task, config.precision, runtime.device) if runtime.rank == 0 else flops.Arithmetic
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
-    with runtime.together("moving the model to its device"):
-        model = model.to(runtime.device)
-        if config.model.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # before amp, which copies weights as they are
-    if given:
-        fsdp.replicate(model)
+    if shards:  # ``strategy.prepare`` moves it in parts
+        runtime.all_equal(fsdp.layout(model), "the model", "its layers must not depend on the rank or on chance")
+    else:
+        with runtime.together("moving the model to its device"):
+            model = model.to(runtime.device)
+            if config.model.channels_last:
+                model = model.to(memory_format=torch.channels_last)  # before amp, which copies weights as they are
+        if given:
+            fsdp.replicate(model)
     # Before the optimizer, which holds the parameters that this makes: it replaces batch norms and shards weights.
     model = strategy.prepare(model, config.parallel, chosen, runtime.device, runtime.world_size)
     with runtime.together("building the optimizer"):
@@ -242,6 +246,16 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
     model = task.model(config.model)
     optim.freeze(model, config.model.freeze)
     return model
+
+
+def _without_values(config: Config, task: OpenedTask) -> nn.Module:
+    """``build_model`` without memory for the values, which come from rank 0; with values if that is impossible."""
+    try:
+        with fsdp.without_values():
+            return build_model(config, task)
+    except Exception as error:  # of the model's own code, which may need values; or it fails on rank 0 as well
+        log.info("%14s: built with its values on this rank too: %s", "model", first_line(error))
+        return build_model(config, task)
 
 
 def require_mixable(config: Config, task: OpenedTask) -> None:

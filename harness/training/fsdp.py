@@ -7,14 +7,21 @@ torch's modules for sharding are imported where they are used: that takes half a
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.runs import sharded
 
@@ -77,25 +84,87 @@ def shard(
     ``param_dtype``: of the gathered weights, except those of batch norms; ``reduce_dtype``: of the gradients that are
     averaged. The shards and the outputs of the model stay float32.
 
-    All ranks get rank 0's weights and buffers. Call it before the optimizer is built, which then holds the shards.
-    Collective; needs a process group.
+    All ranks get rank 0's weights and buffers, one block at a time: ``device`` never holds more than the shards and one
+    whole block. On rank 0 the model is on the CPU, where each block is freed when it is sharded; on the others it may
+    be ``without_values``. Call it before the optimizer is built, which then holds the shards. Collective; needs a
+    process group.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    replicate(model)
+    holders: dict[int, list[Any]] = defaultdict(list)  # of each tensor, since a weight may be tied
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):
+            for name, tensor in entries.items():
+                holders[id(tensor)].append((entries, name))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parts = blocks(model, at_least)
+    _place(model.buffers(), device, holders)
     if param_dtype == reduce_dtype == torch.float32:
         policies = [MixedPrecisionPolicy()] * 2
     else:
         policies = [MixedPrecisionPolicy(param_dtype, reduce_dtype, kind) for kind in (None, torch.float32)]
         for norm in [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]:
             if norm is not model and next(norm.parameters(), None) is not None:
+                _place(norm.parameters(), device, holders)
                 fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for part in parts:
+        _place(part.parameters(), device, holders)
         fully_shard(part, mesh=mesh, mp_policy=policies[0])
+    _place(model.parameters(), device, holders)
     fully_shard(model, mesh=mesh, mp_policy=policies[1])
     return len(parts)
+
+
+def _place(tensors: Iterable[Tensor], device: torch.device, holders: Mapping[int, list[Any]]) -> None:
+    """Move those of ``tensors`` that are not sharded to ``device``, with rank 0's values. Collective."""
+    for tensor in [tensor for tensor in tensors if not _is_sharded(tensor)]:
+        data = tensor.detach()
+        data = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
+        dist.broadcast(data, src=0)
+        if tensor.device == data.device:
+            continue
+        placed = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+        vars(placed).update(vars(tensor))
+        for entries, name in holders[id(tensor)]:
+            entries[name] = placed
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Context in which a model is built without memory for its weights and buffers: each goes to the meta device when a
+    module registers it. Weights of a class of their own stay on the CPU."""
+    made: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # a tied weight is registered twice
+
+    def on_meta(module: nn.Module, name: str, tensor: Any) -> Any:
+        if tensor is None or tensor.is_meta:
+            return tensor
+        if tensor not in made:
+            if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+                kind: Any = type(tensor)
+                made[tensor] = kind(tensor.requires_grad, device="meta", dtype=tensor.dtype)
+            elif type(tensor) is nn.Parameter:
+                made[tensor] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+            elif type(tensor) is Tensor:
+                made[tensor] = torch.empty_like(tensor, device="meta")
+            else:
+                return tensor
+            vars(made[tensor]).update(vars(tensor))
+        return made[tensor]
+
+    replace: Any = on_meta  # torch's annotation of hooks leaves out that they may return another tensor
+    hooks = [register_module_parameter_registration_hook(replace), register_module_buffer_registration_hook(replace)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def layout(model: nn.Module) -> str:
+    """A digest of the names, shapes and dtypes of the weights and buffers of ``model``."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    facts = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
+    return sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def replicate(model: nn.Module) -> None:

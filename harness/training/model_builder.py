@@ -80,7 +80,7 @@ def _parameters_in_memory(name: str) -> Iterator[None]:
 
     def count(module: nn.Module, key: str, parameter: nn.Parameter | None) -> None:
         nonlocal total
-        if parameter is not None and not isinstance(parameter, nn.UninitializedParameter):
+        if parameter is not None and not isinstance(parameter, nn.UninitializedParameter) and not parameter.is_meta:
             total += parameter.numel() * parameter.element_size()
             require_memory(total, f"the weights of {name}", "model.args")
 
@@ -108,6 +108,8 @@ def _reason(error: Exception) -> str:
 def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor) -> None:
     """Raise ConfigError if ``model`` cannot process ``example`` or does not return logits of the right shape. Leaves it
     in training mode."""
+    if any(param.is_meta for param in model.parameters()):  # built without values
+        example = example.to("meta")
     if example.nbytes >= _LARGE_BYTES:
         require_memory(_largest_operation(model, example), f"the tensors of one operation of {name}", "task.image_size")
     try:

@@ -95,6 +95,11 @@ def check_world(section: ParallelSection, world_size: int) -> None:
         )
 
 
+def shards(section: ParallelSection, world_size: int) -> bool:
+    """True if each rank holds a part of the weights."""
+    return section.strategy == "fsdp" and world_size > 1
+
+
 def prepare(
     model: nn.Module, section: ParallelSection, precision: Precision, device: torch.device, world_size: int
 ) -> nn.Module:
@@ -102,7 +107,7 @@ def prepare(
     check_world(section, world_size)
     if section.sync_batchnorm and world_size > 1:
         model = precision.synchronized(model)
-    if section.strategy == "fsdp" and world_size > 1:
+    if shards(section, world_size):
         types = (getattr(torch, section.param_dtype), getattr(torch, section.reduce_dtype))
         fsdp.shard(model, device, fsdp.MIN_BLOCK, *types)
     return model

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from harness.config.schema import ParallelSection, PrecisionSection
-from harness.training.fsdp import blocks, local, part_like, shard, whole
+from harness.training import build, fsdp
+from harness.training.fsdp import blocks, full, layout, local, part_like, shard, whole, without_values
 from harness.training.optim import Ema
 from tests.ranks import run_ranks
+from tests.syncs import CUDA, Memory, fake_gpu
 
 
 def names(model: nn.Module, at_least: int) -> list[str]:
@@ -174,3 +179,135 @@ def test_weights_are_used_in_bfloat16_and_updated_in_float32():
         assert seen["1"] == [half, whole, whole]
         assert out == whole
         assert kept == {(whole, whole)}
+
+
+class Odd(nn.Module):
+    """Tied weights, a lazy layer, a mask that is not saved, a table made from values, and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(
+            [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 8)]
+        )
+        self.lazy = nn.LazyLinear(8)
+        self.output = nn.Linear(8, 16, bias=False)
+        self.output.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.register_buffer("mask", torch.rand(4), persistent=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.mask.sum() + self.scale.sum()
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.lazy(x))
+
+
+def _odd():
+    torch.manual_seed(0)
+    model = Odd()
+    device = model.embedding.weight.device
+    model.eval()(torch.zeros(2, dtype=torch.long, device=device))  # which makes the lazy layer
+    return model.train()
+
+
+def values(model):
+    return {
+        name: full(tensor.detach()).tolist()
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
+
+
+def _shards_of_a_model_without_values():
+    whole_one = _odd()
+    expected, shape = values(whole_one), layout(whole_one)
+    if torch.distributed.get_rank():
+        with without_values():
+            model = _odd()
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        assert layout(model) == shape
+    else:
+        model = whole_one
+    shard(model, torch.device("cpu"), at_least=50)
+    assert model.output.weight is model.embedding.weight
+    assert not model.scale.requires_grad
+    assert values(model) == expected
+    return sum(local(param).numel() for param in model.parameters())
+
+
+def test_rank_without_values_gets_those_of_rank_0():
+    assert sum(run_ranks(2, _shards_of_a_model_without_values)) == sum(param.numel() for param in _odd().parameters())
+
+
+def test_model_that_needs_its_values_is_built_with_them(caplog):
+    class Needy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.largest = self.weight.max().item()
+
+    caplog.set_level("INFO", logger="harness")
+    task = SimpleNamespace(model=lambda section: Needy())
+    config = SimpleNamespace(model=SimpleNamespace(freeze=[]), seed=0)
+    model = build._without_values(config, task)
+    assert not model.weight.is_meta
+    assert torch.equal(model.weight, build.build_model(config, task).weight)
+    assert "built with its values" in caplog.text
+
+
+class Large(nn.Module):
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+
+def _peaks(rank, world_size, size):
+    """Bytes of the model, of this rank's shards and of the largest unit; peaks on the host and on the device. Nothing
+    has values, so that any size fits; nothing is sent."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    host = 0
+    with fake_gpu():
+        mesh = fsdp.init_device_mesh("cuda", (world_size,))
+        if rank:
+            with Memory() as memory, without_values():  # really without memory
+                model = Large(*size)
+            host = memory.peaks["host"]
+        with FakeTensorMode(allow_non_fake_inputs=True), Memory() as memory:
+            model = model if rank else Large(*size)
+            whole_bytes = sum(param.nbytes for param in model.parameters())
+            units = [sum(param.nbytes for param in block.parameters()) for block in blocks(model)]
+            with mock.patch.object(fsdp, "init_device_mesh", return_value=mesh):
+                shard(model, CUDA)
+            own = sum(local(param).nbytes for param in model.parameters())
+    dist.destroy_process_group()
+    return (
+        whole_bytes,
+        own,
+        max([*units, whole_bytes - sum(units)]),
+        max(host, memory.peaks["host"]),
+        memory.peaks["device"],
+    )
+
+
+@pytest.mark.parametrize(
+    "size", [(128, 3, 500), pytest.param((6144, 40, 50304), marks=pytest.mark.slow)], ids=["small", "18 billion"]
+)
+def test_start_needs_the_shards_and_one_block(size):
+    """On any rank but the first, no more than one weight on the host."""
+    for rank in (0, 1, 7):
+        ((whole_bytes, own, unit, host, device),) = run_ranks(1, _peaks, rank, 8, size, group=False, timeout_s=200)
+        assert own == pytest.approx(whole_bytes / 8, rel=0.05)
+        assert device <= own + unit + unit / 8
+        largest = max(size[0] * size[2], 4 * size[0] ** 2) * 4
+        assert host == whole_bytes if rank == 0 else host <= largest
+        if size[0] > 1000:
+            assert whole_bytes > 18e9 * 4
+            assert device < 12 * 2**30
