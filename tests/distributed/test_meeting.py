@@ -132,6 +132,14 @@ def test_ranks_that_do_not_arrive_are_named():
     assert code == EXIT_FAILURE
 
 
+def test_a_rank_gives_up_by_its_own_limit():
+    """Also while rank 0 would wait longer: it does not take that for an agreement."""
+    port = free_port()
+    found = outcomes(_meet, [(0, 3, port, {}, LIMIT_S), (1, 3, port, {}, 3.0)])
+    message = assert_same_error(found, EXIT_FAILURE)
+    assert message.startswith(f"rank 2 of 3 did not connect at 127.0.0.1:{port} within 3 s\n")
+
+
 def _fail(rank: int, port: int):
     def work():
         if rank == 1:

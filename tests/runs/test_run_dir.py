@@ -124,6 +124,17 @@ def test_results_without_checkpoints_are_moved_aside(tmp_path):
     assert claim(tmp_path) == ""
 
 
+@pytest.mark.parametrize("gone", ["checkpoints", "logs"])
+def test_a_run_is_one_without_its_checkpoints_or_logs(tmp_path, gone):
+    """Somebody has deleted them to save space."""
+    claim(tmp_path)
+    run = tmp_path / "runs" / "small"
+    (run / "metrics.jsonl").write_text("trained for a week")
+    (run / gone).rmdir()
+    assert claim(tmp_path, seed=1).endswith("small.1: its recipe differs (seed 0 -> 1)")
+    assert (tmp_path / "runs" / "small.1" / "metrics.jsonl").read_text() == "trained for a week"
+
+
 def test_results_of_an_unknown_recipe_are_not_continued(tmp_path):
     claim(tmp_path)
     run = tmp_path / "runs" / "small"

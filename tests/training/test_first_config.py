@@ -166,6 +166,16 @@ def test_what_it_cannot_use_gets_one_clear_message(folder, capsys, files, words,
     assert not list(folder.glob("*.yaml"))
 
 
+@pytest.mark.parametrize(("images", "task"), [(3, "image_csv"), (2, "text_csv")])
+def test_a_column_of_images_has_more_paths_than_other_values(folder, images, task):
+    """Out of four."""
+    for split in ("train", "eval"):
+        values = [f"{split} {row}.png" if row < images else f"a photo of {row} without a file" for row in range(4)]
+        lines = [f"{value},{'ab'[row % 2]}" for row, value in enumerate(values)]
+        (folder / f"{split}.csv").write_text("\n".join(["what,label", *lines]) + "\n")
+    assert f"name: {task} " in first_config.write([], folder / "new.yaml")
+
+
 def test_files_with_other_columns(folder):
     (folder / "train.csv").write_text("file,label\nx.png,1\n")
     (folder / "eval.csv").write_text("file\nx.png\n")

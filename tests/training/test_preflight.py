@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torchvision.io import write_png
 
@@ -42,6 +43,19 @@ def test_facts(folder):
     if Path("/dev/shm").is_dir():
         assert ": 1 rank x (1 worker x 2 + 1); " in facts["shared memory"]
     assert not (folder / "runs").exists()  # nothing was started
+
+
+def test_an_output_that_does_not_answer(folder, monkeypatch):
+    url = f"output=file://{folder}/runs"
+    assert examine(folder, url)[1] == []
+
+    def find(*_, **__):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(LocalFileSystem, "find", find)
+    (problem,) = examine(folder, url)[1]
+    assert f"file://{folder}/runs/small" in str(problem)
+    assert "Connection refused" in str(problem)
 
 
 def test_operation_without_a_deterministic_implementation(folder, monkeypatch):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,24 @@ def test_places_that_do_not_exist(tmp_path, config, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=message):
             weights.load(model(), config(weights=place, name=name))
+
+
+def test_a_file_behind_an_address_is_downloaded_once(tmp_path, config, monkeypatch):
+    """From a server of this machine, in more than one block."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    there, here = model(), model()
+    torch.save({**there.state_dict(), "unused": torch.zeros(1 << 19)}, tmp_path / "given.pth")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/given.pth"
+        weights.load(here, config(weights=address, name="mlp", strict="false"))
+        server.shutdown()
+    assert all(torch.equal(*pair) for pair in zip(here.state_dict().values(), there.state_dict().values(), strict=True))
+    (kept,) = (tmp_path / "cache").rglob("*given.pth")
+    assert kept.read_bytes() == (tmp_path / "given.pth").read_bytes()
+    weights.load(model(), config(weights=address, name="mlp", strict="false"))  # the server is gone
 
 
 def test_published_weights_are_verified_and_kept(tmp_path, config, monkeypatch):
