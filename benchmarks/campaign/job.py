@@ -31,7 +31,7 @@ from harness.distributed import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 30.0  # from the cause to the end of all processes
-RUN_S = 300.0  # of a start that nothing kills
+RUN_S = 600.0  # of a start that nothing kills
 _POLL_S = 0.005
 
 

@@ -53,7 +53,7 @@ class Chain:
         return {
             **self.sections, "name": "run", "output": place, "task": task,
             "data": {**self.sections["data"], "cache_dir": str(folder / "cache")},
-            "runtime": {"device": "cpu", "timeout_s": 100 if self.compiled else 20},
+            "runtime": {"device": "cpu", "timeout_s": 300 if self.compiled else 20},
             "launch": {"nproc": self.world_size, "threads": 1, "grace_s": 20},
         }  # fmt: skip
 

@@ -125,9 +125,9 @@ def _implementation(section: OptimizerSection, params: Sequence[Any]) -> dict[st
     updated differently from the whole.
     """
     if section.implementation != "auto":
-        chosen = section.implementation
+        # One argument only: several optimizers have no ``fused``.
         return (
-            {"fused": chosen == "fused", "foreach": chosen == "foreach"} if chosen != "for-loop" else {"foreach": False}
+            {"fused": True} if section.implementation == "fused" else {"foreach": section.implementation == "foreach"}
         )
     tensors = [tensor for one in params for tensor in (one["params"] if isinstance(one, dict) else [one])]
     fits = all(tensor.is_floating_point() and (tensor.is_cuda or local(tensor) is tensor) for tensor in tensors)

@@ -107,13 +107,14 @@ def test_implementation():
     def used(name: str, chosen: str = "auto", **args) -> tuple[bool | None, bool | None]:
         section = OptimizerSection(name=name, implementation=chosen, args=args)
         group = build(section, params(), 0.1).param_groups[0]
-        return group["fused"], group["foreach"]
+        return group.get("fused"), group["foreach"]
 
     assert used("adamw") == used("sgd") == (True, None)
     assert used("adagrad") == used("adam", fused=None) == (None, None)
-    assert used("adamw", "fused") == (True, False)
-    assert used("adamw", "foreach") == (False, True)
-    assert used("adamw", "for-loop") == (None, False)
+    assert used("adamw", "fused") == (True, None)
+    for name in ("sgd", "adamw", "rmsprop", "adadelta", "nadam", "asgd", "adagrad", "adamax", "radam", "rprop"):
+        assert used(name, "foreach") == (None, True)
+        assert used(name, "for-loop") == (None, False)
     with pytest.raises(ConfigError, match="rprop has no argument fused"):
         used("rprop", "fused")
 
