@@ -43,6 +43,17 @@ class HarnessError(Exception):
         return _rebuild, (type(self), self.message, self.where, self.hint)
 
 
+def readable(error: BaseException) -> BaseException:
+    """``error``, or another of the same cause if its text cannot be read."""
+    try:
+        str(error)
+        return error
+    except Exception as problem:
+        other = RuntimeError(f"{type(error).__name__}, whose text cannot be read: {type(problem).__name__}")
+        other.__cause__ = error
+        return other.with_traceback(error.__traceback__)
+
+
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """The first line of ``error``; ``otherwise``, or the name of its class, if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__ if otherwise is None else otherwise)

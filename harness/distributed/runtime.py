@@ -28,7 +28,7 @@ from harness.distributed.limited_store import LimitedStore
 from harness.distributed.meeting import meet, not_connected, telling_peers
 from harness.distributed.network import interface_towards
 from harness.distributed.processes import Identity
-from harness.errors import HarnessError, LaunchError, portable
+from harness.errors import HarnessError, LaunchError, portable, readable
 
 Value = TypeVar("Value")
 
@@ -178,7 +178,7 @@ class Runtime:
 def _portable(error: Exception) -> HarnessError:
     """``error`` as a HarnessError that can be pickled."""
     known = portable(error) if isinstance(error, HarnessError) else None
-    return known if isinstance(known, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
+    return known if isinstance(known, HarnessError) else HarnessError(f"{type(error).__name__}: {readable(error)}")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from harness.errors import (
     HarnessError,
     TrainingError,
     has_remedy,
+    readable,
     reason,
     remedy,
 )  # fmt: skip
@@ -76,7 +77,7 @@ class ExitReporter:
     def failed(self, error: BaseException, watchdog: Watchdog) -> int:
         """Report ``error``: in failure.json and on the terminal by the rank that failed first, and in every rank's log.
         Returns the exit code, which is that of the first failure."""
-        self._runtime.failed = True
+        self._runtime.failed, error = True, readable(error)
         missing, shown = self._reason(error, watchdog)
         alone = self._stopped_alone(error) if isinstance(error, StoppedAlone) else None
         first_known = (watchdog.report(alone) or alone) if alone else watchdog.first

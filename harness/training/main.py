@@ -21,7 +21,7 @@ from harness.distributed.meeting import telling_peers
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.watchdog import exits_without_launcher
-from harness.errors import EXIT_FAILURE, HarnessError
+from harness.errors import EXIT_FAILURE, HarnessError, readable
 from harness.runs import exit_files, provenance
 from harness.training import console, determinism, loop, precision, prediction_writer
 from harness.training.exit_report import explained, lost_peer
@@ -82,7 +82,7 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
 def fail_early(launch: Launch, error: Exception) -> int:
     """Report an error before the ranks have connected. A HarnessError occurs on every local rank; only local rank 0
     prints it."""
-    shown = explained(error)
+    shown = explained(readable(error))
     exit = RankExit(
         launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
         shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE, socket.gethostname(),
@@ -104,7 +104,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     try:
         with started as run:
             started.done = loop.train(run) and prediction_writer.write_for_run(run)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if error is not started.error:
             raise
     return started.code

@@ -7,9 +7,12 @@ with RunStart(config, runtime) as run:
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import time
-from contextlib import ExitStack
+import traceback
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 import torch
@@ -44,6 +47,7 @@ class RunStart:
         """Set it in the body: False, the default, means stopped early, with a checkpoint to resume from."""
         self.code = EXIT_FAILURE
         self.error: BaseException | None = None
+        self._pid = os.getpid()
         self._folder = remote.run_folder(config)
         self._stop = Stop(runtime)
         self._reporter = ExitReporter(runtime, self._stop, self._folder, shown)
@@ -69,22 +73,23 @@ class RunStart:
                 prepare_folder(self.config, self.runtime, self._folder)
                 run = reporter.run = build.build(self.config, self.runtime, self._folder, self._stop)
                 announce(run)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._failed(error)
                 raise
             self._contexts = stack.pop_all()
         return run
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end_if_forked(error)
         with self._contexts:
-            if isinstance(error, Exception | SystemExit):
+            if error is not None:
                 self._failed(error)
-            elif error is None:
-                try:
-                    self._end()
-                except (Exception, SystemExit) as late:
-                    self._failed(late)
-                    raise
+                return
+            try:
+                self._end()
+            except BaseException as late:
+                self._failed(late)
+                raise
 
     def _end(self) -> None:
         run = self.run
@@ -97,8 +102,27 @@ class RunStart:
             wait_for_launcher(self.runtime.launch, self._stop)
 
     def _failed(self, error: BaseException) -> None:
+        """Report ``error``, unless it is how Python ends a process or a generator."""
+        self._end_if_forked(error)
+        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+            return
         self.error = error
         self.code = self._reporter.failed(error, self._watchdog)
+
+    def _end_if_forked(self, error: BaseException | None) -> None:
+        """End a process that the user's code has forked, as Python would. The run belongs to its parent, which goes on:
+        its files, connections and locks are not for this process to close."""
+        if os.getpid() == self._pid:
+            return
+        code = error.code if isinstance(error, SystemExit) else int(error is not None)
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif isinstance(code, str):
+            print(code, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
     def _close(self) -> None:
         signals.finish(self.code)

@@ -50,6 +50,52 @@ class Raises(Slow):
         return super().forward(images)
 
 
+class Odd(BaseException):
+    """Not an ``Exception``."""
+
+
+class Mute(Exception):
+    """An error whose text cannot be read."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class RaisesUnusual(Slow):
+    """Raises ``kind``, Odd or Mute, in the third training step."""
+
+    def __init__(self, num_classes: int, kind: str) -> None:
+        super().__init__(num_classes, 0.0)
+        self.kind, self.left = {"Odd": Odd, "Mute": Mute}[kind], 3
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        self.left -= self.training
+        if self.left == 0:
+            raise self.kind("unusual")
+        return super().forward(images)
+
+
+class Forks(Slow):
+    """Forks a process in the third training step. It ends by ``how``: sys.exit(3) or an error."""
+
+    def __init__(self, num_classes: int, how: str) -> None:
+        super().__init__(num_classes, 0.0)
+        self.how, self.left = how, 3
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        self.left -= self.training
+        if self.left == 0:
+            if pid := os.fork():
+                print("child:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            elif self.how == "exit":
+                sys.exit(3)
+            else:
+                raise ArithmeticError("of the child")
+        return super().forward(images)
+
+
 def _announce_and_sleep() -> None:
     print("the model sleeps", flush=True)
     time.sleep(1e9)

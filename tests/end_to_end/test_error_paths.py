@@ -512,6 +512,31 @@ def test_exception_on_the_last_rank_is_reported_with_rank_and_step(tmp_path, dat
 SLOW_FIRST_RANK = "import os, time; time.sleep(3 if os.environ.get('LOCAL_RANK') == '0' else 0)"
 
 
+@pytest.mark.parametrize(("kind", "ranks"), [("Odd", 1), ("Mute", 2)])
+def test_unusual_exceptions_are_failures_of_the_run(tmp_path, data, kind, ranks):
+    """One that is no Exception, and one whose text cannot be read."""
+    config = write_config(tmp_path, data, model={"name": f"{MODELS}.RaisesUnusual", "args": {"kind": kind}})
+    ended = train(config, ranks)
+    assert ended.codes == [EXIT_FAILURE] * ranks
+    assert kind in ended.failure["message" if kind == "Mute" else "error"]
+    assert ended.failure["step"] == 2
+    assert "Traceback" in ended.terminal
+    assert kind in ended.terminal
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("error", 1)])
+def test_a_forked_process_that_ends_does_not_end_the_run(tmp_path, data, how, code):
+    settings = {"model": {"name": f"{MODELS}.Forks", "args": {"how": how}}, "train": {"epochs": 1, "log_every": 1}}
+    ended = train(write_config(tmp_path, data, **settings), 1)
+    assert ended.codes == [0], ended.terminal
+    assert f"child: {code}\n" in ended.terminal
+    assert ("ArithmeticError: of the child" in ended.terminal) == (how == "error")
+    assert not (ended.folder / "failure.json").exists()
+    steps = [json.loads(line)["step"] for line in (ended.folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert ended.terminal.count("run folder: ") == 2  # at the start and at the end
+
+
 @pytest.mark.slow
 def test_errors_through_the_launcher(tmp_path, data):
     """An exception on rank 1, and a mistyped key."""
