@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
+AHEAD = 2  # batches that are copied to a CUDA device before they are needed
 STAGES = ("read", "decode", "transform")  # of loading, which a dataset may measure
 
 
@@ -41,6 +44,39 @@ class Batch:
             return self
         inputs, targets = (part.to(device, non_blocking=True) for part in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
+
+
+def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield ``batches``, which are in pinned memory, on the CUDA device ``device``.
+
+    While one is used, the next AHEAD are copied on a stream of their own, so neither the device nor the host waits for
+    a copy. An error of ``batches`` is raised in its place, after the batches before it.
+    """
+    side = torch.cuda.Stream(device)
+    ready: deque[tuple[Batch, torch.cuda.Event]] = deque()
+    failed: Exception | None = None
+    more = True
+    while more or ready:
+        while more and len(ready) <= AHEAD:
+            try:
+                batch = next(batches, None)
+            except Exception as error:
+                batch, failed = None, error
+            if more := batch is not None:
+                with torch.cuda.stream(side):
+                    there, event = batch.to(device), torch.cuda.Event()
+                    event.record(side)
+                ready.append((there, event))
+        if ready:
+            batch, event = ready.popleft()
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(event)
+            for part in (batch.inputs, batch.targets):
+                part.record_stream(stream)  # its memory belongs to the other stream, which could reuse it too early
+            yield batch
+            del batch
+    if failed is not None:
+        raise failed
 
 
 class StageClock:

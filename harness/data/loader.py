@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
-from harness.data.batch import Batch, Dataset
+from harness.data.batch import Batch, Dataset, copied_ahead
 from harness.data.loader_workers import (
     PREFETCH,
     LoadError,
@@ -125,6 +125,13 @@ class Loader:
 
         Raises the errors of the dataset, TrainingError if a worker died or delivers nothing, and StoppedWaiting.
         """
+        loaded = self._loaded(requests)
+        if self.device.type == "cuda" and self._loader.num_workers:  # a batch that is loaded here is never early
+            return copied_ahead(loaded, self.device)
+        return (batch.to(self.device) for batch in loaded)
+
+    def _loaded(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        """The batches of ``requests`` on the host, pinned for a CUDA device."""
         self._requests.pending = requests
         batches: Iterator[Any] | None = None
         while True:
@@ -152,7 +159,7 @@ class Loader:
             if isinstance(batch, LoadError):
                 batch.reraise()
             self.spent_s |= {name: self.spent_s.get(name, 0.0) + value for name, value in batch.spent_s.items()}
-            yield batch.to(self.device)
+            yield batch
 
     def _while_waiting(self) -> None:
         self._blocked = True
