@@ -32,7 +32,9 @@ from harness.errors import HarnessError, LaunchError, portable, readable
 
 Value = TypeVar("Value")
 
-_NCCL_S = 15.0  # after timeout_s nccl aborts the process; the watchdog reports a hung rank before
+# So long after timeout_s, torch's own watchdog dumps what NCCL was doing and aborts the process. Before, that of the
+# harness finds the missing rank, gives the main thread its grace, and writes the record, which takes up to 30 s.
+_NCCL_S = 45.0
 _LISTEN_S = 10.0  # to open a port
 _CLOSE_S = 5.0  # for the threads of gloo to end
 _PATIENCE_S = 5.0  # between two heartbeats while a rank works in patiently()

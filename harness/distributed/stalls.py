@@ -104,6 +104,17 @@ class Stalls:
             holder_is_rank_0 = not self._runtime.launch.store_is_held and rank != 0
             return self._silent(range(1, self._runtime.world_size)) if holder_is_rank_0 else None
 
+    def withdraw(self) -> None:
+        """Let another rank ask, which may see the silent one's process."""
+        with suppress(Exception):
+            if self._runtime.store is not None:
+                self._runtime.store.delete(_ASKED)
+
+    def silent(self, rank: int) -> RankExit | None:
+        """``rank``, whose process has not given a sign of life for ``timeout_s``: HUNG, or NODE_LOST if it is gone or
+        out of reach."""
+        return self._silent([other for other in range(self._runtime.world_size) if other != rank])
+
     def release(self) -> None:
         """Let the rank that ``missing`` found end if it cannot answer: continue a stopped process, which is then
         notified of the failure, and kill one in which no thread of Python can run. Call it once everything is

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from harness.distributed import meeting, stack
+from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch
 from harness.distributed.limited_store import StoreTimeout
 from harness.distributed.rank_exit import Cause, RankExit
@@ -33,6 +34,7 @@ JOIN_S = 1.0  # for the thread to return from a request to the store
 STOP_GRACE_S = 5.0  # likewise, once another rank has stopped without a checkpoint
 NEWS_S = 3.0  # for all ranks to be notified of a failure before the failing one closes its connections
 _POLL_S = 0.1
+_STORE_LOST = "rank 0, or the launcher, is gone"
 
 
 @contextmanager
@@ -85,6 +87,8 @@ class Watchdog:
         self._parent = (parent or os.getppid()) if runtime.launch.supervised else None
         self.doing = ""  # where the main thread was when this rank learned of another's failure
         self.stalls = Stalls(runtime, step)
+        self._heartbeat = Heartbeat(runtime)
+        self._answered = time.monotonic()  # when the store last answered
         self.first: RankExit | None = None
         """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
         self._stop_is_shared = False
@@ -103,6 +107,8 @@ class Watchdog:
         self._finished.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
+        with suppress(Exception):
+            self._heartbeat.end()
 
     def report(self, failure: RankExit) -> RankExit | None:
         """Publish ``failure`` and return the launch's first one: this, or an earlier one of a peer. None if the store
@@ -158,7 +164,7 @@ class Watchdog:
             if late := self._latecomer():
                 self._end(Cause.ERROR, late.message, late.exit_code, late)
                 return
-            if message := self._peer_failure() or self._stalled():
+            if message := self._peer_failure() or self._silent_peer() or self._stalled():
                 first = self.first
                 if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
                     self._end(Cause.HUNG, first.message)
@@ -201,26 +207,45 @@ class Watchdog:
         if store is None:
             return ""
         try:
-            if not store.check([_KEY]):
+            failed = store.check([_KEY])
+            self._answered = time.monotonic()
+            if not failed:
                 return ""
             self.first = RankExit.from_dict(json.loads(store.get(_KEY)))
         except StoreTimeout:  # harmless by itself; see Stalls.missing
             return ""
         except Exception:
             self.doing = self.doing or stack.main_thread_at()
-            return "rank 0, or the launcher, is gone"
+            return _STORE_LOST
         self.doing = self.doing or stack.main_thread_at()
         self.acknowledge()
         return f"rank {self.first.rank} failed"
 
+    def _silent_peer(self) -> str:
+        """Find and publish a rank whose process is gone, stopped or out of reach. The main thread may be waiting for it
+        without an end, in a CUDA synchronization."""
+        found: RankExit | None = None
+        with suppress(Exception):
+            if (rank := self._heartbeat.beat()) is not None:
+                found = self.stalls.silent(rank)
+        return self._publish(found) if found else ""
+
     def _stalled(self) -> str:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
         nccl. One of gloo raises after the timeout."""
-        if self.stalls.waited_s() < self._runtime.timeout_s + 2 * PERIOD_S:
+        limit_s = self._runtime.timeout_s
+        if self.stalls.waited_s() < limit_s + 2 * PERIOD_S:
             return ""
+        store_is_lost = time.monotonic() - self._answered >= limit_s
         found = self.stalls.missing(stack.main_thread_at(), timed_out=False)
-        if found is None or found.cause is not Cause.HUNG:
-            return ""
+        if found is not None and (found.cause is Cause.HUNG or store_is_lost):
+            return self._publish(found)
+        if found is not None:  # it may only be slow to answer; its heartbeat decides
+            self.stalls.withdraw()
+        return _STORE_LOST if store_is_lost else ""
+
+    def _publish(self, found: RankExit) -> str:
+        """Publish the failure of another rank that cannot report it itself; return the message."""
         self.doing = stack.main_thread_at()
         self.first = self.report(found) or found
         return f"rank {self.first.rank} failed: {self.first.message}"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from harness.distributed import heartbeat, stalls
 from harness.distributed import watchdog as module
+from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.limited_store import LimitedStore
+from harness.distributed.limited_store import LimitedStore, StoreTimeout
+from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
@@ -26,6 +30,7 @@ from tests.ranks import run_ranks, start
 def quick(monkeypatch):
     monkeypatch.setattr(module, "PERIOD_S", 0.02)
     monkeypatch.setattr(module, "GRACE_S", 0.1)
+    monkeypatch.setattr(stalls, "ANSWER_S", 0.3)
     monkeypatch.setattr(module.logging, "shutdown", lambda: None)
 
 
@@ -39,10 +44,13 @@ class Watched:
     def __init__(self, store, **launch) -> None:
         self.exits: list[int] = []
         self.causes: list[Cause] = []
-        runtime = Runtime(Launch(**launch), store=store and LimitedStore(store))
-        self.stop = Stop(runtime)
+        self.runtime = Runtime(Launch(**launch), store=store and LimitedStore(store))
+        self.stop = Stop(self.runtime)
         self.dog = Watchdog(
-            runtime, self.stop, exit_process=self.exits.append, on_blocked=lambda cause, *_: self.causes.append(cause)
+            self.runtime,
+            self.stop,
+            exit_process=self.exits.append,
+            on_blocked=lambda cause, *_: self.causes.append(cause),
         )
         self.rounds = 0
         self.dog.stalls.answer = self._end_round
@@ -219,3 +227,93 @@ def _fail_on_one():
 
 def test_failure_travels_through_the_store_of_the_launch():
     assert run_ranks(2, _fail_on_one, group=False, timeout_s=60) == [("rank 1 failed", [70])] * 2
+
+
+def pair(store, timeout_s: float, place: str = "another machine") -> list[Watched]:
+    """Two ranks that wait at most ``timeout_s``; each takes the other's process for one at ``place``."""
+    here = Identity.of_this_process()
+    peers = [replace(here, host=f"n{rank}", place=place) for rank in range(2)]
+    ranks = [Watched(store, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.runtime.timeout_s, rank.runtime.peers = timeout_s, peers
+        rank.dog = Watchdog(
+            rank.runtime, rank.stop, exit_process=rank.exits.append,
+            on_blocked=lambda cause, message, doing, first, rank=rank: rank.causes.append((cause, first)),
+        )  # fmt: skip
+    return ranks
+
+
+def test_silent_machine_ends_a_rank_that_is_blocked_outside_of_a_collective(quick):
+    """As in a CUDA synchronization, from which nothing returns when the other machine is gone."""
+    mine, other = pair(dist.HashStore(), timeout_s=2.0)
+    with mine.dog:
+        other.dog._thread.start()
+        wait_until(lambda: other.dog._heartbeat._count > 6, 30, "it lives for longer than the limit")
+        assert not mine.stop.reason  # both live, however long they compute
+        assert not other.stop.reason
+        other.dog._finished.set()  # its machine loses power
+        wait_until(lambda: mine.exits, 30, "the end")
+    ((cause, first),) = mine.causes
+    assert (cause, first.rank, first.cause) == (Cause.PEER_LOST, 1, Cause.NODE_LOST)
+    assert mine.exits == [EXIT_FAILURE]
+
+
+def test_rank_that_ends_in_order_is_not_missed(quick):
+    mine, other = pair(dist.HashStore(), timeout_s=1.0)
+    with mine.dog:
+        with other.dog:
+            wait_until(lambda: other.dog._heartbeat._count, 30, "it lives")
+        beats = mine.dog._heartbeat._count
+        wait_until(lambda: mine.dog._heartbeat._count > beats + 6, 30, "longer than the limit")
+    assert not mine.stop.reason
+
+
+def test_silence_counts_only_while_this_process_runs(monkeypatch):
+    """A laptop that sleeps, and all ranks on it."""
+    ranks = pair(dist.HashStore(), timeout_s=20.0)
+    clock = {"now": 0.0}
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock["now"])
+    mine, other = (Heartbeat(rank.runtime) for rank in ranks)
+
+    def beats(beat: Heartbeat, *seconds: float) -> list[int | None]:
+        found = []
+        for clock["now"] in seconds:
+            found.append(beat.beat())
+        return found
+
+    assert beats(mine, 5, 10, 15, 3600, 3605, 3610) == [None] * 6
+    assert beats(other, 3611) == [None]
+    assert beats(mine, 3615, 3620, 3625, 3630, 3635) == [None, None, None, None, 1]
+    assert beats(other, 3636) == [None]
+    assert beats(mine, 3640) == [None]
+
+
+class _Dead:
+    """A store whose machine has lost power: requests are not answered."""
+
+    def check(self, *_):
+        raise StoreTimeout
+
+    get = set = compare_set = delete = check
+
+
+@pytest.mark.parametrize("store_is_held", [False, True])
+def test_machine_of_the_store_that_is_silent_ends_a_rank_that_waits(quick, store_is_held):
+    mine = pair(dist.HashStore(), timeout_s=0.3)[1]
+    mine.runtime.launch = replace(mine.runtime.launch, store_is_held=store_is_held)
+    mine.runtime.store = _Dead()
+    with mine.dog:
+        wait_until(lambda: mine.exits, 30, "the end")
+    ((cause, first),) = mine.causes
+    assert cause is Cause.PEER_LOST
+    assert (first and (first.rank, first.cause)) == (None if store_is_held else (0, Cause.NODE_LOST))
+
+
+def test_launcher_that_is_frozen_harms_no_rank_that_proceeds(quick, monkeypatch):
+    mine = pair(dist.HashStore(), timeout_s=0.3)[1]
+    mine.runtime.store = _Dead()
+    looks = []
+    monkeypatch.setattr(mine.dog.stalls, "waited_s", lambda: looks.append(time.monotonic()) or 0.1)
+    with mine.dog:
+        wait_until(lambda: looks and looks[-1] - looks[0] > 1.0, 30, "it looks for longer than the limit")
+    assert not mine.stop.reason

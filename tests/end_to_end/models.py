@@ -147,6 +147,22 @@ class Hangs(Slow):
         return super().forward(images)
 
 
+class Synchronizes(Slow):
+    """In training step ``step`` (from 1), waits for a device that never answers: in C code that releases Python's
+    global lock, outside of any collective of gloo, as in a CUDA synchronization."""
+
+    def __init__(self, num_classes: int, step: int) -> None:
+        super().__init__(num_classes, 0.0)
+        self.left = step
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        self.left -= self.training
+        if self.left == 0 and self.training:
+            ctypes.CDLL(None).pause()
+        return super().forward(images)
+
+
 class Overflowing(nn.Module):
     """A linear model with gradients so large that float16 overflows until the loss scale is reduced."""
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
-from contextlib import contextmanager
+import sys
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from harness.errors import EXIT_STOPPED
+from harness.errors import EXIT_FAILURE, EXIT_STOPPED
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run_folder, write_config
 from tests.end_to_end.processes import END_S, START_S, drivers, started, wait_for_steps
-from tests.engines.nodes import ADDRESSES, two_nodes
+from tests.engines.nodes import ADDRESSES, cut, two_nodes
 from tests.ranks import wait_for
 
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
@@ -73,3 +76,42 @@ def test_two_nodes_train_like_two_ranks_of_one_node(tmp_path, data, monkeypatch)
     local = write_config(tmp_path / "local", data, **slow)
     assert wait_for(drivers(2, ["-c", str(local)], tmp_path / "local.txt"), START_S) == [0, 0]
     assert_same_run(run_folder(local), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_machine_that_loses_power_ends_one_that_synchronizes_a_device(tmp_path, data, lost):
+    """No connection breaks, and the main thread of the other machine waits outside of any collective. Machine 0 also
+    holds the store."""
+    timeout_s = 10
+    model = {"name": "tests.end_to_end.models.Synchronizes", "args": {"step": 3}}
+    runtime = {"device": "cpu", "timeout_s": timeout_s}
+    config = write_config(tmp_path, data, model=model, runtime=runtime, train={"log_every": 1})
+    words = [sys.executable, "driver.py", "-c", config]
+    with two_nodes() as nodes, ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                started(
+                    words,
+                    tmp_path / f"{rank}.txt",
+                    fork=True,
+                    network=name,
+                    RANK=str(rank),
+                    LOCAL_RANK="0",
+                    WORLD_SIZE="2",
+                    LOCAL_WORLD_SIZE="1",
+                    MASTER_ADDR=ADDRESSES[0],
+                    MASTER_PORT="29500",
+                )  # fmt: skip
+            )
+            for rank, name in enumerate(nodes)
+        ]
+        wait_for_steps(run_folder(config), 2)
+        time.sleep(1.5 * timeout_s)  # longer than the limit: both live
+        assert [run.process.poll() for run in runs] == [None, None]
+        cut(nodes[lost])
+        runs[lost].end()
+        assert runs[1 - lost].wait(timeout_s + END_S) == EXIT_FAILURE
+        failure = json.loads((run_folder(config) / "failure.json").read_text())
+        assert (failure["rank"], failure["cause"]) == (lost, "node_lost")
+        assert f"rank {lost} failed: its process" in runs[1 - lost].text()
