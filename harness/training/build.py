@@ -57,6 +57,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     """Build everything the loop needs, restored from the checkpoint to resume from, if there is one. Collective."""
     determinism.require(config.train.deterministic)
     precision.set_tf32(config.precision)
+    num_threads = torch.get_num_threads()
     task = open_task(config, runtime)
     with runtime.together("opening the trackers"):
         tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
@@ -134,6 +135,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         meter=Meter(runtime.device),
         coverage=Coverage(len(task.train), config.seed),
         started=time.perf_counter(),
+        num_threads=num_threads,
         counting=counting,
         weights=given,
     )  # fmt: skip

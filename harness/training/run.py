@@ -63,6 +63,7 @@ class Run:
     arithmetic: Arithmetic = Arithmetic()  # then known on rank 0, which logs it
     weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
+    num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -111,6 +112,7 @@ class Run:
         Collective."""
         state, meter, lr = self.state, self.meter, self.lr
         self.collect_waits()
+        self._notice_threads()
         meter.tick()
         self._count_arithmetic()
         start, steps = time.perf_counter(), meter.steps
@@ -136,6 +138,16 @@ class Run:
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
         meter.costs.add({"log": time.perf_counter() - start})
+
+    def _notice_threads(self) -> None:
+        """Warn if code of the user has changed torch's number of threads, by which sums on a CPU are divided."""
+        before, self.num_threads = self.num_threads, torch.get_num_threads()
+        if before != self.num_threads and self.runtime.device.type == "cpu":
+            log.warning(
+                "the number of torch's threads has changed from %d to %d: on a CPU, results depend on it; remove the "
+                "call of torch.set_num_threads, and set launch.threads or OMP_NUM_THREADS",
+                before, self.num_threads,
+            )  # fmt: skip
 
     def _count_arithmetic(self) -> None:
         """Count what the model computes, once. Takes longer than the first steps, and is not part of their time.

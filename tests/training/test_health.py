@@ -207,6 +207,13 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
     assert "12 of 12 rows used; 7 of them updated the weights, and 5 belonged to 1 step skipped" in caplog.text
 
 
+def test_a_changed_number_of_threads_is_noticed_once(start, caplog):
+    run = start("", 1)
+    run.num_threads += 1  # as if the task had lowered it
+    assert loop.train(run)
+    assert caplog.text.count("the number of torch's threads has changed") == 1
+
+
 def test_short_run_has_its_rows_and_loss(start):
     run = start("", 1, "train.max_steps=1", "train.log_every=50")
     assert loop.train(run)
