@@ -169,7 +169,7 @@ def test_every_test_file_mirrors_a_module():
     """tests/PACKAGE/test_MODULE.py, with an optional _suffix; test_docs.py is for the package's page in docs/."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         place = path.relative_to(ROOT / "tests")
-        if place.parts[0] in ("end_to_end", "golden", "apex") or place.as_posix() in OTHER_TESTS:
+        if place.parts[0] in ("end_to_end", "apex") or place.as_posix() in OTHER_TESTS:
             continue
         folder = ROOT / "harness" / place.parent
         assert folder.is_dir(), f"tests/{place} mirrors no package"

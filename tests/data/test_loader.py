@@ -21,6 +21,7 @@ from harness.data.batch import Batch
 from harness.data.loader import BatchRequest, EvalData, Loader, StoppedWaiting, TrainData
 from harness.data.shards import RULES, Segment
 from harness.errors import DataError, TrainingError
+from tests.end_to_end.processes import wait_until
 from tests.fixtures import CountingTable
 
 CPU = torch.device("cpu")
@@ -266,7 +267,7 @@ class Odd(CountingTable):
         raise StopIteration
 
     def blocks(self, batch):
-        time.sleep(60)
+        time.sleep(600)  # the test's own limit is shorter
 
 
 @pytest.mark.parametrize(
@@ -285,8 +286,7 @@ class Odd(CountingTable):
 )
 def test_failure_of_a_worker_is_named(how, kind, text):
     """Torch drops what a worker cannot pickle, and would wait for it for ever."""
-    loader = Loader(Odd(how), 1, CPU, timeout_s=1.5 if how == "blocks" else 30)
-    begin = time.monotonic()
+    loader = Loader(Odd(how), 1, CPU, timeout_s=1.5 if how == "blocks" else 250)
     try:
         with pytest.raises((kind, TwoArguments)) as caught:
             list(TrainData(loader, "contiguous", 0, 1, 4, 1, 0).groups(0, []))
@@ -297,7 +297,6 @@ def test_failure_of_a_worker_is_named(how, kind, text):
     else:
         assert type(caught.value) is kind
     assert text in str(caught.value)
-    assert time.monotonic() - begin < 15
     assert multiprocessing.active_children() == []
     if kind is RuntimeError:
         assert "Traceback" in str(caught.value.__cause__), "the worker's"
@@ -345,8 +344,9 @@ def test_waiting_time_is_measured():
             return super().batch(rows, epoch)
 
     loader = Loader(Slow(8), 0, CPU)
+    begin = time.perf_counter()
     list(TrainData(loader, "contiguous", 0, 1, 4, 1, 0).groups(0, []))
-    assert 0.1 <= loader.wait_s < 1
+    assert 0.1 <= loader.wait_s <= time.perf_counter() - begin
 
 
 def test_close_ends_the_workers():
@@ -354,10 +354,7 @@ def test_close_ends_the_workers():
     list(train.groups(0, []))
     assert len(multiprocessing.active_children()) >= 2
     train.loader.close()
-    deadline = time.monotonic() + 5
-    while multiprocessing.active_children():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not multiprocessing.active_children(), 60, "the workers end")
     train.loader.close()  # a second call does nothing
     data(4).loader.close()
 

@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -142,7 +141,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 folder = pathlib.Path(sys.argv[1], "run_x", "attempt_0", "0")
 folder.mkdir(parents=True)
 (folder / "error.json").write_text(sys.argv[2])
-time.sleep(60)
+time.sleep(1000)
 """
 GONE = "it left no record: it was killed, or its machine was lost"
 RANGE = ["nnodes=2", "min_nodes=1", "max_restarts=1", "rendezvous=127.0.0.1:1"]
@@ -169,10 +168,8 @@ def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
     started_ = torchrun.start(job)
     wait_until(lambda: list(tmp_path.glob("harness-torchrun-*/*/*/0/error.json")), START_S, "the launcher")
     if not is_ended:
-        threading.Timer(2.0, lambda: (started_.stop(), started_.stop())).start()
-    begun = time.monotonic()
+        threading.Timer(1.0, lambda: (started_.stop(), started_.stop())).start()
     report = started_.follow()
-    assert (time.monotonic() - begun > 1.9) is not is_ended
     exits = [exit_of(0, exit_code), *([RankExit.lost(lost)] if lost else [])]
     assert report == EngineReport(exits, not is_ended, 2, shares_terminal=True)
     assert not list(tmp_path.glob("harness-torchrun-*"))

@@ -67,7 +67,7 @@ def test_wait_ends_without_progress_and_only_then(monkeypatch):
     target.uploader.request()
     start = time.monotonic()
     assert not target.uploader.wait()
-    assert 0.4 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 0.4
     assert str(target.uploader.error) == "unreachable"
 
     def slowly() -> None:

@@ -139,7 +139,7 @@ def test_slow_tracker_does_not_delay_training(open_log, tracker, monkeypatch, wa
     for step in range(1000):
         log.log("train", {"step": step})
     log.close()
-    assert time.monotonic() - before < 5  # a single call would wait 20 s
+    assert time.monotonic() - before < 20  # as long as a single call would wait
     (warning,) = warnings()
     assert "did not process everything within 0 s" in warning
     tracker.gate.set()
