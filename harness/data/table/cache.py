@@ -4,7 +4,8 @@
     CACHE/tables/NAME-HASH/KEY.arrow      text columns, Arrow IPC in record batches of equal length
     CACHE/tables/NAME-HASH/KEY.codes      labels in row order: codes as little-endian int32, or numbers as float64
     CACHE/tables/NAME-HASH/KEY.offsets    if rows have several labels: the first code of each row, and the end, as int64
-    CACHE/tables/NAME-HASH/KEY.json       the manifest, written last; without it the other files are ignored
+    CACHE/tables/NAME-HASH/KEY.json       the manifest, written last; without it the other files are ignored. A line
+                                          of JSON with the digests of their blocks, and its own digest
     CACHE/tables/NAME-HASH/VERSION.source a downloaded remote file
 
 The cache may be deleted at any time: open tables stay open, anything else is converted again. Converting a new version
@@ -33,7 +34,7 @@ from harness.errors import DataError, reason, remedy
 from harness.runs.files import default_cache_dir, parse_json, write_atomically
 from harness.runs.locks import MARKER_SUFFIX, Lock
 
-FORMAT = 3  # increase it when the layout or the meaning of anything in the cache changes
+FORMAT = 4  # increase it when the layout or the meaning of anything in the cache changes
 UNUSED_S = 86400.0  # after which a version is deleted, if another one has replaced it
 SILENT_S = 30.0  # after which a process that writes nothing is not waited for: it may be stopped, or its machine lost
 _POLL_S = 0.05
@@ -94,12 +95,14 @@ class CacheEntry:
         """The local copy of a remote source."""
         return self.folder / f"{hashlib.sha256(json.dumps(source.version).encode()).hexdigest()[:24]}.source"
 
-    def load(self) -> dict[str, Any] | None:
-        """Return the manifest if the entry is complete. Sizes are checked because mapping a truncated file ends in
-        SIGBUS.
+    def load(self, damaged: str = "") -> dict[str, Any] | None:
+        """Return the manifest if the entry is complete, and is not the conversion with the id ``damaged``.
+
+        Sizes are checked because mapping a truncated file ends in SIGBUS; the rest of the content is checked when it is
+        used.
         """
-        manifest = read_json(self.manifest)
-        if manifest is None or manifest.get("format") != FORMAT:
+        manifest = _read_manifest(self.manifest)
+        if manifest is None or manifest["format"] != FORMAT or manifest["id"] == damaged:
             return None
         try:
             return manifest if self.sizes() == manifest["bytes"] else None
@@ -108,7 +111,14 @@ class CacheEntry:
 
     def publish(self, manifest: dict[str, Any], mark: str) -> None:
         """Write the manifest, which makes the entry complete. ``mark``: of the temporary names of this conversion."""
-        write_atomically(self.manifest, json.dumps(manifest | {"format": FORMAT}, ensure_ascii=False), mark)
+        text = json.dumps(manifest | {"format": FORMAT}, ensure_ascii=False)
+        write_atomically(self.manifest, f"{text}\n{_digest(text)}\n", mark)
+
+    def discard(self, source: Source) -> None:
+        """Remove a damaged conversion. The files that processes have mapped stay until they unmap them."""
+        for path in (self.manifest, *self.files, self.download(source)):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def sweep(self, source: Source) -> None:
         """Delete the files of crashed conversions and of older versions of the source. The caller holds the lock.
@@ -120,7 +130,7 @@ class CacheEntry:
             other = CacheEntry(self.folder, path.name.split(".")[0])
             if path != other.manifest or other.key == self.key:
                 continue
-            is_current = (read_json(path) or {}).get("version") == list(source.version)
+            is_current = (_read_manifest(path) or {}).get("version") == list(source.version)
             if is_current or _age_s(path) < UNUSED_S:
                 keep |= {p.name for p in (other.manifest, *other.files)}
         for path in self.folder.iterdir():
@@ -146,25 +156,25 @@ class CacheEntry:
             ) from error
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[bool]:
+    def alone(self, damaged: str = "") -> Iterator[bool]:
         """Context in which other processes do not convert this source; waits for one that does.
 
         False if this could not be ensured: the file system has no locks, or the other process has written nothing for
-        ``SILENT_S``. Ends the wait also when the entry is complete.
+        ``SILENT_S``. Ends the wait also when the entry is complete (and not ``damaged``).
         """
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(self.folder / _LOCK_NAME)
         try:
             with self.writing():
-                is_alone = self._wait_for(lock)
+                is_alone = self._wait_for(lock, damaged)
             yield is_alone
         finally:
             lock.release()
 
-    def _wait_for(self, lock: Lock) -> bool:
+    def _wait_for(self, lock: Lock, damaged: str) -> bool:
         seen, since = self._marks(), time.monotonic()
-        while time.monotonic() - since < SILENT_S and self.load() is None:
+        while time.monotonic() - since < SILENT_S and self.load(damaged) is None:
             if lock.try_acquire():
                 return True
             time.sleep(_POLL_S)
@@ -189,6 +199,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest in ``path``, which has a line of JSON and one with its digest; None if it is damaged or missing."""
+    try:
+        text, digest, _ = path.read_text(encoding="utf-8").split("\n")
+        return parse_json(text) if digest == _digest(text) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _age_s(path: Path) -> float:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import logging
 import secrets
 import shlex
 from collections import deque
@@ -31,18 +32,25 @@ if TYPE_CHECKING:
 
     from harness.data.table.writers import LabelWriter, TextWriter
 
+log = logging.getLogger("harness")
+
 Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
 _READ_AHEAD = 4  # batches
 
 
-def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
+def converted(
+    source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None, damaged: str = ""
+) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first unless the table is in the cache. Raises
-    DataError."""
+    DataError. ``damaged``: the ``id`` of a conversion whose files are damaged."""
     earlier_failure = read_json(entry.failure)
-    while (manifest := entry.load()) is None:
-        with entry.alone() as is_alone:
-            if entry.load() is None:
+    while (manifest := entry.load(damaged)) is None:
+        with entry.alone(damaged) as is_alone:
+            if entry.load(damaged) is None:
                 _raise_failure_since(earlier_failure, entry, text)
+                if is_alone and (damaged or entry.manifest.exists()):
+                    log.warning("%s: the converted table in the cache is damaged; converting it again", source.name)
+                    entry.discard(source)
                 if is_alone:
                     entry.sweep(source)
                 _convert_or_record(source, entry, text, label)
@@ -114,7 +122,8 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
             )
     with entry.writing():
         manifest["bytes"] = entry.sizes()
-        entry.publish(manifest | {"kind": kind, "source": source.identity, "version": source.version}, mark)
+        facts = {"kind": kind, "source": source.identity, "version": source.version, "id": mark}
+        entry.publish(manifest | facts, mark)
 
 
 def reader_of(kind: str) -> Any:
@@ -220,6 +229,7 @@ def _manifest(texts: TextWriter, labels: LabelWriter | None, columns: list[str],
     }
     if labels is not None:
         manifest |= {"label": labels.label.key, **labels.finish()}
+    manifest["blocks"] = {"arrow": texts.digests(), **manifest.get("blocks", {})}
     parts = ("columns", "num_rows", "label", "vocabulary", "codes_digest", "text_digest")
     manifest["digest"] = hashlib.sha256(json.dumps([manifest[part] for part in parts]).encode()).hexdigest()
     return manifest

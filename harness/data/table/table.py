@@ -21,12 +21,14 @@ import numpy as np
 import pyarrow as pa
 
 from harness.data.table import csv_lines
+from harness.data.table.blocks import CheckedArray, CheckedFile, DamagedError
 from harness.data.table.cache import CacheEntry
 from harness.data.table.convert import Text, converted, needed_columns, require_columns
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, locate
-from harness.errors import DataError, plural
+from harness.errors import DataError, first_line, plural
 
+_MAX_RENEWED = 3  # conversions of one open table: a disk that damages every one of them is not used for ever
 _FEW_ROWS = 512  # up to here, reading one value after the other is faster than grouping the rows by record batch
 
 
@@ -50,28 +52,19 @@ def open_table(
     entry = CacheEntry.of(found, label, cache_dir)
     manifest = converted(found, entry, text, label)
     require_columns(manifest["columns"], needed_columns(text, label), found.name)
-    return Table(found, entry, manifest)
+    return Table(found, entry, manifest, label)
 
 
 class Table:
     """The rows of an annotation file, from ``open_table``. Pickles as a path and is mapped again when unpickled."""
 
-    def __init__(self, source: Source, entry: CacheEntry, manifest: dict[str, Any]) -> None:
-        self._source, self._entry = source, entry
+    def __init__(self, source: Source, entry: CacheEntry, manifest: dict[str, Any], label: LabelColumns | None) -> None:
+        self._source, self._entry, self._label = source, entry, label
         self._manifest = manifest
-        options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and a fork would lose the threads
-        try:
-            entry.touch()
-            # Mapped now: the cache may be emptied later.
-            self._reader = pa.ipc.open_file(pa.memory_map(str(entry.arrow)), options=options)
-            self._codes, self._offsets, self._numbers = (None, None, None)
-            if "mean" in manifest:
-                self._numbers = _mapped(entry.codes, "<f8").reshape(-1, len(manifest["mean"]))
-            elif manifest["label"] is not None:
-                self._codes = _mapped(entry.codes, "<i4")
-                self._offsets = _mapped(entry.offsets, "<i8") if manifest["bytes"][2] else None
-        except FileNotFoundError:
-            raise _vanished(source) from None
+        self._num_renewed = 0
+        self._map()
+        entry.touch()
+        manifest = self._manifest
         self.num_rows: int = manifest["num_rows"]
         self.columns: tuple[str, ...] = tuple(manifest["columns"])
         self.label: str | None = manifest["label"] if isinstance(manifest["label"], str) else None
@@ -80,7 +73,58 @@ class Table:
         self.digest: str = manifest["digest"]
         self.vocabulary: tuple[str, ...] | tuple[int, ...] = tuple(manifest["vocabulary"])
         self.notes: tuple[str, ...] = tuple(manifest["notes"])
-        self._batches: dict[int, pa.RecordBatch] = {}
+
+    def _map(self) -> None:
+        """Map the files: the cache may be emptied later."""
+        while True:
+            entry, manifest = self._entry, self._manifest
+            blocks = manifest["blocks"]
+            try:
+                self._texts = CheckedFile(entry.arrow, blocks["arrow"])
+                self._arrays = {}
+                if "mean" in manifest:
+                    self._arrays["numbers"] = CheckedArray(entry.codes, "<f8", len(manifest["mean"]), blocks["codes"])
+                elif manifest["label"] is not None:
+                    self._arrays["codes"] = CheckedArray(entry.codes, "<i4", None, blocks["codes"])
+                if "offsets" in blocks:
+                    self._arrays["offsets"] = CheckedArray(entry.offsets, "<i8", None, blocks["offsets"])
+                self._texts.require(0)  # the schema
+                self._texts.require(-1)  # the places of the record batches
+            except (DamagedError, FileNotFoundError) as error:  # the latter if another process has found the damage
+                self._convert_again(error)
+                continue
+            options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and a fork would lose the threads
+            self._reader = pa.ipc.open_file(pa.py_buffer(self._texts.content), options=options)
+            self._batches: dict[int, pa.RecordBatch] = {}
+            return
+
+    def _convert_again(self, damage: Exception) -> None:
+        """Replace a damaged conversion, or wait for a process that does; ``_map`` maps the new one. Raises DataError if
+        it is not the same."""
+        self._num_renewed += 1
+        old = self._manifest
+        hint = "run the same command again; if this is repeated, set data.cache_dir to a folder on another disk"
+        if self._num_renewed > _MAX_RENEWED or not (self._source.is_remote or self._source.is_current()):
+            self._entry.discard(self._source)
+            raise DataError(
+                f"the converted table in the cache is damaged ({first_line(damage)})",
+                where=self._source.name,
+                hint=hint,
+            ) from damage
+        text = [column for column in old["columns"] if self._label is None or column not in self._label.columns]
+        self._manifest = converted(self._source, self._entry, text, self._label, old["id"])
+        if any(self._manifest[fact] != old[fact] for fact in ("digest", "batch_rows")):
+            problem = "the converted table in the cache was damaged, and a new conversion differs from it"
+            raise DataError(problem, where=self._source.name, hint=hint) from damage
+
+    def _read(self, name: str, index: np.ndarray) -> np.ndarray:
+        """``index`` of the array ``name``."""
+        while True:
+            try:
+                return self._arrays[name][index]
+            except DamagedError as damage:
+                self._convert_again(damage)
+                self._map()
 
     def __len__(self) -> int:
         return self.num_rows
@@ -88,40 +132,37 @@ class Table:
     def __repr__(self) -> str:
         return f"Table({self._source.name!r}, {self.num_rows:,} rows, columns {', '.join(self.columns)})"
 
-    def __getstate__(self) -> tuple[Source, CacheEntry]:
-        return self._source, self._entry
+    def __getstate__(self) -> tuple[Source, CacheEntry, LabelColumns | None]:
+        return self._source, self._entry, self._label
 
-    def __setstate__(self, state: tuple[Source, CacheEntry]) -> None:
-        source, entry = state
+    def __setstate__(self, state: tuple[Source, CacheEntry, LabelColumns | None]) -> None:
+        source, entry, label = state
         manifest = entry.load()
         if manifest is None:
             raise _vanished(source)
-        self.__init__(source, entry, manifest)  # type: ignore[misc]
+        self.__init__(source, entry, manifest, label)  # type: ignore[misc]
 
     def labels(self, rows: np.ndarray) -> np.ndarray:
         """The int64 codes (indices into ``vocabulary``) of these rows, in order. Raises IndexError."""
-        if self._codes is None or self._offsets is not None:
+        if "codes" not in self._arrays or "offsets" in self._arrays:
             raise ValueError("the table was opened without a column of single labels")
-        codes: np.ndarray = self._codes[self._checked(rows)]
-        return codes.astype(np.int64)
+        return self._read("codes", self._checked(rows)).astype(np.int64)
 
     def tags(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(number of labels of each of these rows, the int64 codes of all of them, row by row). Raises IndexError."""
-        if self._codes is None or self._offsets is None:
+        if "offsets" not in self._arrays:
             raise ValueError("the table was opened without a column of several labels")
         rows = self._checked(rows)
-        starts = self._offsets[rows]
-        counts = self._offsets[rows + 1] - starts
+        starts = self._read("offsets", rows)
+        counts = self._read("offsets", rows + 1) - starts
         shifts = starts - np.cumsum(counts) + counts  # from a place in the result to one in the file
-        codes: np.ndarray = self._codes[np.repeat(shifts, counts) + np.arange(counts.sum())]
-        return counts, codes.astype(np.int64)
+        return counts, self._read("codes", np.repeat(shifts, counts) + np.arange(counts.sum())).astype(np.int64)
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
         """The float64 numbers (rows, columns) of these rows, in order. Raises IndexError."""
-        if self._numbers is None:
+        if "numbers" not in self._arrays:
             raise ValueError("the table was opened without columns of numbers")
-        numbers: np.ndarray = self._numbers[self._checked(rows)]
-        return numbers
+        return self._read("numbers", self._checked(rows))
 
     def strings(self, column: str, rows: np.ndarray) -> list[str]:
         """The text of a column in these rows, in order; labels as written in the file. Raises IndexError."""
@@ -177,8 +218,14 @@ class Table:
 
     def _batch(self, index: int) -> pa.RecordBatch:
         """A record batch, in the mapped file."""
-        if index not in self._batches:
-            self._batches[index] = self._reader.get_batch(index)
+        while index not in self._batches:
+            try:
+                self._texts.require(index + 1)  # after the schema
+            except DamagedError as damage:
+                self._convert_again(damage)
+                self._map()
+            else:
+                self._batches[index] = self._reader.get_batch(index)
         return self._batches[index]
 
     def _index_of(self, column: str) -> int:
@@ -194,11 +241,6 @@ class Table:
                 f"rows {rows.min()} to {rows.max()} are out of range for a table of {plural(self.num_rows, 'row')}"
             )
         return rows
-
-
-def _mapped(path: Path, kind: str) -> np.ndarray:
-    """A plain array over the mapping, because indexing an np.memmap is slower."""
-    return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)
 
 
 def _vanished(source: Source) -> DataError:

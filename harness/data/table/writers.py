@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from harness.data.table.blocks import BlockWriter, array_digests
 from harness.data.table.labels import BadRows, LabelCoder, LabelColumns
 from harness.errors import DataError
 
 MAX_BATCH_ROWS = 65_536
-_BATCH_BYTES = 16 << 20  # intended size of a record batch; long rows make it shorter than MAX_BATCH_ROWS
+_BATCH_BYTES = 1 << 20  # intended size of a record batch, which is checked as a whole when a row of it is first read
 _CHUNK_CODES = 1 << 20
 _LARGEST = 3.4e38  # of a float32, which a model computes with
 
@@ -39,8 +40,9 @@ class TextWriter:
             max_workers=1
         )  # hashing releases the interpreter and takes a third of the time
         self._hashed: Future[None] | None = None  # of the last batch: at most one waits in memory
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close
+        self._file = BlockWriter(path)
         self._writer = pa.ipc.new_file(self._file, self._schema)
+        self._file.end_block()
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Append rows; columns other than those given at the start are ignored."""
@@ -62,8 +64,13 @@ class TextWriter:
         if self._num_pending:
             self._flush()
         self._writer.close()
+        self._file.end_block()
         self.close()
         return hashlib.sha256(b"".join(digest.digest() for digest in self._digests)).hexdigest()
+
+    def digests(self) -> dict[str, Any]:
+        """Of the blocks of the file: schema, record batches, footer."""
+        return self._file.digests()
 
     def close(self) -> None:
         self._hashing.shutdown()
@@ -79,6 +86,7 @@ class TextWriter:
             self._hashed.result()
         self._hashed = self._hashing.submit(self._hash, arrays)
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._file.end_block()
         self._pieces, self._num_pending = [], 0
 
     def _hash(self, arrays: list[pa.Array]) -> None:
@@ -115,7 +123,8 @@ class CodeWriter:
                 file.seek(-final.nbytes, os.SEEK_CUR)
                 file.write(final)
                 digest.update(final)
-        return {"vocabulary": vocabulary, "notes": notes, "codes_digest": digest.hexdigest()}
+        facts = {"vocabulary": vocabulary, "notes": notes, "codes_digest": digest.hexdigest()}
+        return facts | {"blocks": {"codes": array_digests(self.path, 4)}}
 
     def close(self) -> None:
         self._file.close()
@@ -132,7 +141,7 @@ class TagWriter(CodeWriter):
 
     def __init__(self, path: Path, offsets: Path, label: LabelColumns, where: str) -> None:
         super().__init__(path, label, where)
-        self.bad = BadRows()
+        self.bad, self._offsets_path = BadRows(), offsets
         self._offsets = open(offsets, "wb")  # noqa: SIM115 - closed by close
         self._end, self._digest = 0, hashlib.sha256()
         self._write_offsets(np.zeros(1, np.int64))
@@ -163,6 +172,7 @@ class TagWriter(CodeWriter):
         if not found["vocabulary"] and not self.bad.count:
             raise DataError(f"no row has a label in column {self.coder.column!r}", where=self.coder.where)
         self._digest.update(found["codes_digest"].encode())
+        found["blocks"]["offsets"] = array_digests(self._offsets_path, 8)
         return found | {"codes_digest": self._digest.hexdigest()}
 
     def close(self) -> None:
@@ -206,7 +216,8 @@ class NumberWriter:
             means.append(mean)
             deviations.append(deviation or 1.0)
         facts = {"vocabulary": [], "notes": notes, "codes_digest": self._digest.hexdigest()}
-        return facts | {"mean": means, "std": deviations}
+        blocks = {"codes": array_digests(self.path, 8 * len(self.label.columns))}
+        return facts | {"mean": means, "std": deviations, "blocks": blocks}
 
     def close(self) -> None:
         self._file.close()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import hashlib
 import json
 import multiprocessing
 import os
@@ -147,7 +148,7 @@ def test_second_open_converts_nothing(csv, folder, conversions, monkeypatch):
 def test_conversion_between_the_check_and_the_lock(csv, folder, conversions, monkeypatch):
     real = CacheEntry.alone
 
-    def late(entry):
+    def late(entry, *_):
         monkeypatch.setattr(CacheEntry, "alone", real)
         open_table(csv, label="label", cache_dir=folder)
         return real(entry)
@@ -233,7 +234,8 @@ def test_damaged_cache_is_rebuilt(csv, folder, kind, damage):
 def test_other_format_is_rebuilt(csv, folder, conversions):
     open_table(csv, label="label", cache_dir=folder)
     (path,) = folder.rglob("*.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": -1}))
+    text = json.dumps(json.loads(path.read_text().splitlines()[0]) | {"format": -1})
+    path.write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
     open_table(csv, label="label", cache_dir=folder)
     assert conversions() == 2
 
