@@ -21,7 +21,7 @@ from tests.fixtures import settings, write_rows, write_yaml
 # A new word is added here too, so that it is a decision.
 VERBS = {
     "bench": "-c --config --out --rounds --steps --threads --world key=value {strategies}",
-    "check": "-c --config --world key=value",
+    "check": "-c --config --json --world key=value",
     "compare": "--json RUN_A RUN_B",
     "data": "WHAT",
     "doctor": "--json",
@@ -353,7 +353,7 @@ def test_overrides_and_options_in_any_order(capsys, yaml_file):
         assert cli.main(["check", *words]) == 0
         out = capsys.readouterr().out
         assert "ranks: 2" in out
-        assert "2 per epoch, 6 in total" in out
+        assert "steps per epoch: 2\n          steps: 6\n" in out
         assert out.splitlines()[-1].startswith("no errors; to start the run: harness launch --nproc 2 -c ")
 
 
@@ -361,6 +361,20 @@ def test_arguments_default_to_the_command_line(capsys, yaml_file, monkeypatch):
     monkeypatch.setattr("sys.argv", ["harness", "check", "a=1", "-c", yaml_file, "b=2"])
     assert cli.main() == 2
     assert "a: unknown key" in capsys.readouterr().err
+
+
+def test_check_as_json(capsys, yaml_file, tmp_path):
+    def check(*words: str) -> tuple[int, dict]:
+        code = cli.main(["check", "--json", "-c", yaml_file, *words])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, found = check("train.epochs=3", "--world", "2")
+    assert (code, found["errors"]) == (0, [])
+    assert (found["facts"]["steps per epoch"], found["facts"]["steps"]) == (2, 6)
+    code, found = check("model.name=cnn", "optimizer.name=adamm")
+    assert (code, [error["where"] for error in found["errors"]]) == (2, ["model.name", "optimizer.name"])
+    code, found = check("train.epoch=3")  # an error of the file itself
+    assert (code, found["facts"], found["errors"][0]["exit_code"]) == (2, {}, 2)
 
 
 def test_check_prints_facts_or_all_errors_and_the_highest_code(capsys, yaml_file, tmp_path):

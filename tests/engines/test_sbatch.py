@@ -16,7 +16,7 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause
 from harness.engines import launch
 from harness.engines.slurm import engine, sbatch
-from harness.engines.slurm.job_output import JobOutput
+from harness.engines.slurm.job_output import RECORD, JobOutput
 from harness.engines.slurm.scontrol import JobState, SlurmUnavailable, parse
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
@@ -158,9 +158,10 @@ def test_job_state_is_parsed():
 
 
 SAID = """\
-harness: job 7, start 1, on n[0-1]
+any words about a start
+harness-record: {"start": 1}
 srun: error: n1: task 3: Killed
-harness: job 7, start 2, on n[0-1]
+harness-record: {"start": 2}
 epoch 1: 61 of 61 rows used
 srun: error: n1: tasks 2-3: Segmentation fault (core dumped)
 srun: error: n0: tasks 0,3: Exited with exit code 70
@@ -178,28 +179,29 @@ def test_output_is_shown_while_it_grows_and_parsed(tmp_path, capsys):
     for cut in (10, 100, 400, len(SAID)):
         path.write_bytes(SAID[:cut].encode())
         output.show(last=cut == len(SAID))
-    assert capsys.readouterr().err == SAID + "\n"
+    shown = "".join(line + "\n" for line in SAID.splitlines() if not line.startswith(RECORD))
+    assert capsys.readouterr().err == shown
+    assert output.start == 2
     assert output.exits == {2: -11, 3: -11, 0: 70}
     assert next(iter(output.exits)) == 2
     assert output.lost == "Node failure on n1"
     assert not output.over
 
 
-PREFIX = ["harness: job 7, start 1, on n0"]
-END = "harness: job 7: exit code {}, another start: {}"
+PREFIX = ['harness-record: {"start": 1}']
+END = 'harness-record: {{"last_exit_code": {}}}'
 SRUN_KILLED = "srun, which started the ranks, was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
     ("lines", "over", "lost"),
     [
-        ([END.format(70, "no")], True, ""),
-        ([END.format(70, "yes")], False, ""),
-        ([END.format(70, "no, scontrol requeue failed")], True, ""),
-        ([END.format(137, "no")], True, SRUN_KILLED),
-        (["srun: error: n1: task 1: Killed", END.format(137, "no")], True, ""),
-        (["srun: error: Node failure on n1", END.format(143, "no")], True, "Node failure on n1"),
-        ([END.format(137, "yes")], False, ""),
+        ([END.format(70)], True, ""),
+        (["harness: job 7: exit code 70, another start: no"], False, ""),  # words for the reader, not a record
+        ([END.format(137)], True, SRUN_KILLED),
+        (["srun: error: n1: task 1: Killed", END.format(137)], True, ""),
+        (["srun: error: Node failure on n1", END.format(143)], True, "Node failure on n1"),
+        ([END.format(13)[:-1]], False, ""),  # the disk is full
     ],
 )
 def test_end_of_the_script_is_parsed(tmp_path, lines, over, lost):
@@ -238,8 +240,8 @@ class Controller:
         return JobState(name, restarts=int(restarts or 0), output=str(self._output)) if name else None
 
 
-OVER = "\n".join([*PREFIX, END.format(70, "no"), ""])
-KILLED = "\n".join([*PREFIX, END.format(137, "no"), ""])
+OVER = "\n".join([*PREFIX, END.format(70), ""])
+KILLED = "\n".join([*PREFIX, END.format(137), ""])
 # What the controller does, and the reported loss.
 FOLLOWED = {
     "away for a while": (["PENDING", "no answer", "RUNNING", "COMPLETED"], {}, ""),

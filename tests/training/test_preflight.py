@@ -35,7 +35,7 @@ def test_facts(folder):
     assert facts["model"] == "linear, 195 parameters"
     assert facts["train rows"] == 20
     assert facts["batch"] == "2 per rank, 4 in total, in 2 micro-batches"
-    assert facts["steps"] == "5 per epoch, 15 in total"
+    assert (facts["steps per epoch"], facts["steps"]) == (5, 15)
     assert facts["amp"].startswith("O1 by harness.apex; on this CPU, ")
     assert facts["ranks"] == 2
     facts, problems = examine(folder, "data.num_workers=1")

@@ -1,7 +1,8 @@
-"""The output file of a Slurm job: shown as it grows, and parsed for srun's reports on tasks that failed."""
+"""The output file of a Slurm job: shown as it grows, and read for the script's records and srun's reports on tasks."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -9,9 +10,9 @@ from contextlib import suppress
 
 from harness.distributed.stack import signal_name
 
-# The script of harness.engines.slurm.sbatch prints these two lines.
-_START = re.compile(r"^harness: job \S+, start (\d+), ")
-_OVER = re.compile(r"^harness: job \S+: exit code (\d+), another start: no")
+# What the script of harness.engines.slurm.sbatch writes before its records in the job's output. They are JSON:
+# {"start": N}, and at the end {"last_exit_code": N} unless it has asked for another start.
+RECORD = "harness-record: "
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$")
 _NODE = re.compile(r"^srun: error: (Node failure on \S+)")
 _SIGNALS = {signal.strsignal(number): -number for number in signal.valid_signals()} | {"Out Of Memory": -signal.SIGKILL}
@@ -45,19 +46,26 @@ class JobOutput:
             lines.append(self._rest)
         for line in lines:
             text = line.decode(errors="replace")
-            print(text, file=sys.stderr)
-            self._parse(text)
+            if text.startswith(RECORD):
+                with suppress(ValueError):  # cut off in the middle
+                    self._read(json.loads(text.removeprefix(RECORD)))
+            else:
+                print(text, file=sys.stderr)
+                self._parse(text)
         return bool(lines)
 
-    def _parse(self, line: str) -> None:
-        if found := _START.match(line):
+    def _read(self, record: dict[str, int]) -> None:
+        if "start" in record:
             self.exits, self.lost, self.killed, self.over = {}, "", "", False
-            self.start = int(found.group(1))
-        elif found := _OVER.match(line):
+            self.start = record["start"]
+        else:
             self.over = True
-            if (number := int(found.group(1)) - 128) > 0 and not self.exits:
+            if (number := record["last_exit_code"] - 128) > 0 and not self.exits:
                 self.killed = f"srun, which started the ranks, was killed by {signal_name(number)}"
-        elif found := _NODE.match(line):
+
+    def _parse(self, line: str) -> None:
+        """srun's own messages, which have no other form."""
+        if found := _NODE.match(line):
             self.lost = found.group(1)
         elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:
             for rank in _numbers(found.group(1)):

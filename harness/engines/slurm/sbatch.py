@@ -6,6 +6,7 @@ import re
 import shlex
 
 from harness.engines.base import Job, refuse
+from harness.engines.slurm.job_output import RECORD
 from harness.errors import LaunchError
 from harness.runs import layout
 
@@ -28,7 +29,9 @@ export MASTER_ADDR MASTER_PORT
 newest() { cat "$folder/@LATEST@" 2>/dev/null; }
 before=$(newest)
 rm -f "$folder"/@RANK_EXITS@ # of an earlier start
-echo "harness: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
+start=$((${SLURM_RESTART_COUNT:-0} + 1))
+echo "harness: job $SLURM_JOB_ID, start $start, on $SLURM_JOB_NODELIST"
+echo "@RECORD@{\"start\": $start}" # for harness launch, as at the end
 
 # One rank per task. When one fails, the others exit by themselves, each with a report; --wait ends a rank that cannot.
 # srun waits for a lost node until Slurm marks it as down, which takes minutes; harness launch ends srun with USR2.
@@ -47,10 +50,11 @@ case $code in
 esac
 [ $again = no ] || scontrol requeue "$SLURM_JOB_ID" 2>/dev/null || again="no, scontrol requeue failed"
 echo "harness: job $SLURM_JOB_ID: exit code $code, another start: $again"
+[ "$again" = yes ] || echo "@RECORD@{\"last_exit_code\": $code}"
 exit "$code"
 """
 BODY = _BODY.replace("@LATEST@", f"{layout.CHECKPOINTS}/{layout.LATEST}")
-BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}")
+BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}").replace("@RECORD@", RECORD)
 
 _ELASTIC = "a Slurm job has a fixed number of nodes; remove the setting, or use launch.engine=torchrun"
 _RENDEZVOUS = "the ranks of a Slurm job meet on its first node; remove the setting"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import subprocess
 import sys
 import time
@@ -40,16 +40,19 @@ class Start(NamedTuple):
 
 
 def examine(path: str, overrides: Sequence[str], world_size: int) -> Length:
-    """The length of the run that a configuration plans. Raises ConfigError with what ``harness check`` finds."""
-    command = [sys.executable, "-m", "harness", "check", "-c", path, "--world", str(world_size), *overrides]
+    """The length of the run that a configuration plans. Raises HarnessError with what ``harness check`` finds."""
+    command = [sys.executable, "-m", "harness", "check", "--json", "-c", path, "--world", str(world_size), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    found = re.search(r"steps: (\d+) per epoch, (\d+) in total", done.stdout)
-    if done.returncode or not found:
-        text = done.stderr.strip().removeprefix("error: ") or "harness check did not print the number of steps"
-        error = HarnessError(text)
+    try:
+        record = json.loads(done.stdout.splitlines()[-1])  # what the user's own code printed comes before
+    except (ValueError, IndexError):  # it crashed, and has printed why
+        record = {"errors": [{"message": f"harness check crashed:\n{done.stderr}", "where": path, "hint": ""}]}
+    if errors := record["errors"]:
+        texts = [str(HarnessError(each["message"], where=each["where"], hint=each["hint"])) for each in errors]
+        error = HarnessError("\n".join(texts))
         error.exit_code = done.returncode or EXIT_FAILURE
         raise error
-    return Length(int(found[1]), int(found[2]))
+    return Length(record["facts"]["steps per epoch"], record["facts"]["steps"])
 
 
 def shortened(

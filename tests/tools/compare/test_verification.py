@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from harness.cli import main
 from harness.config import loader
+from harness.errors import HarnessError
 from harness.tools.compare import diagnosis, kill_plan, starts
 from harness.tools.compare.exactness import Difference
 from harness.tools.compare.first_difference import FirstDifference
@@ -97,6 +99,29 @@ def _causes_of_chance(path: Path) -> list[str]:
     fork_commands()
     runs = starts.Starts(str(path), [], path.parent, loader.load(path))
     return diagnosis.of_chance(runs, FirstDifference([], []))
+
+
+@pytest.mark.parametrize(
+    ("stdout", "code", "expected"),
+    [
+        ('loading my data\n{"facts": {"steps per epoch": 5, "steps": 15}, "errors": []}\n', 0, Length(5, 15)),
+        (
+            '{"facts": {}, "errors": [{"message": "no rows", "where": "a.csv", "hint": "add some"}]}',
+            65,
+            "a.csv: no rows",
+        ),
+        ("loading my data\n", -11, "died in C++"),
+    ],
+)
+def test_length_is_read_from_the_record_of_check(monkeypatch, stdout, code, expected):
+    done = subprocess.CompletedProcess([], code, stdout, "died in C++")
+    monkeypatch.setattr(starts.subprocess, "run", lambda *_, **__: done)
+    if isinstance(expected, Length):
+        assert starts.examine("x.yaml", [], 1) == expected
+    else:
+        with pytest.raises(HarnessError, match=re.escape(expected)) as raised:
+            starts.examine("x.yaml", [], 1)
+        assert raised.value.exit_code == code
 
 
 def test_wrong_configurations_end_at_once(tmp_path, capsys):
