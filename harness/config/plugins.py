@@ -114,9 +114,11 @@ def wrong_kind(name: str, base: str, where: str) -> ConfigError:
     )
 
 
-def unknown(kind: str, name: str, known: Iterable[str], where: str) -> ConfigError:
-    """The error for a name that is not built in, with the nearest spelling."""
+def unknown(kind: str, name: str, known: Iterable[str], where: str, otherwise: str = "") -> ConfigError:
+    """The error for a name that is not built in, with the nearest spelling; if there is none, with ``otherwise`` as
+    hint, or the known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}, or your own package.module"
+    otherwise = otherwise or f"use one of {', '.join(known)}, or your own package.module"
+    hint = f"did you mean {near[0]}?" if near else otherwise
     return ConfigError(f"unknown {kind} {name!r}", where=where, hint=hint)

@@ -40,8 +40,11 @@ SHARDED = 4  # has more files, which the manifest lists
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals
-_OTHER_FORMAT = "its format is"
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
+
+
+class OtherFormat(str):
+    """The problem of a checkpoint that another version of the harness wrote."""
 
 
 class Checkpoints:
@@ -219,7 +222,7 @@ def require_same_format(where: str, usable: str, refused: Mapping[str, str]) -> 
     """Raise CheckpointError if one in ``refused``, {name: problem}, was written by another version of the harness: the
     ``usable`` checkpoint has fewer steps, which the user may not want to lose."""
     for name, problem in refused.items():
-        if problem.startswith(_OTHER_FORMAT):
+        if isinstance(problem, OtherFormat):
             raise CheckpointError(
                 problem,
                 where=f"{where}/{name}",
@@ -261,7 +264,8 @@ def damage(path: Path) -> str:
         return "its manifest.json cannot be read"
     if form not in (FORMAT, SHARDED):
         reads = f"{FORMAT} and {SHARDED}"
-        return f"{_OTHER_FORMAT} {form}, but this version of the harness reads {reads}: use the version that wrote it"
+        text = f"its format is {form}, but this version of the harness reads {reads}: use the version that wrote it"
+        return OtherFormat(text)
     files = {layout.STATE: {"bytes": size, "sha256": digest}, **(manifest.get("files", {}) if form == SHARDED else {})}
     return next(filter(None, (_damage_of(path / name, facts) for name, facts in files.items())), "")
 

@@ -175,11 +175,11 @@ def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
 
     if name in models.list_models():
         return models.get_model_builder(name), "torchvision"
-    error = plugins.unknown("model", name, [*plugins.names("model"), *models.list_models()], "model.name")
-    if "did you mean" not in error.hint:
-        built_in = ", ".join(plugins.names("model"))
-        error.hint = f"use one of {built_in}, a torchvision model such as resnet18, timm:NAME, or package.module.Class"
-    raise error
+    built_in = plugins.names("model")
+    other = (
+        f"use one of {', '.join(built_in)}, a torchvision model such as resnet18, timm:NAME, or package.module.Class"
+    )
+    raise plugins.unknown("model", name, [*built_in, *models.list_models()], "model.name", other)
 
 
 def _timm(name: str) -> Callable[..., nn.Module]:

@@ -29,6 +29,9 @@ def test_unknown_part_names_the_nearest_or_all():
         plugins.find("engine", "Slurmm", "here")
     with pytest.raises(ConfigError, match="use one of mlflow, tensorboard, wandb, or your own package.module"):
         plugins.find("tracker", "zzz", "here")
+    names = ["linear", "mlp"]
+    assert plugins.unknown("model", "liner", names, "here", "or install it").hint == "did you mean linear?"
+    assert plugins.unknown("model", "zzz", names, "here", "or install it").hint == "or install it"
 
 
 @pytest.mark.parametrize("name", ["tests.config.test_plugins", "tests.config.test_plugins.Task"])
