@@ -65,15 +65,15 @@ def compile_units(model: nn.Module) -> None:
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # takes seconds
+
     compiled = torch.compile(function, dynamic=False, **options)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except Exception as error:
-            if not type(error).__name__.endswith("LimitHit"):  # of torch._dynamo.exc, which has renamed it
-                raise
+        except FailOnRecompileLimitHit as error:
             raise TrainingError(
                 f"the model has been compiled for inputs of {MAX_SHAPES} kinds, and these are of another",
                 where="model.compile",
