@@ -36,8 +36,9 @@ def test_values_are_returned_by_rank():
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(_fail_on_one, "only here"), (_die, "died, exit code -9"), (_sleep, "still running")]
+    ("function", "message", "timeout_s"),
+    [(_fail_on_one, "only here", 60), (_die, "died, exit code -9", 60), (_sleep, "still running", 0.5)],
 )
-def test_failure_names_its_cause(function, message):
+def test_failure_names_its_cause(function, message, timeout_s):
     with pytest.raises(RankFailure, match=message):
-        run_ranks(2, function, timeout_s=4)
+        run_ranks(2, function, timeout_s=timeout_s)

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import operator
 import pickle
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 
 import harness.apex
 from harness.apex.patches import Patches
+from tests.ranks import run_ranks
 
 # Modules of Apex that scripts and old pickles name, and what they held.
 OLD_MODULES = {
@@ -163,11 +165,15 @@ def test_old_modules_have_their_names(installed, name):
 @pytest.mark.contract("1.1")
 def test_old_modules_are_attributes_after_import_apex():
     """Apex imported its modules with the package. ``amp._amp_state`` is an object there, too."""
-    code = "import harness.apex; harness.apex.install(); import apex\n"
-    code += "".join(
-        f"apex.{module}.{names.split()[0]}\n" for module, names in OLD_MODULES.items() if module != "amp._amp_state"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_ranks(1, _look_up_old_modules, group=False)
+
+
+def _look_up_old_modules() -> None:
+    harness.apex.install()
+    apex = importlib.import_module("apex")
+    for module, names in OLD_MODULES.items():
+        if module != "amp._amp_state":
+            operator.attrgetter(f"{module}.{names.split()[0]}")(apex)
 
 
 @pytest.mark.contract("1.1")

@@ -78,7 +78,12 @@ def everything(model, optimizer):
 
 
 ORDERS = list(itertools.permutations(["model", "optimizer", "amp"]))
-MOMENTS = ["before initialize", "before first use", "after first use", "after training"]
+MOMENTS = [
+    "before initialize",
+    pytest.param("before first use", marks=pytest.mark.slow),
+    pytest.param("after first use", marks=pytest.mark.slow),
+    "after training",
+]
 
 
 @pytest.mark.contract("3.5", "10.1", "6.1.test_checkpointing")

@@ -209,6 +209,7 @@ def test_script_on_two_ranks(tmp_path):
         assert name in done.stderr
 
 
+@pytest.mark.slow
 def test_list_of_redirected_calls_is_printed_however_the_script_ends(tmp_path):
     write(
         tmp_path,

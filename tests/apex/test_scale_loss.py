@@ -333,9 +333,9 @@ def reference(wiring, skipped):
     ("sgd", "style"),
     [
         (torch.optim.SGD, "optimizer"),
-        (torch.optim.SGD, "model"),
-        (torch.optim.SGD, "by hand"),
-        (FusedSGD, "optimizer"),
+        pytest.param(torch.optim.SGD, "model", marks=pytest.mark.slow),
+        pytest.param(torch.optim.SGD, "by hand", marks=pytest.mark.slow),
+        pytest.param(FusedSGD, "optimizer", marks=pytest.mark.slow),
         (functools.partial(FusedSGD, materialize_master_grads=False), "model"),
     ],
 )

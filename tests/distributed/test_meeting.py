@@ -127,8 +127,8 @@ def test_ranks_that_do_not_arrive_are_named():
     assert message.startswith(
         f"ranks 1, 3-4 of 5 did not connect at 127.0.0.1:{port} within 3 s\n  -> check that the ranks"
     )
-    ((message, code, _),) = outcomes(_meet, [(1, 2, free_port(), {}, 2.0)])
-    assert re.match(r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+ within 2 s: Connection refused\n", message)
+    ((message, code, _),) = outcomes(_meet, [(1, 2, free_port(), {}, 1.0)])
+    assert re.match(r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+ within 1 s: Connection refused\n", message)
     assert code == EXIT_FAILURE
 
 
@@ -192,7 +192,7 @@ def test_rank_0_names_a_master_address_that_does_not_exist():
     for rank in range(2):
         there = Launch(rank, rank, 2, 2, "no.such.host.invalid", free_port())
         with pytest.raises(LaunchError, match="no.such.host.invalid"):
-            meet(there, (), 5.0)
+            meet(there, (), 1.0)
 
 
 def test_port_of_another_program():

@@ -321,6 +321,7 @@ def test_output_on_a_read_only_disk_is_refused(tmp_path, data):
 LARGE = {"model": {"name": "mlp", "args": {"hidden": 512}}}  # a checkpoint of about 290 KB, weights of 145 KB
 
 
+@pytest.mark.slow
 def test_run_resumes_exactly_after_a_full_disk(tmp_path, data):
     """The disk is full at the second checkpoint. Once it is larger, the same command resumes and ends exactly."""
     config = write_config(tmp_path / "full", data, **LARGE)

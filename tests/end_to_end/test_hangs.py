@@ -52,7 +52,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", [pytest.param("sleep", marks=pytest.mark.slow), "exit", "no gradient"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "no gradient")), "exit"]
+)
 def test_rank_that_goes_wrong_is_named(tmp_path, data, how):
     cause, words, line = ENDS[how]
     config, terminal = hanging(tmp_path, data, how), tmp_path / "terminal.txt"

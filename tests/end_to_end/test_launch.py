@@ -285,7 +285,7 @@ def importing(run: Started) -> bool:
     return "libtorch" in Path(f"/proc/{run.process.pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("words", [[DRIVER], ["-m", "harness", "check"]])
+@pytest.mark.parametrize("words", [[DRIVER], pytest.param(["-m", "harness", "check"], marks=pytest.mark.slow)])
 def test_interrupt_while_modules_are_imported(tmp_path, data, words):
     config = write_config(tmp_path, data)
     with started([sys.executable, *words, "-c", config], tmp_path / "terminal.txt") as run:

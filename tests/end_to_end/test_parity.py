@@ -40,7 +40,9 @@ def test_same_run_twice_is_bitwise_equal(tmp_path, data, level):
     "settings",
     [
         pytest.param({"parallel": {"delay_allreduce": True}}, marks=pytest.mark.slow),
-        {"parallel": {"delay_allreduce": False}, "batch": {"global": 8, "accumulate": 2}},
+        pytest.param(
+            {"parallel": {"delay_allreduce": False}, "batch": {"global": 8, "accumulate": 2}}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {
                 "parallel": {"sync_batchnorm": True},

@@ -107,7 +107,7 @@ def test_tensorboard_shows_metrics_and_images(trained):
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["step", "evaluation"])
+@pytest.mark.parametrize("where", ["step", pytest.param("evaluation", marks=pytest.mark.slow)])
 def test_tensorboard_has_every_step_once_after_a_kill(tmp_path, where):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -139,6 +139,7 @@ def test_predictions_are_those_of_training_at_any_world_size(trained, tmp_path):
         assert (tmp_path / f"{world}.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -168,6 +168,7 @@ def test_measured_figures_are_those_of_the_results():
     assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results)] == []
 
 
+@pytest.mark.slow
 def test_source_distribution_has_every_file_of_the_repository(tmp_path):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -181,6 +181,7 @@ def test_a_run_is_never_erased_because_its_checkpoints_are_refused(tmp_path, dat
     assert [path.read_bytes() for path in moved] == before
 
 
+@pytest.mark.slow
 def test_starting_a_finished_run_changes_nothing_and_more_epochs_continue_it(tmp_path, data):
     config = write_config(tmp_path / "run", data)
     folder = run_folder(config)
@@ -203,6 +204,7 @@ def test_changed_recipe_moves_the_old_run_aside(tmp_path, data):
     assert "optimizer.lr 0.05 -> 0.01" in (config.parent / "terminal-0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_resume_from_an_earlier_checkpoint_of_the_same_run_needs_a_new_name(tmp_path, data):
     """The run's own folder keeps its content; under another name the earlier checkpoint starts a new run."""
     folder = train(tmp_path / "run", data, checkpoint={"every_steps": 5, "keep": 9})

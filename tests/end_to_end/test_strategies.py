@@ -141,12 +141,10 @@ RECOMPUTED = {
     "O4 fsdp": (2, {"precision": {"opt_level": "O4"}, "parallel": FSDP, "model": {"args": {"width": 96}}}),
     "O5 channels-last": (1, {"precision": {"opt_level": "O5"}, "model": {"channels_last": True}}),
 }
-RECOMPUTED_FAST = ("O0 clipped",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in RECOMPUTED_FAST)) for name in RECOMPUTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECOMPUTED)
 def test_activation_checkpointing_gives_the_same_weights_bit_for_bit(tmp_path, data, name):
     """One epoch with all blocks, and one with another choice: it is no part of the recipe."""
     ranks, settings = RECOMPUTED[name]

@@ -57,7 +57,7 @@ def test_the_machine_is_looked_at_rarely(monkeypatch):
     assert not {"sampled", "busy"} & cost.keys()  # the first rank of the machine reports for it
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_records_its_costs(tmp_path, world_size):
     data = write_images(tmp_path / "data")
     settings = {"train": {"epochs": 1, "log_every": 1}, "checkpoint": {"every_steps": 1}}

@@ -238,6 +238,7 @@ class Unpooling(nn.Module):
         return self.layer(F.max_unpool2d(pooled, where, 2).flatten(1))
 
 
+@pytest.mark.slow
 def test_own_model_that_is_not_deterministic(tmp_path):
     """Refused in one message, before training; trained with a warning under train.deterministic=warn."""
     write_rows(tmp_path, "train", 12)

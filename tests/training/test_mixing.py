@@ -64,6 +64,7 @@ def test_cutmix_pastes_a_box_and_its_share_is_counted_in_pixels(shape, seed, ste
             assert side.diff(prepend=torch.tensor([False]), append=torch.tensor([False])).sum() in (0, 2)
 
 
+@pytest.mark.slow
 def test_shares_have_the_distribution_of_torchvision():
     """Over 4000 steps: moments of the share, and how often each kind is drawn."""
     inputs = images(2, 3, 24, 24)

@@ -50,18 +50,21 @@ def test_draws_in_a_loader_process(tmp_path):
     assert now == was + 1
 
 
+@pytest.mark.slow
 def test_new_random_bits_and_clocks(tmp_path):
     folder = observed(tmp_path, "entropy-unseeded-clock", data={"num_workers": 0})
     found = {(entry["kind"], entry["line"]) for entry in entries(folder, "draws")}
     assert found == {("entropy", line_of("entropy")), ("entropy", line_of("unseeded")), ("clock", line_of("clock"))}
 
 
+@pytest.mark.slow
 def test_streams_that_a_checkpoint_holds_are_not_reported(tmp_path):
     """Without loader processes, the global random numbers belong to the rank, whose checkpoints hold them."""
     folder = observed(tmp_path, "random-numpy-torch-shuffle-managed", data={"num_workers": 0})
     assert entries(folder, "draws") == []
 
 
+@pytest.mark.slow
 def test_attributes_after_a_step(tmp_path):
     model = {"name": f"{planted.__name__}.Counting", "args": {}}
     folder = observed(tmp_path, "", (2, 3), model=model)

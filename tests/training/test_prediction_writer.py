@@ -124,7 +124,7 @@ def test_wrong_rows_and_pairs_for_trackers(folder):
     assert [row[0] for row in second.rows] == [f"row {row}" for row in wrong.index[:SAMPLE_ROWS]]
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_file_is_the_same_at_any_world_size(folder, kind):
     bad = frozenset([0, 77, *range(640, 704), 9_999])  # including a whole block
     written = {}

@@ -203,7 +203,7 @@ def test_waiting_for_a_slow_rank_is_communication(overlap):
     assert fast["backward"] + fast["reduce"] >= 0.5
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_metrics_have_the_shares(tmp_path, world_size):
     data = write_images(tmp_path / "data")
     config = write_config(tmp_path, data, train={"epochs": 1}, batch={"global": 8, "accumulate": 2})

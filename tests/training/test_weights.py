@@ -209,7 +209,8 @@ def test_missing_timm_is_named(monkeypatch):
         model_builder.build("timm:resnet10t", {}, {}, torch.zeros(1))
 
 
-@pytest.mark.parametrize(("world_size", "level"), [(1, "O2"), pytest.param(2, "O0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "level"), [(1, "O2"), (2, "O0")])
 def test_a_run_starts_from_another_runs_weights(tmp_path, capsys, world_size, level):
     """On rank 0, and on all ranks from there; not when it resumes, when they need not exist any more."""
     data = write_images(tmp_path / "data")

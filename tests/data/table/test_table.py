@@ -258,7 +258,7 @@ def test_parquet_and_csv_with_equal_content_have_equal_digests(tmp_path, opened)
 FIELD = st.text(alphabet=st.sampled_from('ab",\n\r \té漢\u2028\x1c0'), max_size=6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     rows=st.lists(st.tuples(FIELD, FIELD, FIELD), min_size=1, max_size=30),
     end=st.sampled_from(["\n", "\r\n", "\r"]),

@@ -37,7 +37,12 @@ SLOW_DISK = ("slow_read", (0.1, _is_training_image))
     ("plants", "expected", "text"),
     [
         pytest.param([SLOW_DISK], "reading", "waits for data: reading files takes", marks=pytest.mark.slow),
-        ([("busy", (0.0,)), SLOW_DISK], "slow rank", "waits for rank 1, which waits for its data, from the start"),
+        pytest.param(
+            [("busy", (0.0,)), SLOW_DISK],
+            "slow rank",
+            "waits for rank 1, which waits for its data, from the start",
+            marks=pytest.mark.slow,
+        ),
         ([("slow_link", (5e4,))] * 2, "slow link", "MB/s, expected"),
         pytest.param(
             [("slow_store", (0.5,))], "slow checkpoints", "Set checkpoint.async_save=true", marks=pytest.mark.slow

@@ -171,6 +171,7 @@ def test_run_in_any_state_has_a_page(tmp_path, state):
         assert "TrainingError (rank 0 at step 7): the loss became nan" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [

@@ -59,6 +59,7 @@ def has_evaluated(folder: Path, number: int, epochs: int = 1) -> bool:
 # Trials that end by themselves
 
 
+@pytest.mark.slow
 def test_finished_sweep_runs_nothing_again(unbroken):
     folder = unbroken
     assert states(folder) == ["finished"] * 3
@@ -142,7 +143,8 @@ def test_killed_sweep_ends_like_an_unbroken_one(folder, unbroken):
     assert table(folder) == table(unbroken)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_sweep_stops_its_trials_and_explains_how_to_resume(folder, number):
     write_sweep(folder, space=SPACE, parallel=2)
     behave(folder, t0000="slow", t0001="slow")
@@ -191,6 +193,7 @@ def test_pruned_trial_is_stopped_and_not_run_again(folder):
     assert starts(folder, 2) == 1
 
 
+@pytest.mark.slow
 def test_pruning_does_not_depend_on_timing(folder):
     """A trial that ends before it can be stopped is pruned by the same evaluation."""
     space = {"optimizer.lr": [0.1, 0.12, 0.9, 0.11]}

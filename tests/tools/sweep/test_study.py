@@ -113,6 +113,7 @@ def test_interrupted_search_draws_the_same_trials(opened, tmp_path, sampler):
         assert trial.settings["optimizer.name"] in ("sgd", "adam")
 
 
+@pytest.mark.slow
 def test_pruned_trial_has_its_best_value(opened):
     study = opened(**SEARCH, pruner="median", pruner_args={"n_startup_trials": 1})
     first = study.start_next().number
@@ -134,6 +135,7 @@ def test_pruned_trial_has_its_best_value(opened):
 # A changed sweep file
 
 
+@pytest.mark.slow
 def test_larger_grid_adds_trials(opened):
     draw(opened(**GRID))
     study = opened(space={"optimizer.lr": [0.05, 0.1, 0.2, 0.4]})
@@ -157,6 +159,7 @@ def test_smaller_grid_hides_trials_and_a_larger_one_restores_them(opened):
     )
 
 
+@pytest.mark.slow
 def test_longer_search_continues(opened):
     draw(opened(**{**SEARCH, "trials": 3}))
     study = opened(**{**SEARCH, "trials": 5})
@@ -178,6 +181,7 @@ def test_trials_of_another_experiment_are_refused(opened):
         assert "name=NAME" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_search_is_not_mixed_with_a_grid(opened):
     draw(opened(**GRID))
     with pytest.raises(ConfigError, match="kind grid -> search"):
@@ -190,6 +194,7 @@ def test_settings_without_effect_on_results_may_change(opened):
     assert len(opened(overrides=without_effect, **GRID).trials()) == 2
 
 
+@pytest.mark.slow
 def test_fixed_setting_can_become_varied(opened):
     draw(opened(**GRID))
     study = opened(space={"optimizer.lr": [0.1], "optimizer.momentum": [0.5]})
