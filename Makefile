@@ -52,7 +52,7 @@ compatibility: $(VENV)/.test  ## write docs/compatibility.md from the record of 
 	$(BIN)/python -m benchmarks.compatibility
 
 # Without .venv it uses PYTHON with the packages that it has, so that it works without a network.
-gpu-check:  ## needs a CUDA device: training, engines, resume, export, speed and the Apex tests on it; writes a table
+gpu-check:  ## needs a CUDA device, takes at most 25 minutes: the most telling checks first; writes a table as it goes
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check
 
 data/digits/train.csv: | $(VENV)/.train

@@ -2,18 +2,23 @@
 
     python -m benchmarks.gpu_check                         # writes benchmarks/results/gpu.md; exits with 1 on a failure
     python -m benchmarks.gpu_check --only config resume     # checks whose names contain one of these words
+    python -m benchmarks.gpu_check --dry-run                # what it would do, in which order, with which limits
     python -m benchmarks.gpu_check --device cpu --out FILE  # a rehearsal without a GPU
 
-Every check is a command in a process of its own, with a time limit. The table is written after each, and a later call
-continues it: checks of the same commit that passed are not repeated, so the whole may be run in parts (``--limit-s``).
+Every check is a command in a process of its own, with a time limit. The most telling come first, and all end after
+``--limit-s`` (25 minutes) at the latest. The table is written after each check, and a later call continues it: checks
+of the same commit that passed are not repeated. Without some packages it does what it can, and says what it leaves out.
 """
 
 from __future__ import annotations
 
 import argparse
+import configparser
 import importlib.util
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,14 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from benchmarks import machine, made_up_data
+from benchmarks import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECK_S = 400.0  # limit of one command
+LIMIT_S = 1500.0  # of a call
+CHECK_S = 150.0  # limit of one command; longer ones have their own
+CASE_S, COMPILED_CASE_S = 60.0, 150.0  # of ``harness bench``, which starts processes for each case
+BENCH_ROWS = 128  # per rank
+_NO_TESTS = 5  # pytest's exit code where all tests of a file are slow
 HARNESS = [sys.executable, "-m", "harness"]
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+LEVELS = ["O1", "O0", "O2", "O4", "O5", "O3"]
+FIRST_VARIANTS = ["modern preset", "compile"]
 VARIANTS = {
     "modern preset": ["precision.opt_level=O4", "parallel.delay_allreduce=false", "model.channels_last=true",
                       "precision.tf32=true", "train.deterministic=false"],
@@ -63,19 +72,21 @@ dist.destroy_process_group()
 
 @dataclass(frozen=True)
 class Check:
-    """Commands that must all exit with 0. ``result``: what they measured, for the table."""
+    """Commands that must all exit with an accepted code. ``result``: what they measured, for the table."""
 
     name: str
     commands: list[list[str]]
     result: Callable[[], str] = lambda: ""
     skipped: str = ""  # the reason
+    limit_s: float = CHECK_S  # of each command
+    accepted: tuple[int, ...] = (0,)  # exit codes
     after: str = ""  # the check whose run it uses
 
 
 @dataclass
 class Row:
     name: str
-    outcome: str  # passed, failed or skipped
+    outcome: str  # passed, failed, skipped or late
     seconds: float = 0.0
     result: str = ""
 
@@ -88,35 +99,56 @@ class Plan:
     world: int
     steps: int
     folder: Path
+    missing: Sequence[str] = ()  # packages that harness requires
     data: dict[str, list[str] | None] = field(default_factory=dict)
 
     def checks(self) -> Iterator[Check]:
+        """The most telling first."""
+        reason = f"{', '.join(self.missing)} not installed" if self.missing else ""
+        for check in self._checks():
+            needs_harness = any(command[:3] == HARNESS for command in check.commands)
+            yield replace(check, skipped=check.skipped or reason) if needs_harness else check
+
+    def _checks(self) -> Iterator[Check]:
+        digits = ROOT / "configs" / "digits.yaml"
         yield Check("collectives", [[sys.executable, "-c", _NCCL.format(
             backend="nccl" if self.device == "cuda" else "gloo", device=self.device)]])  # fmt: skip
-        worlds = sorted({1, self.world})
-        for path in sorted((ROOT / "configs").glob("*.yaml")):
-            for world in worlds:
-                yield self.training(f"config {path.stem}, {_ranks(world)}", path, world)
-        digits = ROOT / "configs" / "digits.yaml"
-        for level in LEVELS:
-            yield self.training(f"level {level}", digits, 1, f"precision.opt_level={level}")
-        for name, settings in VARIANTS.items():
-            yield self.training(name, digits, 1, *settings)
-        yield self.training("dp", digits, 1, "parallel.strategy=dp")
+        levels = [self.training(f"level {level}", digits, 1, f"precision.opt_level={level}") for level in LEVELS]
+        yield from levels[:4]
+        yield from self.resumes(digits)
+        tests = self.tests()
+        yield next(tests)
+        for name in FIRST_VARIANTS:
+            yield self.training(name, digits, 1, *VARIANTS[name])
         for name, settings in ON_SEVERAL.items():
             skipped = "" if self.world > 1 else "needs two GPUs"
             yield self.training(f"{name}, {_ranks(max(2, self.world))}", digits, self.world, *settings, skipped=skipped)
-        yield from self.engines(digits)
-        yield from self.resumes(digits)
+        speeds = list(self.speeds(digits))
+        yield from speeds[:2]
+        engines = self.engines(digits)
+        yield next(engines)
         yield from self.uses(digits)
-        yield from self.speeds(digits)
-        yield from self.apex()
+        yield from tests
+        for name in [name for name in VARIANTS if name not in FIRST_VARIANTS]:
+            yield self.training(name, digits, 1, *VARIANTS[name])
+        yield self.training("dp", digits, 1, "parallel.strategy=dp")
+        yield from levels[4:]
+        for path in sorted((ROOT / "configs").glob("*.yaml")):
+            for world in sorted({1, self.world}):
+                yield self.training(f"config {path.stem}, {_ranks(world)}", path, world)
+        yield from engines
+        yield from speeds[2:]
 
     def words(self, path: Path, world: int) -> list[str] | None:
         """The overrides with which the configuration ``path`` runs here on made-up data; None without data for it."""
+        if self.missing:
+            return []
+        from benchmarks import made_up_data
+
         task = _task(path)
         if task not in self.data:
-            self.data[task] = made_up_data.write(self.folder / "data", task)
+            rows = max(made_up_data.ROWS["train"], BENCH_ROWS * self.world)  # each rank needs a batch of its own
+            self.data[task] = made_up_data.write(self.folder / "data", task, rows)
         found = self.data[task]
         own = [f"output={self.folder / 'runs'}", f"runtime.device={self.device}", f"batch.global={16 * world}"]
         own += ["batch.per_rank=null", "batch.eval_per_rank=null", "data.num_workers=0", "train.log_every=1"]
@@ -162,7 +194,7 @@ class Plan:
         for world in sorted({1, self.world}):
             command = [*HARNESS, "verify-resume", "-c", str(path), "--nproc", str(world), "--kills", "2", "--steps",
                        str(max(6, self.steps)), *(self.words(path, world) or [])]  # fmt: skip
-            yield Check(f"resume after kills, {_ranks(world)}", [command], lambda: "equal bit for bit")
+            yield Check(f"resume after kills, {_ranks(world)}", [command], lambda: "equal bit for bit", limit_s=240)
 
     def uses(self, path: Path) -> Iterator[Check]:
         run = str(self.folder / "runs" / "local")
@@ -178,15 +210,11 @@ class Plan:
     def speeds(self, path: Path) -> Iterator[Check]:
         """Rows per second of a training step on one batch, without a loader: the presets, and the strategies."""
         small = self.device == "cpu"
-        size, rows, model = (8, 16, "small_cnn") if small else (224, 128, "resnet50")
+        size, rows, model = (8, 16, "small_cnn") if small else (224, BENCH_ROWS, "resnet50")
         data = [*(self.words(path, 1) or []), "task.color=rgb", f"task.image_size=[{size},{size}]"]
-        data += [
-            "task.transforms={train: [], eval: []}",
-            f"model.name={model}",
-            "model.args=null",
-            f"batch.global={rows * self.world}",
-        ]
-        presets = {"apex-2019 preset": [], "modern preset": VARIANTS["modern preset"],
+        data += ["task.transforms={train: [], eval: []}", f"model.name={model}", "model.args=null"]
+        data += ["batch.global=null", f"batch.per_rank={rows}"]
+        presets = {"modern preset": VARIANTS["modern preset"], "apex-2019 preset": [],
                    "modern preset, compiled": [*VARIANTS["modern preset"], "model.compile=true"],
                    "modern preset, reduce-overhead": [*VARIANTS["modern preset"], "model.compile=reduce-overhead"],
                    }  # fmt: skip
@@ -195,16 +223,24 @@ class Plan:
             worlds = ["1"] if small else [str(world) for world in sorted({1, self.world})]
             command = [*HARNESS, "bench", "strategies", "-c", str(path), "--world", *worlds, "--rounds", "1", "--steps",
                        str(2 if small else 30), "--out", str(out), *data, *settings]  # fmt: skip
-            yield Check(f"speed of {model}, {size} x {size}, {name}", [command], lambda out=out: _speeds(out))
+            one = COMPILED_CASE_S if any("compile" in word for word in settings) else CASE_S
+            limit_s = one * (2 + 8 * (len(worlds) - 1))  # cases: none and dp; on several, one and three strategies
+            yield Check(f"speed of {model}, {size} x {size}, {name}", [command], lambda out=out: _speeds(out),
+                        limit_s=limit_s)  # fmt: skip
 
-    def apex(self) -> Iterator[Check]:
-        tests = [sys.executable, "-m", "pytest", "-q", "--device", self.device]
+    def tests(self) -> Iterator[Check]:
+        """Those that need a GPU, then amp on large models, then those of harness.apex in parts of their own."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", self.device]
         missing = "" if importlib.util.find_spec("pytest") else "pytest is not installed"
-        yield Check("tests marked gpu", [[*tests, "-m", "gpu", "tests"]], skipped=missing)
-        yield Check("tests of harness.apex", [[*tests, "tests/apex", "-m", "not slow"]], skipped=missing)
+        where = "tests/apex" if self.missing else "tests"  # which needs torch and pytest only
+        yield Check("tests marked gpu", [[*command, "-m", "gpu", where]], skipped=missing, limit_s=300)
         tiny = ["--tiny", "--steps", "2", "--rounds", "1"] if self.device == "cpu" else []
-        yield Check("amp on large models", [[sys.executable, "-m", "benchmarks.apex_models", "--device", self.device,
-                                             *tiny]])  # fmt: skip
+        models = [sys.executable, "-m", "benchmarks.apex_models", "--device", self.device, *tiny]
+        yield Check("amp on large models", [models])
+        for path in sorted((ROOT / "tests" / "apex").glob("test_*.py")):
+            name = f"tests of harness.apex: {path.stem.removeprefix('test_')}"
+            test = [*command, "-m", "not slow", str(path.relative_to(ROOT))]
+            yield Check(name, [test], skipped=missing, limit_s=90, accepted=(0, _NO_TESTS))
 
 
 def _ranks(world: int) -> str:
@@ -213,6 +249,8 @@ def _ranks(world: int) -> str:
 
 def _task(path: Path) -> str:
     """The task that a configuration names, itself or in the file that it extends."""
+    import yaml  # which comes with omegaconf
+
     tree: dict[str, Any] = yaml.safe_load(path.read_text())
     if name := (tree.get("task") or {}).get("name"):
         return str(name)
@@ -232,8 +270,18 @@ def _speeds(out: Path) -> str:
     return "; ".join(found)
 
 
-def perform(check: Check, folder: Path) -> Row:
-    """Run the commands of ``check`` in a process group, which is ended with it."""
+def missing_packages() -> list[str]:
+    """The packages that harness requires and that are not installed."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"].split("\n")
+    names = [re.split(r"[<>=!~ ;]", line)[0] for line in lines if line and not line.startswith("#")]
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def perform(check: Check, folder: Path, left_s: float = math.inf) -> Row:
+    """Run the commands of ``check`` in a process group, which is ended with it, ``left_s`` seconds from now at the
+    latest: the outcome is "late" then."""
     if check.skipped:
         return Row(check.name, "skipped", result=check.skipped)
     began = time.monotonic()
@@ -246,12 +294,15 @@ def perform(check: Check, folder: Path) -> Row:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                code: int | str = process.wait(CHECK_S)
+                allowed = began + left_s - time.monotonic()
+                code: int | str = process.wait(max(0.0, min(check.limit_s, allowed)))
             except subprocess.TimeoutExpired:
-                code = f"no end after {CHECK_S:g} s"
+                if allowed < check.limit_s:
+                    return Row(check.name, "late", time.monotonic() - began, "the time of this call was up")
+                code = f"no end after {check.limit_s:g} s"
             finally:
                 _end(process)
-        if code != 0:
+        if code not in check.accepted:
             text = log.read_text(encoding="utf-8", errors="replace")
             print(text, file=sys.stderr)
             lines = [line for line in text.splitlines() if "rror" in line] or text.splitlines() or [""]
@@ -276,7 +327,9 @@ def _end(process: subprocess.Popen) -> None:
 def page(rows: Sequence[Row], device: str, commit: str) -> str:
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     what = f"{len(cards)} x {cards[0]}" if cards else "no GPU: a rehearsal on the CPU, which shows nothing about GPUs"
-    count = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("passed", "failed", "skipped")}
+    count = {
+        outcome: sum(row.outcome == outcome for row in rows) for outcome in ("passed", "failed", "skipped", "late")
+    }
     lines = [[row.name, row.outcome, f"{row.seconds:.0f}", row.result.replace("|", "/")] for row in rows]
     facts = f"{machine.describe()}; CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     when = f"Date: {time.strftime('%Y-%m-%d')}, commit {commit}"
@@ -296,26 +349,47 @@ def _commit() -> str:
         return "unknown"  # a copy without its repository
 
 
+def announced(plan: Plan, todo: Sequence[Check], limit_s: float, out: Path) -> str:
+    """What a call will do, how long it takes at most, and what it leaves out."""
+    runs = [check for check in todo if not check.skipped]
+    lines = [
+        f"{len(runs)} checks on {plan.world} x {plan.device}, at most {limit_s / 60:.0f} minutes, most telling first; "
+        f"each is written to {out} when it ends, and the same command continues",
+        *(f"  {check.name} (at most {check.limit_s * len(check.commands):.0f} s)" for check in runs),
+    ]
+    if plan.missing:
+        lines.append(f"not installed: {', '.join(plan.missing)}; put their wheels into a folder, then "
+                     "pip install --no-index --find-links FOLDER, for the checks that need them")  # fmt: skip
+    lines += [f"  left out: {check.name} ({check.skipped})" for check in todo if check.skipped]
+    return "\n".join(lines)
+
+
 def run_all(arguments: argparse.Namespace, out: Path) -> int:
     """Perform the checks, write the table after each, and return the exit code."""
-    count = torch.cuda.device_count() if arguments.device == "cuda" else arguments.world
+    count = arguments.world if arguments.device == "cpu" else max(1, torch.cuda.device_count())
     kept, commit, began = out.with_suffix(".json"), _commit(), time.monotonic()
     earlier = json.loads(kept.read_text()) if kept.exists() else {}
     same = earlier.get("commit") == commit and earlier.get("device") == arguments.device
     rows = {row["name"]: Row(**row) for row in earlier["rows"]} if same else {}
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        plan = Plan(arguments.device, count, arguments.steps, Path(folder))
+        plan = Plan(arguments.device, count, arguments.steps, Path(folder), missing_packages())
         checks, done = {check.name: check for check in plan.checks()}, set[str]()
-        for check in checks.values():
-            wanted = not arguments.only or any(word in check.name for word in arguments.only)
-            late = arguments.limit_s is not None and time.monotonic() - began > arguments.limit_s
-            passed = check.name in rows and rows[check.name].outcome == "passed"
-            if not wanted or late or passed or check.name in done:
+        todo = [
+            check for name, check in checks.items()
+            if (not arguments.only or any(word in name for word in arguments.only))
+            and not (name in rows and rows[name].outcome == "passed")
+        ]  # fmt: skip
+        print(announced(plan, todo, arguments.limit_s, out), flush=True)
+        if arguments.dry_run:
+            return 0
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for check in todo:
+            if check.name in done:
                 continue
             first = [checks[check.after]] if check.after and check.after not in done else []
             for each in [*first, check]:
-                row = rows[each.name] = perform(each, Path(folder))
+                left_s = arguments.limit_s - (time.monotonic() - began)
+                row = rows[each.name] = perform(each, Path(folder), left_s) if left_s > 0 else Row(each.name, "late")
                 done.add(each.name)
                 print(f"{row.outcome:8} {row.seconds:5.0f} s  {row.name}  {row.result}", flush=True)
             content = {"commit": commit, "device": arguments.device, "rows": [asdict(row) for row in rows.values()]}
@@ -331,12 +405,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", type=int, default=2, help="ranks of a rehearsal on the CPU (default: 2)")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each training check (default: 6)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="checks whose names contain one of these words")
-    parser.add_argument("--limit-s", type=float, metavar="S", help="start no further check after this many seconds")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, metavar="S", help="end after this many seconds")
+    parser.add_argument("--dry-run", action="store_true", help="print the checks in their order, and do nothing")
     parser.add_argument("--out", type=Path, help="file to write (default: benchmarks/results/gpu.md)")
     arguments = parser.parse_args(words)
     if arguments.device == "cpu" and arguments.out is None:
         parser.error("--device cpu needs --out FILE: benchmarks/results/gpu.md is for figures of GPUs")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if arguments.device == "cuda" and not torch.cuda.is_available() and not arguments.dry_run:
         print(_NO_GPU, file=sys.stderr)
         return 2
     return run_all(arguments, arguments.out or machine.RESULTS / "gpu.md")

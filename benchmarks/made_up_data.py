@@ -14,11 +14,12 @@ _NAMES = [
 ]
 
 
-def write(folder: Path, task: str) -> list[str] | None:
+def write(folder: Path, task: str, num_train: int = ROWS["train"]) -> list[str] | None:
     """Write data for ``task`` into ``folder``; return the overrides that a configuration needs to use them, or None if
-    there are none for this task."""
+    there are none for this task. ``num_train``: training images."""
     if task == "image_csv":
-        csvs = {split: _images(folder / task, split, size=8) for split in ROWS}
+        rows = {**ROWS, "train": num_train}
+        csvs = {split: _images(folder / task, split, size=8, num_rows=number) for split, number in rows.items()}
         return [f"task.{split}_csv={csv}" for split, csv in csvs.items()] + [
             f"task.root={folder / task}",
             f"data.cache_dir={folder / 'cache'}",
@@ -39,11 +40,11 @@ def write(folder: Path, task: str) -> list[str] | None:
     return None
 
 
-def _images(folder: Path, split: str, size: int) -> Path:
+def _images(folder: Path, split: str, size: int, num_rows: int) -> Path:
     """A CSV with one gray PNG per row; the position of the bright row shows the label, the tags and the angle."""
     (folder / split).mkdir(parents=True, exist_ok=True)
     lines = ["path,label,tags,angle"]
-    for row in range(ROWS[split]):
+    for row in range(num_rows):
         pixels = torch.full((1, size, size), 20, dtype=torch.uint8)
         pixels[0, row % size] = 220
         write_png(pixels, str(folder / split / f"{row}.png"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +63,7 @@ def test_plan_covers_what_is_shipped(plan):
         assert {f"config {path.stem}, 1 rank", f"config {path.stem}, 2 ranks"} <= checks.keys()
     for name in ("collectives", "level O1", "compile", "channels-last", "modern preset", "fsdp, 2 ranks", "dp",
                  "engine local", "engine torchrun", "resume after kills, 2 ranks", "export torch_export",
-                 "speed of resnet50, 224 x 224, modern preset, compiled", "tests of harness.apex",
+                 "speed of resnet50, 224 x 224, modern preset, compiled", "tests of harness.apex: o1",
                  "compile, reduce-overhead"):  # fmt: skip
         assert name in checks
         assert not checks[name].skipped
@@ -71,6 +73,71 @@ def test_plan_covers_what_is_shipped(plan):
     alone = {check.name: check for check in Plan("cuda", 1, 4, plan.folder).checks()}
     assert alone["fsdp, 2 ranks"].skipped == "needs two GPUs"
     assert "config digits, 1 rank" in alone
+
+
+def test_most_telling_checks_come_first_and_fit_into_the_time(plan):
+    """On a card that is lent for 40 minutes, the first third must be enough."""
+    alone = [check for check in Plan("cuda", 1, 4, plan.folder).checks() if not check.skipped]
+    names = [check.name for check in alone]
+    first = names[: len(names) // 3]
+    for name in ("collectives", "level O1", "level O2", "level O4", "resume after kills, 1 rank", "tests marked gpu",
+                 "modern preset", "compile", "speed of resnet50, 224 x 224, modern preset", "predict",
+                 "amp on large models"):  # fmt: skip
+        assert name in first
+    assert all(check.limit_s * len(check.commands) <= gpu_check.LIMIT_S / 3 for check in alone)
+    assert gpu_check.LIMIT_S <= 25 * 60
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_each_rank_measures_a_whole_batch(tmp_path, world):
+    """``harness bench`` takes its batch from the data, which must have enough rows for every number of ranks."""
+    plan = Plan("cuda", world, 4, tmp_path)
+    speeds = [check for check in plan.checks() if check.name.startswith("speed of resnet50")]
+    for check in speeds:
+        words = dict(word.split("=", 1) for word in check.commands[0] if "=" in word)
+        assert words["batch.per_rank"] == str(gpu_check.BENCH_ROWS)
+        assert words["batch.global"] == "null"
+        rows = len(Path(words["task.train_csv"]).read_text().splitlines()) - 1
+        assert rows >= gpu_check.BENCH_ROWS * world
+        cases = 2 + (8 if world > 1 else 0)
+        assert check.limit_s >= gpu_check.CASE_S * cases
+
+
+def test_missing_packages_are_named_and_leave_the_apex_tests(tmp_path):
+    checks = {check.name: check for check in Plan("cuda", 1, 4, tmp_path, ["pydantic"]).checks()}
+    assert checks["level O1"].skipped == "pydantic not installed"
+    assert checks["tests marked gpu"].commands[0][-1] == "tests/apex"
+    assert not checks["tests of harness.apex: o1"].skipped
+    assert not checks["amp on large models"].skipped
+    plan = Plan("cuda", 1, 4, tmp_path, ["pydantic"])
+    text = gpu_check.announced(plan, list(checks.values()), 1500, tmp_path / "gpu.md")
+    assert "at most 25 minutes" in text
+    assert "not installed: pydantic" in text
+    assert "left out: level O1 (pydantic not installed)" in text
+
+
+def test_packages_are_those_of_setup_cfg(monkeypatch):
+    assert gpu_check.missing_packages() == []
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    assert {"torch", "pydantic", "omegaconf", "filelock", "safetensors"} <= set(gpu_check.missing_packages())
+
+
+def test_dry_run_lists_the_checks_and_writes_nothing(tmp_path):
+    out = tmp_path / "gpu.md"
+    code, text = call(tmp_path, "--dry-run", "--out", str(out), "--only", "collectives", "level O1")
+    assert code == 0
+    assert text.startswith("2 checks on ")
+    assert "  collectives (at most " in text
+    assert not out.exists()
+
+
+def test_check_ends_with_the_time_of_the_call(tmp_path):
+    sleeps = Check("x", [[sys.executable, "-c", "import time; time.sleep(60)"]])
+    began = time.monotonic()
+    assert perform(sleeps, tmp_path, left_s=0.2).outcome == "late"
+    assert time.monotonic() - began < 30
+    row = perform(replace(sleeps, limit_s=0.2), tmp_path, left_s=60)
+    assert (row.outcome, row.result.partition(":")[0]) == ("failed", "no end after 0.2 s")
 
 
 def test_modern_preset_of_the_plan_is_the_preset():
