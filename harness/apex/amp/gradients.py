@@ -27,7 +27,7 @@ def _own(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
     return stash.all_fp32_from_fp32_params if stash.master_weights else list(all_params(optimizer))
 
 
-def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> None:
+def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = False) -> None:
     """Make ``optimizer`` ready for a backward pass of a loss multiplied by ``scale``.
 
     ``delayed``: the context will not unscale, so existing gradients are multiplied by ``scale`` and stay in place.
@@ -39,7 +39,7 @@ def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> 
         stash.refresh()
     own = _own(optimizer, stash)
     if stash.params_have_scaled_gradients:
-        _rescale(own + stash.all_fp16_params, scale / stash.scaled_by)
+        _rescale(own + stash.all_fp16_params, scale, stash.scaled_by)
         stash.scaled_by = scale
         return
     if stash.already_patched:
@@ -65,7 +65,7 @@ def prepare(optimizer: Optimizer, scale: float = 1.0, delayed: bool = False) -> 
             parameter.grad = None
 
 
-def mark_delayed(optimizer: Optimizer, scale: float) -> None:
+def mark_delayed(optimizer: Optimizer, scale: float | Tensor) -> None:
     """End a delayed context: the gradients carry ``scale``."""
     stash = stash_of(optimizer)
     stash.params_have_scaled_gradients, stash.scaled_by = True, scale
@@ -168,7 +168,8 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient  # values() demands a coalesced tensor, and copies
 
 
-def _rescale(parameters: list[Tensor], factor: float) -> None:
+def _rescale(parameters: list[Tensor], scale: float | Tensor, before: float | Tensor = 1.0) -> None:
+    """Multiply gradients that carry the scale ``before`` until they carry ``scale``."""
     gradients = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if gradients and factor != 1.0:
+    if gradients and scale is not before and (factor := float(scale / before)) != 1.0:
         torch._foreach_mul_(gradients, factor)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from harness.apex.amp import cast_engine, cast_lists, function_casts, model_casts, optimizer_patches
+from harness.apex.amp.device_flags import flags
 from harness.apex.amp.handle import AmpHandle
 from harness.apex.amp.levels import BRIEFS, LossScale, Properties, apply_overrides, level_properties
 from harness.apex.amp.messages import is_rank_zero, messages
@@ -102,6 +103,7 @@ def reset() -> None:
 
     For a second run in one process, and for tests. Casts of weights and masters already created are not undone.
     """
+    flags.clear()
     cast_engine.engine.stop()
     function_casts.undo_registrations()
     for each in list(_amp_state.optimizers):
@@ -113,6 +115,7 @@ def reset() -> None:
 
 def _begin(verbosity: int) -> None:
     """End what an earlier ``initialize`` or ``init`` started."""
+    flags.settle()
     cast_engine.engine.stop()
     function_casts.restore_functions()
     _amp_state.handle = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType, MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.amp import cast_engine, gradients
+from harness.apex.amp.device_flags import step_with_flag
 from harness.apex.amp.master_weights import all_params, recast_state
 from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
@@ -123,8 +125,8 @@ def _warn_of_grad_scaler(stash: AmpStash) -> None:
         frame = frame.f_back
 
 
-def _must_skip(optimizer: Optimizer, stash: AmpStash) -> bool:
-    """Return True if this ``step()`` is to be skipped; raise if gradients still carry a loss scale."""
+def _check_step(optimizer: Optimizer, stash: AmpStash) -> None:
+    """Do an overflow check that waits for this ``step()``; raise if gradients still carry a loss scale."""
     if stash.params_have_scaled_gradients and any(p.grad is not None for p in _scaled_params(optimizer, stash)):
         raise RuntimeError(
             "step() was called while gradients still carry the loss scale: the last scale_loss had delay_unscale=True. "
@@ -133,7 +135,6 @@ def _must_skip(optimizer: Optimizer, stash: AmpStash) -> bool:
     if stash.deferred_to is not None:
         scaler, stash.deferred_to = stash.deferred_to, None
         stash.already_patched |= gradients.check_unreduced(optimizer, scaler)
-    return stash.already_patched
 
 
 def _scaled_params(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
@@ -148,12 +149,14 @@ def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., 
         stash = stash_of(self)
         if stash.scaled_since_step:
             _warn_of_grad_scaler(stash)
-        if _must_skip(self, stash):
+        _check_step(self, stash)
+        flag = None if args or kwargs else stash.take_flag()
+        if flag is None and stash.already_patched:
             return _skip(self, stash, args[0] if args else kwargs.get("closure"))
-        if casts_functions:
-            with cast_engine.disable_casts():
-                return previous(*args, **kwargs)
-        return previous(*args, **kwargs)
+        with cast_engine.disable_casts() if casts_functions else nullcontext():
+            if flag is not None:
+                return step_with_flag(self, flag, previous)
+            return previous(*args, **kwargs)
 
     return step
 
@@ -164,7 +167,8 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
         stash = stash_of(self)
         if stash.scaled_since_step:
             _warn_of_grad_scaler(stash)
-        if _must_skip(self, stash):
+        _check_step(self, stash)
+        if stash.already_patched:
             return _skip(self, stash, closure)
         if closure is not None:
             raise RuntimeError(

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.accumulated_gradients import any_unreduced
-from harness.apex.amp import cast_engine, gradients
+from harness.apex.amp import cast_engine, device_flags, gradients
 from harness.apex.amp.master_weights import all_params
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.stash import AmpStash
@@ -65,13 +66,13 @@ def scaled(
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
     """``scale_loss`` with a given ``scaler``, without the shortcut for a static scale of 1."""
-    scale = scaler.loss_scale()
+    scale = scaler.factor
     for optimizer in optimizers:
         _stash(optimizer)
         gradients.prepare(optimizer, scale, delay_unscale)
     try:
         with cast_engine.disable_casts():
-            yield loss.float() * scale
+            yield loss.float() * (scale.to(loss.device, torch.float32) if isinstance(scale, Tensor) else scale)
     except BaseException:
         for optimizer in optimizers:
             if delay_unscale:
@@ -97,13 +98,40 @@ def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
         for optimizer in optimizers:
             _stash(optimizer).deferred_to = scaler
         return
+    stashes = [_stash(optimizer) for optimizer in optimizers]
+    if _can_stay_on_device(optimizers, scaler):
+        _leave_on_device(stashes, scaler)
+        return
     skip = scaler.update_scale()
     if skip:
         scaler.clear_overflow_state()
-    for optimizer in optimizers:
-        stash = _stash(optimizer)
+    for stash in stashes:
         stash.deferred_to = None
         stash.already_patched |= skip
+
+
+def _can_stay_on_device(optimizers: list[Optimizer], scaler: LossScaler) -> bool:
+    """Whether the host need not know now whether this context overflowed: the results are the same, bit for bit."""
+    device = scaler.device_of_flag
+    if device is None or device.type != "cuda":
+        return False
+    stashes = map(_stash, optimizers)
+    if any(stash.master_weights or stash.deferred_to is not None or stash.skips for stash in stashes):
+        return False
+    return all(device_flags.skips_on_device(optimizer, device) for optimizer in optimizers)
+
+
+def _leave_on_device(stashes: list[AmpStash], scaler: LossScaler) -> None:
+    flag = scaler.update_on_device()
+    for stash in stashes:
+        stash.flag = flag
+
+    def heard(overflow: bool) -> None:
+        scaler.count(overflow)
+        for stash in stashes:
+            stash.hear(flag, overflow)
+
+    device_flags.flags.push(flag, heard)
 
 
 def _scaler(loss_id: int) -> LossScaler:

@@ -1,7 +1,8 @@
 """The loss scaler: one scale, its growth and back-off, and the unscaling of gradients (contract 2).
 
 A scale is plain host data. The only device-to-host sync is in ``update_scale`` of a dynamic scaler; a static scaler
-has none. Which gradients belong to which context is decided in ``gradients``.
+has none, nor has ``update_on_device``, after which the host follows later (see ``device_flags``). Which gradients
+belong to which context is decided in ``gradients``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from harness.apex.amp.device_flags import flags
 from harness.apex.amp.levels import LossScale
 from harness.apex.amp.messages import messages
 from harness.apex.tensor_groups import by_device_and_dtype
@@ -49,8 +51,9 @@ class LossScaler:
                 "must fit between them. Lower the first or raise the second."
             )
         self._min = min(self._min, self._max)
-        self._loss_scale = max(self._min, min(self._max, INITIAL_SCALE)) if self.dynamic else float(loss_scale)
-        self._unskipped = 0
+        self._scale = max(self._min, min(self._max, INITIAL_SCALE)) if self.dynamic else float(loss_scale)
+        self._clean = 0
+        self._on_device: tuple[Tensor, Tensor] | None = None  # the two, where the host does not follow at once
         self._has_overflow = False
         self._found: dict[torch.device, Tensor] = {}
         self._flag: Tensor | None = None
@@ -61,6 +64,39 @@ class LossScaler:
     def loss_scale(self) -> float:
         """Return the scale by which the next loss is multiplied."""
         return self._loss_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        """The scale, which scripts read and write."""
+        flags.settle()
+        return self._scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        flags.settle()
+        self._scale, self._on_device = value, None
+
+    @property
+    def _unskipped(self) -> int:
+        """Clean updates since the last change of the scale, which scripts read and write."""
+        flags.settle()
+        return self._clean
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        flags.settle()
+        self._clean, self._on_device = value, None
+
+    @property
+    def factor(self) -> float | Tensor:
+        """The scale of the next loss: a float64 scalar on the device, where it may be newer than the host's."""
+        return self._scale if self._on_device is None else self._on_device[0]
+
+    @property
+    def device_of_flag(self) -> torch.device | None:
+        """The device that knows alone whether this context overflowed; None if the host must find out."""
+        host_knows = not self.dynamic or self._has_overflow or self._flag is not None or self._deferred
+        return None if host_knows or len(self._found) != 1 else next(iter(self._found))
 
     @property
     def _overflow_buf(self) -> Tensor:
@@ -125,9 +161,28 @@ class LossScaler:
 
         A dynamic scaler reads the overflow flag from the device: the one sync point of amp.
         """
+        flags.settle()
+        self._on_device = None
         if self.dynamic and not self._has_overflow:
             self._has_overflow = any(found.item() for found in (*self._found.values(), *self._flags()))
         return self.count(self._has_overflow)
+
+    def update_on_device(self) -> Tensor:
+        """Update the scale after a context, on the device of its flag, and return the flag: not 0 if it overflowed."""
+        device, found = self._found.popitem()
+        if self._on_device is None:
+            dtypes = torch.float64, torch.int64  # float64 as on the host
+            before = zip((self._scale, self._clean), dtypes, strict=True)
+            scale, clean = (torch.full((), value, dtype=dtype, device=device) for value, dtype in before)
+        else:
+            scale, clean = self._on_device
+        overflow = found != 0
+        clean = (clean + 1).masked_fill(overflow, 0)
+        grows = clean >= WINDOW
+        lower = torch.minimum(scale, (scale / FACTOR).clamp(min=self._min))
+        higher = (scale * FACTOR).clamp(max=self._max)
+        self._on_device = torch.where(overflow, lower, torch.where(grows, higher, scale)), clean.masked_fill(grows, 0)
+        return found
 
     def count(self, overflow: bool) -> bool:
         """Update the scale after a context with or without an ``overflow``; return True if the step is skipped."""
@@ -137,23 +192,23 @@ class LossScaler:
             return True
         self._in_a_row = 0
         for _ in range(contexts):
-            self._unskipped += 1
-            if self.dynamic and self._unskipped >= WINDOW:  # a script or a checkpoint may have set it higher
-                self._loss_scale = min(self._max, self._loss_scale * FACTOR)
-                self._unskipped = 0
+            self._clean += 1
+            if self.dynamic and self._clean >= WINDOW:  # a script or a checkpoint may have set it higher
+                self._scale = min(self._max, self._scale * FACTOR)
+                self._clean = 0
         return False
 
     def _back_off(self) -> None:
-        before, self._unskipped = self._loss_scale, 0
+        before, self._clean = self._scale, 0
         # The outer min: a floor above a scale that a script or a checkpoint wrote must not raise it.
-        self._loss_scale = min(before, max(self._min, before / FACTOR))
+        self._scale = min(before, max(self._min, before / FACTOR))
         self._in_a_row += 1
-        if self._loss_scale != before:
+        if self._scale != before:
             messages.warn(
                 f"Gradient overflow: the next optimizer step is skipped; loss scaler {self.index} "
-                f"reduces the loss scale from {before:g} to {self._loss_scale:g}"
+                f"reduces the loss scale from {before:g} to {self._scale:g}"
             )
-        if self._loss_scale <= self._min and (self._loss_scale != before or self._in_a_row % COMPLAIN_EVERY == 0):
+        if self._scale <= self._min and (self._scale != before or self._in_a_row % COMPLAIN_EVERY == 0):
             messages.warn(
                 f"Loss scaler {self.index} is at its floor of {self._min:g} (overflows in a row: {self._in_a_row}): "
                 "the scale is not lowered further, and steps are skipped until gradients are finite. Usually the loss "
@@ -165,7 +220,9 @@ class LossScaler:
     def _buffers(self, device: torch.device, inverse: float | Tensor) -> tuple[Tensor, Tensor]:
         if device not in self._found:
             self._found[device] = torch.zeros((), device=device)  # 0-dim: a DTensor treats it as equal on all ranks
-        cached, inverse = self._inverse.get(device), float(inverse)
+        if isinstance(inverse, Tensor):
+            return self._found[device], inverse.to(device, torch.float32)
+        cached = self._inverse.get(device)
         if cached is None or cached[0] != inverse:
             cached = (inverse, torch.full((), inverse, device=device))
             self._inverse[device] = cached

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.accumulated_gradients import take_aside
+from harness.apex.amp.device_flags import flags
 from harness.apex.amp.master_weights import MasterWeights
 from harness.apex.amp.messages import messages
 
@@ -19,7 +20,8 @@ SAVED = "master_params"  # key in each param group of a saved optimizer: one ten
 class AmpStash(MasterWeights):
     """The masters of an optimizer, if its level has them, and the state of its next step.
 
-    ``already_patched``: the next ``step()`` will be skipped. ``params_have_scaled_gradients``: gradients of delayed
+    ``already_patched``: the next ``step()`` will be skipped; ``skips`` is what the host knows of it, and ``flag``
+    decides on the device, if it is not None. ``params_have_scaled_gradients``: gradients of delayed
     contexts wait to be unscaled; they carry the scale ``scaled_by``. ``backward_ended`` notes the end of a context of
     this optimizer, ``gradients_cleared`` that no model parameter has a gradient; ``warn_of_lost_gradients`` needs both.
     """
@@ -29,16 +31,39 @@ class AmpStash(MasterWeights):
     def __init__(self, master_weights: bool) -> None:
         super().__init__()
         self.master_weights = master_weights
-        self.already_patched = False
+        self.skips = False
+        self.flag: Tensor | None = None
         self.lazy_init_called = not master_weights
         self.params_have_scaled_gradients = False
-        self.scaled_by = 1.0
+        self.scaled_by: float | Tensor = 1.0
         self.deferred_to: Any = None  # the scaler whose overflow check waits for a reduction over ranks
         self.undo: list[Any] = []
         self.ever_scaled = False  # in a context of this optimizer
         self.scaled_since_step = False
         self.warned: set[str] = set()
         self._cleared_at = -1
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next ``step()`` will be skipped. Waits for the device, if only that knows."""
+        if self.flag is not None:
+            flags.settle()
+        return self.skips
+
+    @already_patched.setter
+    def already_patched(self, skips: bool) -> None:
+        self.skips, self.flag = skips, None
+
+    def hear(self, flag: Tensor, overflow: bool) -> None:
+        """Note what the host has read from ``flag``, unless a step has used it already."""
+        if self.flag is flag:
+            self.flag = None
+            self.skips |= overflow
+
+    def take_flag(self) -> Tensor | None:
+        """The flag that decides on the device whether the coming step is skipped; None if the host knows."""
+        flag, self.flag = self.flag, None
+        return flag
 
     def backward_ended(self) -> None:
         AmpStash.num_contexts += 1
@@ -95,6 +120,7 @@ def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(previous)
     def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        flags.settle()  # which corrects counts of steps
         return _with_masters(self, previous(*args, **kwargs))
 
     return state_dict
@@ -105,6 +131,7 @@ def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(previous)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        flags.settle()
         lazy_init(self)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
         previous(*args, **kwargs)
         _after_load(self)

@@ -32,6 +32,12 @@ class FusedAdam(FusedOptimizer):
 
     settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "mastered")
 
+    @property
+    def skips_on_device(self) -> str | None:  # type: ignore[override]
+        """See ``FusedOptimizer``; clipping by ``max_grad_norm`` would change gradients."""
+        clips = any("max_grad_norm" in group for group in self.param_groups)
+        return "exp_avg" if type(self) is FusedAdam and not clips else None
+
     def __init__(
         self,
         params: Any,

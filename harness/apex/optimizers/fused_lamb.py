@@ -64,6 +64,11 @@ class FusedLAMB(LambOptimizer):
 
     settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
+    @property
+    def skips_on_device(self) -> str | None:  # type: ignore[override]
+        """See ``FusedOptimizer``."""
+        return "exp_avg" if type(self) is FusedLAMB else None
+
     def __init__(
         self,
         params: Any,
@@ -131,7 +136,8 @@ def lamb_stage2(
     """
     rate: Any = _on(lr, weights[0].device, weights[0].dtype)
     if skip is not None:
-        rate = torch.where(skip, 0.0, rate)
+        zero = weights[0].new_zeros(())
+        rate = torch.where(skip, zero, zero + rate)
     if weight_and_update_norms is not None:
         of_weights, of_updates = weight_and_update_norms
         ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)

@@ -28,6 +28,11 @@ class FusedSGD(FusedOptimizer):
         *("most_recent_scale", "scale_set_by_backward"),
     )
 
+    @property
+    def skips_on_device(self) -> str | None:  # type: ignore[override]
+        """See ``FusedOptimizer``."""
+        return "momentum_buffer" if type(self) is FusedSGD else None
+
     def __init__(
         self,
         params: Any,
@@ -59,6 +64,8 @@ class FusedSGD(FusedOptimizer):
                 self._write_back(batch)
 
     def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf != 0
         has_momentum = group["momentum"] != 0
         is_new = [has_momentum and self.state[param].get("momentum_buffer") is None for param in batch.params]
         buffers = self._moments(batch, "momentum_buffer") if has_momentum else []
@@ -66,7 +73,7 @@ class FusedSGD(FusedOptimizer):
             chosen = [i for i, new in enumerate(is_new) if new is first]
             if chosen:
                 weights, grads, moments = ([x[i] for i in chosen if x] for x in (batch.weights, batch.grads, buffers))
-                sgd_update(group, weights, grads, moments, first, self.wd_after_momentum)
+                sgd_update(group, weights, grads, moments, first, self.wd_after_momentum, skip)
 
 
 def sgd_update(
@@ -86,7 +93,8 @@ def sgd_update(
     if wd_after_momentum and weight_decay != 0:
         # w - lr * (d + wd * w) == w * (1 - lr * wd) - lr * d, where d no longer depends on w
         kept = 1 - group["lr"] * weight_decay
-        torch._foreach_mul_(weights, kept if skip is None else torch.where(skip, 1.0, kept))
+        ones = weights[0].new_ones(())
+        torch._foreach_mul_(weights, kept if skip is None else torch.where(skip, ones, ones * kept))
         weight_decay = 0.0
     torch._fused_sgd_(
         weights,
