@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
-from harness.runs.files import is_url, replacing
+from harness.runs.files import expanded, is_url, replacing
 from harness.runs.locks import locked as lock
 
 TIMEOUT_S = 30.0  # without any data from the server
@@ -102,7 +102,7 @@ def fetch(
 
 def local_path(source: str) -> Path:
     """The file or folder that ``source`` names. Raises ConfigError if it does not exist."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if not path.exists():
         hint = did_you_mean(path) or "give a folder with the files, or a URL (https://…)"
         raise ConfigError(f"{source} does not exist", where="--from", hint=hint)

@@ -14,7 +14,7 @@ from harness.data import tars
 from harness.data.from_folder import IMAGES, skips
 from harness.data.table_file import write_rows
 from harness.errors import DataError, did_you_mean, plural, reason, remedy
-from harness.runs.files import default_cache_dir
+from harness.runs.files import cache_folder
 
 _Parts = dict[str, tuple[str, int, int]]  # {ending: (name, offset, size)}
 
@@ -46,7 +46,7 @@ def write(place: Path, out: Path, image: str | None, label: str | None, cache_di
                     continue
                 path = f"{file.relative_to(folder).as_posix()}/{name}"
                 yield (path, _label_of(file, key, parts, label)) if labeled else (path,)
-            tars.read_index(str(file), (cache_dir or default_cache_dir()) / "tars")
+            tars.read_index(str(file), cache_folder(cache_dir) / "tars")
 
     count = write_rows(out, ("path", "label") if labeled else ("path",), rows())
     if not count:

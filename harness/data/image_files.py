@@ -17,7 +17,7 @@ from harness.data import tars
 from harness.data.url_cache import UrlCache
 from harness.data.vision import read_file
 from harness.errors import require_regular_file
-from harness.runs.files import default_cache_dir, is_url
+from harness.runs.files import cache_folder, is_url
 
 _TAR = ".tar/"
 
@@ -33,7 +33,7 @@ class ImageFiles:
 
     def __post_init__(self) -> None:
         self.root = self.root.removeprefix("file://")
-        self.cache_dir = (self.cache_dir or default_cache_dir()).expanduser().absolute()
+        self.cache_dir = cache_folder(self.cache_dir)
         self._urls = UrlCache(self.cache_dir / "urls", int(self.cache_gib * 2**30))
 
     def place(self, path: str) -> str:

@@ -26,6 +26,7 @@ from harness.data.loader_workers import (
     LoadError,
     WatchedDataLoader,
     in_loader_worker,
+    require_short_temporary_folder,
     run_queue_s,
     sent,
     worker_death,
@@ -112,6 +113,8 @@ class Loader:
         self._kind: tuple[Any, ...] = ()  # of the last batch
         self._mixed = False  # batches were of several kinds
         self._requests = _Requests()
+        if num_workers:
+            require_short_temporary_folder()
         self._loader = WatchedDataLoader(
             _Fetch(dataset),
             sampler=self._requests,

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import util
 from multiprocessing.reduction import ForkingPickler
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.data.batch import Batch
-from harness.errors import HarnessError, TrainingError, first_line, portable
+from harness.errors import ConfigError, HarnessError, TrainingError, first_line, portable
 
 SHARED_MEMORY = "/dev/shm"
 PREFETCH = 2  # batches that each worker keeps ready
@@ -32,6 +33,8 @@ MORE_SHARED_MEMORY = (
     "lower the batch size or data.num_workers, or set data.num_workers=0, which needs no shared memory"
 )
 MIB = 2**20
+_SOCKET_NAME = len("/listener-12345678")
+_MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # bytes, sun_path in sys/un.h
 _POLL_S = 0.5  # between two calls of ``while_waiting``
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEATHS = {
@@ -109,6 +112,17 @@ def _without_space(found: Any, error: Exception) -> TrainingError:
         where=f"{SHARED_MEMORY} ({space})",
         hint=MORE_SHARED_MEMORY,
     )
+
+
+def require_short_temporary_folder() -> None:
+    """Raise ConfigError if the sockets through which workers send batches would have too long names."""
+    folder = util.get_temp_dir()
+    if len(os.fsencode(folder)) + _SOCKET_NAME > _MAX_SOCKET:
+        raise ConfigError(
+            "the path of the folder for temporary files is too long for the sockets of loader workers",
+            where=f"TMPDIR={os.path.dirname(folder)}",
+            hint="export TMPDIR=/tmp, or set data.num_workers=0",
+        )
 
 
 class WatchedDataLoader(DataLoader):

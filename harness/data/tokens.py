@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from harness.data.table.cache import read_json
 from harness.data.table.table import Table
 from harness.errors import DataError
-from harness.runs.files import default_cache_dir, write_atomically
+from harness.runs.files import cache_folder, write_atomically
 from harness.runs.locks import locked
 
 UNKNOWN = 1  # the id of every word that is not in the vocabulary
@@ -115,7 +115,7 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
     The first process of a node counts them while others wait. Raises DataError if there are none.
     """
     key = hashlib.sha256(json.dumps([RULE, table.digest, column, max_words]).encode()).hexdigest()[:32]
-    path = (cache_dir or default_cache_dir()).expanduser().absolute() / "words" / f"{key}.json"
+    path = cache_folder(cache_dir) / "words" / f"{key}.json"
     with contextlib.suppress(OSError):  # without a cache, each process counts
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{path}.lock"), _LOCK_S):

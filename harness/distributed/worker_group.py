@@ -19,6 +19,7 @@ from harness.distributed import forked, processes
 from harness.distributed.forked import Forked
 from harness.distributed.launch_env import local_environment
 from harness.distributed.monitor import EngineReport
+from harness.distributed.network import require_loopback
 from harness.distributed.rank_exit import Cause, RankExit
 
 PEERS_S = 15.0  # for the other processes to end once one has failed; the watchdog ends a blocked rank within 13 s
@@ -168,6 +169,8 @@ class LocalRun(WorkerGroup):
         by: str,
         modules: Sequence[str] = (),
     ) -> None:
+        if world_size > 1:
+            require_loopback()
         forked.prepare(modules, environ)  # before anything else has threads
         listening = socket.create_server(("127.0.0.1", 0))  # at a port that the system picks
         port = listening.getsockname()[1] if world_size > 1 else 0

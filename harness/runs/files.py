@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
+import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +18,10 @@ from typing import Any
 from harness.config.places import is_url as is_url
 from harness.errors import ConfigError, HarnessError, did_you_mean, reason, remedy, require_regular_file
 from harness.runs import layout
+
+log = logging.getLogger("harness")
+
+_reported: set[str] = set()  # why the cache is a temporary folder
 
 
 def temporary_for(path: Path, mark: str = "") -> Path:
@@ -180,9 +187,47 @@ def identity(path: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
+def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """The absolute path of the cache: ``chosen`` (data.cache_dir) or ``default_cache_dir``. Raises ConfigError."""
+    return expanded(chosen or default_cache_dir()).absolute()
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """``path`` with the home folder in place of ``~``. Raises ConfigError if this user has none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        problem = "the path starts with ~, but its home folder is unknown"
+        raise ConfigError(problem, where=str(path), hint="type the whole path, or set HOME") from None
+
+
 def default_cache_dir() -> Path:
-    """$APEX_HARNESS_CACHE, else $XDG_CACHE_HOME/apex-harness, else ~/.cache/apex-harness."""
+    """$APEX_HARNESS_CACHE, else $XDG_CACHE_HOME/apex-harness, else ~/.cache/apex-harness; where that cannot be created,
+    a folder for temporary files."""
     if chosen := os.environ.get("APEX_HARNESS_CACHE"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "apex-harness"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "apex-harness")
+    try:
+        usual = Path.home() / ".cache" / "apex-harness"
+    except RuntimeError:  # no HOME, and no entry of this user in the list of users
+        return _temporary_cache("there is no home folder")
+    existing = next(folder for folder in (usual, *usual.parents) if folder.exists())
+    if existing == usual or os.access(existing, os.W_OK | os.X_OK):
+        return usual
+    return _temporary_cache(f"{existing} cannot be written")
+
+
+def _temporary_cache(why: str) -> Path:
+    path = Path(tempfile.gettempdir(), f"apex-harness-{os.getuid()}")
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        # The cache has a list of trusted runs, and whoever writes it can make this user run code.
+        hint = "set APEX_HARNESS_CACHE to a folder that only you can write to"
+        raise ConfigError(f"{why}, and others can write to the folder for temporary files", where=str(path), hint=hint)
+    if why not in _reported:
+        _reported.add(why)
+        log.warning("%s: the cache is in %s; set APEX_HARNESS_CACHE to keep it", why, path)
+    return path

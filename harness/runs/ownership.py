@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.files import default_cache_dir, read_bytes
 
@@ -18,7 +19,7 @@ from harness.runs.files import default_cache_dir, read_bytes
 def remember(config_text: str) -> None:
     """Note that a start of this user writes ``config_text`` as a config.yaml. Never raises."""
     line = _line(config_text.encode())
-    with suppress(OSError, RuntimeError):  # the latter without a home folder
+    with suppress(OSError, ConfigError):  # the latter without a place for a cache
         if line in _known():
             return
         path = _list()
@@ -31,7 +32,7 @@ def remember(config_text: str) -> None:
 
 def is_own(run: Path) -> bool:
     """True if a start of this user on this machine wrote the configuration in the folder ``run``."""
-    with suppress(OSError, RuntimeError):  # the latter without a home folder
+    with suppress(OSError, ConfigError):  # the latter without a place for a cache
         return _line(read_bytes(run / layout.CONFIG)) in _known()
     return False
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from harness.runs import layout
-from harness.runs.files import default_cache_dir, replacing, write_atomically
+from harness.runs.files import cache_folder, replacing, write_atomically
 
 Progress = Callable[[], None]  # called while a transfer advances: a slow store differs from a dead one
 
@@ -139,5 +139,5 @@ def working_folder(url: str, cache_dir: str | None, purpose: str = "") -> Path:
     """The local folder for the run or checkpoint at ``url``; its parent belongs to it alone. ``cache_dir`` is the
     setting of that name; ``purpose`` separates copies that are only read."""
     name, key = url.rstrip("/").rpartition("/")[2], hashlib.sha256(url.encode()).hexdigest()[:16]
-    cache = Path(cache_dir or default_cache_dir()).expanduser().absolute()
+    cache = cache_folder(cache_dir)
     return cache / "runs" / purpose / f"{name}-{key}" / name

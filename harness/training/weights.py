@@ -21,7 +21,7 @@ from harness.config.schema import Config, ModelSection
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, layout, reader
-from harness.runs.files import is_url, replacing, sha256
+from harness.runs.files import cache_folder, expanded, is_url, replacing, sha256
 from harness.runs.locks import locked
 from harness.training.model_builder import TIMM
 
@@ -109,7 +109,7 @@ def find(weights: str, model: str) -> WeightsFile:
     """The file of ``weights``, downloaded if necessary. Raises ConfigError."""
     if is_url(weights):
         return WeightsFile(weights, _downloaded(weights, Path(urlsplit(weights).path).name))
-    path = Path(weights).expanduser()
+    path = expanded(weights)
     if path.is_dir():
         path /= layout.WEIGHTS
     if path.is_file():
@@ -182,7 +182,8 @@ def _of_timm(weights: str, model: str) -> WeightsFile:
 
 def _downloaded(url: str, name: str, digest: str = "") -> Path:
     """The file at ``url`` in torch's folder of downloads, which is read first. ``digest``: how its SHA-256 begins."""
-    folder = Path(torch.hub.get_dir(), "checkpoints")  # where torchvision keeps its own
+    hub = torch.hub.get_dir()  # where torchvision keeps its own; it begins with ~ where no home folder is known
+    folder = (cache_folder() / "torch" if hub.startswith("~") else Path(hub)) / "checkpoints"
     # Another file of the same name may be there already: only the URL tells them apart.
     target = folder / (name if digest else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}")
     try:

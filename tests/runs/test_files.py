@@ -10,7 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from harness.errors import ConfigError
-from harness.runs.files import commit, replacing, require_output, temporary_for, write_atomically
+from harness.runs import files
+from harness.runs.files import (
+    cache_folder,
+    commit,
+    default_cache_dir,
+    replacing,
+    require_output,
+    temporary_for,
+    write_atomically,
+)
 
 
 def test_an_error_keeps_the_old_file(tmp_path, monkeypatch):
@@ -99,3 +108,52 @@ def test_a_folder_gets_its_name_when_it_is_complete(tmp_path):
     (temporary_for(final) / "state.pt").write_text("x")
     commit(temporary_for(final), final)
     assert [path.name for path in tmp_path.rglob("*")] == ["step-1", "state.pt"]
+
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """A user without a home folder that can be written, and with a folder for temporary files."""
+    for name in ("APEX_HARNESS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "_reported", set())
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    return tmp_path / f"apex-harness-{os.getuid()}"
+
+
+def test_without_a_home_folder_the_cache_is_temporary(nowhere, caplog):
+    assert default_cache_dir() == cache_folder() == nowhere
+    assert nowhere.stat().st_mode & 0o777 == 0o700
+    assert len(caplog.records) == 1
+
+
+def test_with_a_home_folder_that_cannot_be_written_too(nowhere, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: Path("/"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert default_cache_dir() == nowhere or Path("/.cache/apex-harness").exists()
+
+
+@pytest.mark.parametrize("kind", ["writable by others", "a link", "a file"])
+def test_a_temporary_cache_is_of_this_user_alone(nowhere, tmp_path, kind):
+    """It has the list of trusted runs."""
+    if kind == "writable by others":
+        nowhere.mkdir()
+        nowhere.chmod(0o777)
+    elif kind == "a link":
+        nowhere.symlink_to(tmp_path)
+    else:
+        nowhere.touch()
+    with pytest.raises(ConfigError) as caught:
+        default_cache_dir()
+    assert caught.value.where == str(nowhere)
+
+
+def test_a_path_in_a_home_folder_that_is_unknown(monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does then
+    with pytest.raises(ConfigError) as caught:
+        cache_folder("~/cache")
+    assert caught.value.where == "~/cache"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from harness.runs import ownership
@@ -44,7 +45,7 @@ def test_a_start_makes_its_run_the_users_own(tmp_path, monkeypatch):
     assert not ownership.is_own(tmp_path), "this configuration was written by hand"
 
 
-def test_without_a_home_no_run_is_the_users_own(tmp_path, monkeypatch):
+def test_without_a_home_the_temporary_cache_has_the_list(tmp_path, monkeypatch):
     """As in a container that runs under any user id."""
 
     def homeless():
@@ -54,5 +55,9 @@ def test_without_a_home_no_run_is_the_users_own(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     (tmp_path / "config.yaml").write_text("name: x\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert not ownership.is_own(tmp_path)
     ownership.remember("name: x\n")
+    assert ownership.is_own(tmp_path)
+    (tmp_path / f"apex-harness-{os.getuid()}").chmod(0o777)  # others can write it
     assert not ownership.is_own(tmp_path)

@@ -31,7 +31,7 @@ from typing import Any
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source
 from harness.errors import DataError, reason, remedy
-from harness.runs.files import default_cache_dir, parse_json, write_atomically
+from harness.runs.files import cache_folder, parse_json, write_atomically
 from harness.runs.locks import MARKER_SUFFIX, Lock
 
 FORMAT = 4  # increase it when the layout or the meaning of anything in the cache changes
@@ -59,7 +59,7 @@ class CacheEntry:
         place = hashlib.sha256(source.identity.encode()).hexdigest()[:16]
         content = json.dumps([FORMAT, source.identity, source.version, label.key if label else None])
         key = hashlib.sha256(content.encode()).hexdigest()[:24]
-        return cls((cache_dir or default_cache_dir()).expanduser().absolute() / "tables" / f"{stem}-{place}", key)
+        return cls(cache_folder(cache_dir) / "tables" / f"{stem}-{place}", key)
 
     @property
     def arrow(self) -> Path:

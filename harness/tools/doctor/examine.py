@@ -26,7 +26,11 @@ CHECKS: list[Check] = [
     limits.shared_memory,
     limits.open_files,
     limits.folder,
+    limits.locks,
+    limits.cache,
+    limits.temporary_files,
     network.collectives,
+    network.loopback,
     network.network,
     network.launch,
 ]

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.network import address_of, interface_towards
+from harness.distributed.network import address_of, interface_towards, require_loopback
 from harness.errors import LaunchError
 from harness.tools.doctor.findings import Finding, System
 
@@ -33,6 +33,15 @@ def collectives(system: System) -> Iterator[Finding]:
         yield Finding("collectives", "problem", text, ("parallel.strategy=dp, or a torch with nccl (Linux)",))
     else:
         yield Finding("collectives", "ok", "gloo (CPU); no nccl")
+
+
+def loopback(system: System) -> Iterator[Finding]:
+    try:
+        require_loopback()
+    except LaunchError as error:
+        yield Finding("loopback", "problem", error.message, (error.hint,))
+    else:
+        yield Finding("loopback", "ok", "processes of this machine can connect to each other at 127.0.0.1")
 
 
 def network(system: System) -> Iterator[Finding]:

@@ -392,8 +392,8 @@ def test_default_cache_folder(csv, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert default_cache_dir() == Path("/xdg/apex-harness")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert default_cache_dir() == Path("/home/somebody/.cache/apex-harness")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "apex-harness"
 
 
 def test_forked_and_spawned_workers_read_the_table(csv, folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib
 import importlib.metadata
 import json
@@ -11,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections import namedtuple
+from multiprocessing import util
 from types import SimpleNamespace
 
 import pytest
@@ -604,3 +607,38 @@ def test_launch():
     assert finding == Finding(
         "launch", "ok", "rank 1 of 2 (according to RANK and WORLD_SIZE), rendezvous at 10.0.0.1:29500"
     )
+
+
+def test_locks(tmp_path, monkeypatch):
+    assert only(limits.locks, System(folder=tmp_path)).mark == "ok"
+
+    def missing(*_):
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    assert only(limits.locks, System(folder=tmp_path)).mark == "note"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(limits.tempfile, "tempdir", str(tmp_path / "cache"))
+    assert only(limits.cache).mark == "note"  # among the temporary files
+    monkeypatch.setattr(limits.tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    assert only(limits.cache).mark == "ok"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "file"))
+    assert only(limits.cache).mark == "problem"
+
+
+def test_the_temporary_folder_and_the_loopback_interface(monkeypatch):
+    assert only(network.loopback).mark == "ok"
+    assert only(limits.temporary_files).mark == "ok"
+    monkeypatch.setattr(util, "get_temp_dir", lambda: "/" + "t" * 140)
+    monkeypatch.setattr("harness.distributed.network.socket.create_connection", _unreachable)
+    assert only(network.loopback).mark == "problem"
+    assert only(limits.temporary_files).mark == "problem"
+
+
+def _unreachable(*_, **__):
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
