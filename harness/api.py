@@ -170,8 +170,12 @@ def _started(config: Config) -> Iterator[Any]:
                 determinism.require(config.train.deterministic)  # before CUDA starts
             runtime = stack.enter_context(
                 open_runtime(
-                    launch, config.runtime.device, config.runtime.timeout_s, lambda device: main.facts(config, device)
-                )
+                    launch,
+                    config.runtime.device,
+                    config.runtime.timeout_s,
+                    config.runtime.work_timeout_s,
+                    facts=lambda device: main.facts(config, device),
+                )  # fmt: skip
             )
             _stores[:] = [runtime.store]
             start = RunStart(config, runtime, shown=False)

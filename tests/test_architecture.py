@@ -118,6 +118,17 @@ def test_only_tests_import_from_tests():
             assert not any(name.split(".")[0] == "tests" for name in names), path
 
 
+def test_threads_of_a_rank_inherit_its_device():
+    """Launchers and the other commands compute nothing; a pool only reads, writes and decodes on the CPU."""
+    without_ranks = ("apex", "engines", "tools", "distributed.threads")
+    started = [
+        name
+        for name, tree in trees().items()
+        if not name.startswith(without_ranks) and "Thread" in [function for function, _ in calls(tree)]
+    ]
+    assert not started, "use harness.distributed.threads, which sets the device"
+
+
 # Names, docstrings and places
 
 

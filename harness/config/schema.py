@@ -296,8 +296,11 @@ class CheckpointSection(Section):
 class RuntimeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: CUDA if available."""
-    timeout_s: Seconds = 120.0
-    """Seconds that a rank waits for the others in a collective before it fails."""
+    timeout_s: Seconds = 600.0
+    """Seconds that a rank may be silent: the others wait so long for it in a collective before they fail."""
+    work_timeout_s: Seconds = 1800.0
+    """Seconds that announced work may take on a rank: reading or writing a checkpoint, converting a table, compiling.
+    """
 
 
 class Config(Section):
@@ -370,6 +373,7 @@ MAY_DIFFER_BETWEEN_RANKS = {
     "task.names": "data",
     "runtime.device": "auto and cuda can mean the same; the kind of device is compared instead",
     "runtime.timeout_s": "how long a rank waits changes no result",
+    "runtime.work_timeout_s": "how long a rank waits changes no result",
     "launch": "read by launchers, not by ranks; each machine has its own node_rank",
 }
 

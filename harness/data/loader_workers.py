@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.data.batch import Batch
+from harness.distributed.threads import thread
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line, portable
 
 SHARED_MEMORY = "/dev/shm"
@@ -146,7 +146,7 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # In a thread: unpacking asks the worker for its shared memory, and waits forever for one that is frozen.
-        threading.Thread(target=self._unpack, name="harness-unpack", daemon=True).start()
+        thread(self._unpack, "harness-unpack").start()
 
     def _try_get_data(self, timeout: float = _POLL_S) -> tuple[bool, Any]:
         success, found = super()._try_get_data(_POLL_S)
@@ -235,7 +235,8 @@ def in_loader_worker(_: int) -> None:
     rank = multiprocessing.parent_process()
     if sys.platform == "linux" and rank is not None:  # other systems do not report the sender of a signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_exit_with, args=(rank, os.getppid()), name="harness-signals", daemon=True).start()
+        parent = os.getppid()
+        thread(lambda: _exit_with(rank, parent), "harness-signals").start()
 
 
 def _exit_with(rank: Any, parent_pid: int) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from harness.data.download import locked
 from harness.data.vision import read_file
+from harness.distributed.threads import thread
 from harness.errors import DataError, reason, remedy
 from harness.runs.files import commit
 from harness.runs.url_store import remedy_for
@@ -219,7 +220,7 @@ def _with_progress(filesystem: Any, path: str, target: Path) -> None:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=get, name="url-archive", daemon=True).start()
+    thread(get, "url-archive").start()
     size, since = -1, time.monotonic()
     while True:
         with suppress(TimeoutError):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from datetime import timedelta
-from threading import Thread
 from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness.distributed.launch_env import Launch
+from harness.distributed.threads import Background
 from harness.errors import HarnessError, LaunchError, TrainingError, first_line
 
 _ANSWER_S = 10.0  # for the store to answer a request, which takes milliseconds
@@ -60,25 +60,11 @@ class Patience:
     def bound(self, work: Callable[[], Value], late: Callable[[], Exception]) -> Value:
         """``work()``, which uses this object; raises ``late()`` if a request is not answered. A signal meanwhile is
         handled at once."""
-        future = background(work, "harness-store")
+        future = Background(work, "harness-store")
         while wait([future], 0.1).not_done:
             if time.monotonic() > self.limit:
                 raise late()
         return future.result()
-
-
-def background(work: Callable[[], Value], name: str) -> Future[Value]:
-    """Start ``work`` in a daemon thread, for which this process need not wait at its end."""
-    future: Future[Value] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-
-    Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def address(launch: Launch) -> str:

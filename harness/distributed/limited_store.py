@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError
 
-from harness.distributed.launch_store import background
+from harness.distributed.threads import Background
 
 Value = TypeVar("Value")
 
@@ -68,7 +68,7 @@ class LimitedStore:
             finally:
                 self._busy.release()
 
-        future = background(work, "harness-store")
+        future = Background(work, "harness-store")
         try:
             return future.result(self._limit_s)
         except NotInTime:

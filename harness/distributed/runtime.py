@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
@@ -19,25 +20,30 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _world
 
-from harness.distributed import devices
+from harness.distributed import devices, stack
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
-from harness.distributed.launch_store import background
 from harness.distributed.limited_store import LimitedStore
 from harness.distributed.meeting import meet, not_connected, telling_peers
 from harness.distributed.network import interface_towards
 from harness.distributed.processes import Identity
-from harness.errors import HarnessError, LaunchError, portable, readable
+from harness.distributed.threads import Background
+from harness.errors import HarnessError, LaunchError, TrainingError, portable, readable
 
 Value = TypeVar("Value")
 
 # So long after timeout_s, torch's own watchdog dumps what NCCL was doing and aborts the process. Before, that of the
 # harness finds the missing rank, gives the main thread its grace, and writes the record, which takes up to 30 s.
 _NCCL_S = 45.0
+_LONGEST_S = 1e8  # three years: timedelta and torch's milliseconds have no infinity
 _LISTEN_S = 10.0  # to open a port
 _CLOSE_S = 5.0  # for the threads of gloo to end
-_PATIENCE_S = 5.0  # between two heartbeats while a rank works in patiently()
+_HEARTBEAT_S = 5.0  # at most, between two heartbeats in patiently(), and a quarter of timeout_s
+_ROUNDS = 6  # heartbeats after the first failure in patiently(): if all ranks fail alike, the lowest is to be named
+_OF_THREADS = "harness threads"  # describes the groups of new_group()
 
 
 @dataclass
@@ -47,9 +53,11 @@ class Runtime:
     launch: Launch = field(default_factory=Launch)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: LimitedStore | None = None  # torch's key-value store, where there is a process group
-    timeout_s: float = math.inf  # limit of a wait for a peer
+    timeout_s: float = math.inf  # how long a rank may be silent: the limit of a wait for a peer
+    work_timeout_s: float = math.inf  # how long announced work may take
     peers: Sequence[Identity] = ()  # the processes of all ranks, by rank, where there is a process group
     failed: bool = False  # set when this rank reports a failure, its own or a consequence of another's
+    _in_announced: bool = False
     _control: Any = None  # a gloo group for Python objects and flags, separate from that of the gradients
 
     @property
@@ -66,10 +74,15 @@ class Runtime:
         return self._control
 
     def new_group(self) -> Any:
-        """A gloo group of all ranks for the collectives of another thread. Collective."""
+        """A gloo group of all ranks for the collectives of another thread, which does announced work. Collective."""
         if self.world_size == 1:
             return None
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return dist.new_group(backend="gloo", timeout=_timedelta(self.work_timeout_s), group_desc=_OF_THREADS)
+
+    @property
+    def limit_s(self) -> float:
+        """The limit of a wait for a peer at present."""
+        return self.work_timeout_s if self._in_announced else self.timeout_s
 
     @property
     def host(self) -> str:
@@ -144,27 +157,72 @@ class Runtime:
         except Exception as error:
             mine = error
         if self.world_size > 1:
-            errors = self.gather(None if mine is None else _portable(mine))
-            first = next((rank for rank, error in enumerate(errors) if error is not None), None)
-            if first is not None and first != self.rank:
-                theirs = errors[first]
-                assert theirs is not None
-                theirs.origin_rank = first
-                raise theirs
+            # One that several ranks raise already may come from another group of theirs, and keeps its origin.
+            origin = getattr(mine, "origin_rank", None)
+            errors = self.gather(None if mine is None else (_portable(mine), self.rank if origin is None else origin))
+            theirs = next((error for error in errors if error is not None), None)
+            if theirs is not None and (mine is None or theirs is not errors[self.rank]):
+                theirs[0].origin_rank = theirs[1]
+                raise theirs[0]
         if mine is not None:
             raise mine
 
-    def patiently(self, doing: str, work: Callable[[], Value]) -> Value:
-        """Return ``work()``, which may take longer on some ranks than the timeout of a collective: meanwhile the ranks
-        exchange heartbeats. If any rank raises, all ranks raise. Collective."""
+    def patiently(self, doing: str, work: Callable[[], Value], limit_s: float | None = None) -> Value:
+        """Return ``work()``, which a thread does while the ranks exchange heartbeats: it may take long, but must not
+        contain a collective. If any rank raises, all ranks raise. Collective.
+
+        Raises TrainingError if a rank works longer than ``limit_s``, by default ``work_timeout_s``. Give infinity for
+        work that has a limit of its own.
+        """
+        return work() if self.world_size == 1 else self.await_work(doing, Background(work, "harness-work"), limit_s)
+
+    def await_work(self, doing: str, work: Background[Value], limit_s: float | None = None) -> Value:
+        """``patiently`` for work that has begun on every rank."""
         if self.world_size == 1:
-            return work()
-        future = background(work, "harness-patience")  # if a peer dies meanwhile, this process need not wait for it
-        pause_s = 0.05
-        while not all(self.gather(not wait([future], pause_s).not_done)):
-            pause_s = min(2 * pause_s, _PATIENCE_S)
+            return work.result()
+        limit_s = self.work_timeout_s if limit_s is None else limit_s
+        until, longest_s = time.monotonic() + limit_s, min(_HEARTBEAT_S, self.timeout_s / 4)
+        pause_s, rounds = 0.05, 0
+        while rounds < _ROUNDS:
+            done = not wait([work], pause_s).not_done
+            failed = done and work.exception() is not None
+            late = "" if done or time.monotonic() < until else stack.thread_at(work.thread) or "a thread that has ended"
+            ranks = self.gather((done, failed, late))
+            if all(done for done, _, _ in ranks):
+                break
+            if overdue := [rank for rank, (_, _, late) in enumerate(ranks) if late]:
+                raise _overdue(overdue[0], ranks[overdue[0]][2], doing, limit_s)
+            # The ranks have seen the same answers, so they leave together.
+            started = rounds or any(failed for _, failed, _ in ranks)
+            rounds, pause_s = (rounds + 1, 0.05 * 2**rounds) if started else (0, min(2 * pause_s, longest_s))
         with self.together(doing):
-            return future.result()
+            if done:
+                return work.result()
+        raise AssertionError("unreachable: a rank failed, so all ranks have raised")
+
+    @contextmanager
+    def announced(self, doing: str) -> Iterator[None]:
+        """A stage with collectives in which the ranks wait ``work_timeout_s`` for each other, such as the first step of
+        a compiled model. All ranks enter it, and leave it together. A rank that stops in it is found that late.
+
+        An error of one rank is not shared: it ends the run as anywhere else.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        self._bound(announced=True)
+        try:
+            yield
+            self.barrier()  # a rank must not wait for timeout_s only, while another still does the work
+        finally:
+            self._bound(announced=False)
+
+    def _bound(self, announced: bool) -> None:
+        """Bound the collectives that start from now on, in all groups but those of other threads."""
+        self._in_announced = announced
+        for group in main_groups() if self._control is not None else ():
+            with_nccl = "nccl" in str(dist.get_backend_config(group))
+            _set_timeout(_timedelta(self.limit_s + _NCCL_S * with_nccl), group)
 
     def all_equal(self, value: Value, what: str, hint: str = "") -> Value:
         """Return ``value`` if every rank holds the same; else raise LaunchError with a rank that differs.
@@ -177,6 +235,33 @@ class Runtime:
         return value
 
 
+def main_groups() -> list[Any]:
+    """The process groups whose collectives the main thread starts."""
+    return [group for group in list(_world.pg_names) if group.group_desc != _OF_THREADS]
+
+
+def _set_timeout(limit: timedelta, group: Any) -> None:
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(limit, group)
+    else:  # in older versions of torch
+        distributed_c10d._set_pg_timeout(limit, group)
+
+
+def _timedelta(seconds: float) -> timedelta:
+    return timedelta(seconds=min(seconds, _LONGEST_S))
+
+
+def _overdue(rank: int, where: str, doing: str, limit_s: float) -> TrainingError:
+    """The error of all ranks because ``rank`` still works, in ``where``."""
+    error = TrainingError(
+        f"rank {rank} has not finished after {limit_s:g} s: {doing}, in {where}",
+        hint="if this work is merely slow, raise runtime.work_timeout_s; otherwise look at the disk or the server that "
+        "it uses",
+    )
+    error.origin_rank = rank
+    return error
+
+
 def _portable(error: Exception) -> HarnessError:
     """``error`` as a HarnessError that can be pickled."""
     known = portable(error) if isinstance(error, HarnessError) else None
@@ -187,12 +272,15 @@ def _portable(error: Exception) -> HarnessError:
 def open_runtime(
     launch: Launch,
     device: str = "auto",
-    timeout_s: float = 120.0,
+    timeout_s: float = 600.0,
+    work_timeout_s: float = 1800.0,
+    *,
     facts: Callable[[torch.device], Sequence[Facts]] = lambda target: (),
 ) -> Iterator[Runtime]:
     """A Runtime for ``launch``, with a process group if there are several ranks; closed at the end of the body.
 
-    One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer.
+    One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer,
+    ``work_timeout_s`` work that the ranks have announced to each other.
     ``facts(device)``: the values that must be equal on all ranks. Raises LaunchError if they are not, or share a
     device; PeersMissing if they do not connect.
     """
@@ -203,10 +291,11 @@ def open_runtime(
         if launch.world_size > 1 or launch.by_hand:
             agreed = [Facts(devices.ALL_ALIKE, {"device": target.type}), *facts(target)]
     if launch.world_size == 1:
-        yield Runtime(launch, target, _listen(launch, agreed) if launch.by_hand else None, timeout_s)
+        yield Runtime(launch, target, _listen(launch, agreed) if launch.by_hand else None, timeout_s, work_timeout_s)
         return
     store = meet(launch, agreed, timeout_s)
     runtime = _connect(launch, target, store, timeout_s)
+    runtime.work_timeout_s = work_timeout_s
     try:
         devices.check_own(runtime.gather((runtime.host, devices.card(target))))
         runtime.peers = runtime.gather(Identity.of_this_process())
@@ -219,7 +308,7 @@ def open_runtime(
             gc.collect()
         if target.type == "cpu":
             # A thread of gloo may wait for a peer that is frozen.
-            wait([background(dist.destroy_process_group, "harness-close")], _CLOSE_S)
+            wait([Background(dist.destroy_process_group, "harness-close")], _CLOSE_S)
         elif no_failure:
             dist.destroy_process_group()
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
+from harness.distributed.threads import thread
+
 REPEAT_S = 1.0  # launchers, shells and terminals may deliver one request several times within this time
 WARNING = signal.SIGUSR1  # sent once by a scheduler before its time limit; the default action would kill the process
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -99,7 +101,7 @@ def install(quiet: bool = False) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _state.before = {number: signal.signal(number, _received) for number in _obeyed()}
     os.register_at_fork(after_in_child=_forget)
-    threading.Thread(target=_watch, args=(reader,), name="harness-signals", daemon=True).start()
+    thread(lambda: _watch(reader), "harness-signals").start()
 
 
 def interrupted_by() -> int | None:

@@ -19,6 +19,11 @@ def main_thread_at() -> str:
     return describe(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
+def thread_at(thread: threading.Thread) -> str:
+    """The location of ``thread`` in the same form; empty if it has ended."""
+    return describe(sys._current_frames().get(thread.ident or 0))
+
+
 def main_thread_lines() -> list[str]:
     """The stack of the main thread, as in a traceback."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)

@@ -15,11 +15,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch.distributed.distributed_c10d import _world
-
 from harness.distributed import processes, stack
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.distributed.runtime import Runtime
+from harness.distributed.runtime import Runtime, main_groups
 from harness.errors import EXIT_FAILURE
 
 ANSWER_S = 4.0  # for the watchdogs of the other ranks to answer
@@ -68,7 +66,7 @@ class Stalls:
         now = time.monotonic()
         if now - self._ticked > _PAUSED_S:
             return now - self._ticked
-        return self._pause_s if now - self._paused_at < self._runtime.timeout_s else 0.0
+        return self._pause_s if now - self._paused_at < self._runtime.limit_s else 0.0
 
     def waited_s(self) -> float:
         """Time since this rank started a collective."""
@@ -169,7 +167,7 @@ class Stalls:
             if any(n == high > low for n, low, high in zip(count, least, most, strict=True))
         }  # fmt: skip
         longest_s = max((positions[rank].waited_s for rank in ahead), default=0.0)
-        if not ahead or not (timed_out or longest_s >= self._runtime.timeout_s):
+        if not ahead or not (timed_out or longest_s >= self._runtime.limit_s):
             return None
         if behind := positions.keys() - ahead:
             rank = min(behind, key=lambda rank: (sum(counts[rank]), rank))
@@ -187,16 +185,16 @@ class Stalls:
         if cause is not Cause.HUNG:  # an engine may have seen more
             text = f"{message} (on {host})"
             return RankExit(rank, cause, EXIT_FAILURE, step=self._step(), error="Lost", message=text, time=time.time())
-        message = f"it did not join the other ranks within {self._runtime.timeout_s:g} s: {message}"
+        message = f"it did not join the other ranks within {self._runtime.limit_s:g} s: {message}"
         at = at or Position(self._step(), {}, "", [], 0.0)
         return RankExit(rank, cause, EXIT_FAILURE, host, at.step, "Hung", message, at.doing, at.stack, time.time())
 
 
 def num_started() -> dict[str, int]:
-    """Collectives that this process has started, by process group. torch counts them itself."""
+    """Collectives that the main thread has started, by process group. torch counts them itself."""
     counts: dict[str, int] = {}
-    for group, name in list(_world.pg_names.items()):
+    for group in main_groups():
         with suppress(RuntimeError):  # a backend that does not count
             backends: set[Any] = {group._get_backend(device) for device in group._device_types}
-            counts[str(name)] = sum(backend._get_sequence_number_for_group() for backend in backends)
+            counts[str(group.group_name)] = sum(backend._get_sequence_number_for_group() for backend in backends)
     return counts

@@ -22,6 +22,7 @@ from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stalls import ANSWER_S, Stalls
 from harness.distributed.stop import Stop
+from harness.distributed.threads import thread
 from harness.errors import EXIT_FAILURE
 
 log = logging.getLogger("harness")
@@ -55,7 +56,7 @@ def exits_without_launcher(
             finished.wait(PERIOD_S)
 
     if launch.supervised:
-        threading.Thread(target=run, name="harness-orphan", daemon=True).start()
+        thread(run, "harness-orphan").start()
     try:
         yield
     finally:
@@ -94,8 +95,8 @@ class Watchdog:
         self._stop_is_shared = False
         self._listens_until = time.monotonic() + runtime.timeout_s
         self._finished = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="harness-watchdog", daemon=True)
-        self._clock = threading.Thread(target=self._tick, name="harness-clock", daemon=True)
+        self._thread = thread(self._run, "harness-watchdog")
+        self._clock = thread(self._tick, "harness-clock")
 
     def __enter__(self) -> Watchdog:
         if self._runtime.store is not None or self._parent is not None:
@@ -233,7 +234,7 @@ class Watchdog:
     def _stalled(self) -> str:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
         nccl. One of gloo raises after the timeout."""
-        limit_s = self._runtime.timeout_s
+        limit_s = self._runtime.limit_s
         if self.stalls.waited_s() < limit_s + 2 * PERIOD_S:
             return ""
         store_is_lost = time.monotonic() - self._answered >= limit_s

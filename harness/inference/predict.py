@@ -113,8 +113,12 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
                     config = _configuration(request, world_size, launch)
                 runtime = stack.enter_context(
                     open_runtime(
-                        launch, config.runtime.device, config.runtime.timeout_s, lambda device: facts(config, device)
-                    )
+                        launch,
+                        config.runtime.device,
+                        config.runtime.timeout_s,
+                        config.runtime.work_timeout_s,
+                        facts=lambda device: facts(config, device),
+                    )  # fmt: skip
                 )
         except Exception as error:
             return fail_early(launch, error)
@@ -145,11 +149,10 @@ def in_this_process(request: PredictRequest) -> None:
 
 def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
     start = time.perf_counter()
-    with runtime.together("opening the data"):
-        task = open_task(request, config)
+    task = runtime.patiently("opening the data", lambda: open_task(request, config))
     runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
     best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
-    with runtime.together("building the model"):
+    with runtime.announced("building the model"), runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
     rows = laid_out(task.eval, config)
     loader = Loader(rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)

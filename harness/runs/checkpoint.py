@@ -108,14 +108,12 @@ class Checkpoints:
             ) from None
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
-        """Make ``step`` the best checkpoint, and write its ``weights`` to ``path``."""
+        """Make ``step`` the best checkpoint, and write its ``weights``, as from ``on_host``, to ``path``."""
         self._require_run()
-        # Copies, since safetensors refuses weights that share memory (tied layers).
-        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}
         try:
             with replacing(path) as temporary:
                 # In a folder that uploads skip.
-                save_weights(tensors, temporary, {"step": str(step)}, temporary_for(self.folder / layout.WEIGHTS))
+                save_weights(weights, temporary, {"step": str(step)}, temporary_for(self.folder / layout.WEIGHTS))
             write_atomically(self.folder / layout.BEST, layout.step_name(step) + "\n")
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise CheckpointError(
@@ -184,6 +182,12 @@ class Checkpoints:
         for path in self.folder.glob("*.tmp"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies of the tensors in ``weights`` on the CPU that share no memory, as safetensors requires (tied layers)."""
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], work: Path) -> None:

@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatch
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.schema import Config
+from harness.distributed.threads import thread
 from harness.errors import CheckpointError, ConfigError, did_you_mean, reason, remedy
 from harness.runs import layout
 from harness.runs.checkpoint import damage, none_usable, outdated, require_same_format
@@ -229,7 +229,7 @@ class RemoteRunFolder(RunFolder):
         """Upload the log of ``rank``, how it ended, and its failure. Never raises, and takes DETACH_S at most."""
         if self.start is None:
             return
-        last = threading.Thread(target=self._detach, args=(rank, done), name="harness-detach", daemon=True)
+        last = thread(lambda: self._detach(rank, done), "harness-detach")
         last.start()
         last.join(DETACH_S)
         if last.is_alive():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.errors import CheckpointError, first_line
+from harness.errors import CheckpointError, first_line, reason, remedy
 from harness.runs.files import sha256
 
 MARK = "sharded tensor"  # {MARK: key} stands for a tensor
@@ -44,9 +44,9 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], rank: int, group: Any) -> Files:
-    """Write this rank's shards of ``tensors`` (DTensors) into ``folder``, synced; return the files that it wrote.
-    Collective over ``group``. Raises CheckpointError on all ranks if one fails."""
+def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+    """Write this rank's shards of ``tensors`` (DTensors) into ``folder``, synced. Collective over ``group``. Raises
+    CheckpointError on all ranks if one fails."""
     from torch.distributed.checkpoint import FileSystemWriter, save  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -58,8 +58,18 @@ def write(folder: Path, tensors: Mapping[str, Tensor], rank: int, group: Any) ->
             f"rank {failed} could not write its shards: {first_line(cause)}", where=str(folder),
             hint="run the same command again, which resumes from the newest complete checkpoint",
         ) from None  # fmt: skip
-    mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
+
+
+def written(folder: Path, rank: int) -> Files:
+    """The files that ``rank`` has written into ``folder``. Raises CheckpointError."""
+    try:
+        mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
+        return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
+    except OSError as error:
+        raise CheckpointError(
+            f"rank {rank} could not read its shards again: {reason(error)}", where=str(folder),
+            hint=remedy(error, "run the same command again, which resumes from the newest complete checkpoint"),
+        ) from None  # fmt: skip
 
 
 def filled(folder: Path, content: Any, own: Own) -> Any:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from harness.distributed.threads import thread
+
 log = logging.getLogger("harness")
 
 MAX_PAUSE_S = 30.0  # between two attempts; the first pause is a second, and each is twice the one before
@@ -30,7 +32,7 @@ class Uploader:
         self._failures = 0  # of all attempts so far
         self.error: Exception | None = None  # of the newest attempt
         self.taken_over = False
-        self._thread = threading.Thread(target=self._run, name="harness-upload", daemon=True)
+        self._thread = thread(self._run, "harness-upload")
 
     def request(self) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.config import plugins
+from harness.distributed.threads import thread
 from harness.errors import first_line
 from harness.trackers.base import Entry, RunInfo, Sample, Tracker
 
@@ -30,7 +31,7 @@ class Forwarder:
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(MAX_QUEUED)
         self._off, self._turning_off = threading.Event(), threading.Lock()
         self._tracker: Tracker | None = None
-        self._thread = threading.Thread(target=self._run, name=f"harness-{name}", daemon=True)
+        self._thread = thread(self._run, f"harness-{name}")
         try:
             self._tracker = plugins.find("tracker", name, "trackers")()
         except Exception as error:

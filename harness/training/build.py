@@ -67,7 +67,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     if warning := too_few_rows(size, len(task.train)):
         log.warning("%s", warning)
     warn_of_skew(config, task, runtime)
-    with runtime.together("building the model"):
+    with runtime.announced("building the model"), runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         shards = strategy.shards(config.parallel, runtime.world_size)
         model = _without_values(config, task) if shards and runtime.rank else build_model(config, task)
@@ -210,8 +210,7 @@ def too_few_rows(size: Sizes, num_rows: int) -> str:
 def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> OpenedTask:
     """Open the task's data, look ``files_s`` seconds for missing files, and check that the data is the same on every
     rank. Collective."""
-    with runtime.together("opening the data"):
-        opened = _opened(config, runtime.rank, runtime.world_size, files_s)
+    opened = runtime.patiently("opening the data", lambda: _opened(config, runtime.rank, runtime.world_size, files_s))
     runtime.all_equal(
         opened.fingerprint,
         "the content of the annotations",
@@ -270,8 +269,8 @@ def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
     """Warn if the labels of a rank's shard differ from all labels, which biases its gradients. Collective."""
     if config.data.shard != "contiguous" or runtime.world_size == 1:
         return
-    with runtime.together("counting labels"):
-        mine = task.label_counts(*bounds(len(task.train), runtime.rank, runtime.world_size))
+    part = bounds(len(task.train), runtime.rank, runtime.world_size)
+    mine = runtime.patiently("counting labels", lambda: task.label_counts(*part))
     shards = [shard for shard in runtime.gather(mine) if shard is not None]
     if len(shards) < runtime.world_size:
         return  # the task has no labels

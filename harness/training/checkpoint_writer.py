@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.distributed.launch_store import background
 from harness.distributed.runtime import Runtime
+from harness.distributed.threads import Background
 from harness.errors import CheckpointError
 from harness.runs import sharded
 from harness.runs.checkpoint import Checkpoints
@@ -35,9 +34,11 @@ class CheckpointWriter:
     shards: bool
     behind: bool
     publish: Callable[[], None]
+    complete: int = field(init=False, default=-1)
+    """The newest step whose checkpoint this rank knows to be complete; -1 if there is none."""
     _side: Runtime | None = field(init=False, default=None)
-    _busy: bool = field(init=False, default=False)  # the same on all ranks
-    _future: Future[None] | None = field(init=False, default=None)
+    _step: int | None = field(init=False, default=None)  # of the checkpoint on its way; the same on all ranks
+    _work: Background[None] | None = field(init=False, default=None)
     _copy: Any = field(init=False, default=None)  # of the last content, whose memory the next one uses
 
     def __post_init__(self) -> None:
@@ -48,36 +49,37 @@ class CheckpointWriter:
         """Write the checkpoint of ``step``, after the one before. ``content``: on rank 0; with ``shards`` on every
         rank. Collective. Raises CheckpointError, also that of the checkpoint before."""
         self.wait()
-        if not self.behind and not self.shards:
-            with self.runtime.together("saving"):
-                self._write(step, content)
-            return
-        if self.behind:
+        if (
+            self.behind or self.runtime.device.type == "cuda"
+        ):  # a thread would read tensors that the device still writes
             with self.runtime.together("copying the checkpoint"):
-                content = self._copy = copied(content, self._copy)
+                content = copied(content, self._copy, pinned=self.behind)
                 _synchronize(content)
-        self._busy = True
-        self._future = background(lambda: self._write(step, content), "harness-checkpoint")
+                self._copy = content if self.behind else None
+        self._step, self._work = step, Background(lambda: self._write(step, content), "harness-checkpoint")
         if not self.behind:
             self.wait()
 
     def wait(self) -> None:
         """Wait until the checkpoint that is on its way is complete. Collective. Raises CheckpointError on all ranks."""
-        if self._busy:
-            self._busy, future = False, self._future
-            assert future is not None
-            self.runtime.patiently("writing the checkpoint", future.result)
+        if self._step is not None:
+            step, self._step = self._step, None
+            assert self._work is not None
+            self.runtime.await_work("writing the checkpoint", self._work)
+            self.complete = step
 
     @property
     def is_writing(self) -> bool:
         """True while this rank's thread works on a checkpoint."""
-        return self._future is not None and not self._future.done()
+        return self._work is not None and not self._work.done()
 
     def close(self) -> None:
         """Give the checkpoint that is on its way a moment, when a run fails. Not collective."""
-        if self._busy and self._future is not None:
+        if self._step is not None and self._work is not None:
             with suppress(Exception):
-                self._future.result(_CLOSE_S)
+                self._work.result(_CLOSE_S)
+                if self.shards or self.runtime.rank == 0:  # other ranks do nothing for a whole one
+                    self.complete = self._step
 
     def _write(self, step: int, content: dict[str, Any] | None) -> None:
         if self._side is not None:
@@ -88,11 +90,13 @@ class CheckpointWriter:
 
     def _write_shards(self, side: Runtime, step: int, content: dict[str, Any]) -> None:
         plain, tensors = fsdp.split(content)
-        first = side.rank == 0
+        first, files = side.rank == 0, sharded.Files()
         with side.together("saving"):
             folder = self.checkpoints.begin(step) if first else self.checkpoints.unfinished(step)
         try:
-            files = sharded.write(folder, tensors, side.rank, side.group)
+            sharded.write(folder, tensors, side.group)
+            with side.together("hashing the shards"):
+                files = sharded.written(folder, side.rank)
         except CheckpointError:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -111,25 +115,26 @@ class CheckpointWriter:
                 self.publish()
 
 
-def copied(tree: Any, before: Any) -> Any:
+def copied(tree: Any, before: Any, pinned: bool = True) -> Any:
     """``tree`` (of dictionaries and lists) with its tensors copied to the CPU, into the memory of the earlier copy
-    ``before`` where it fits. Copies from CUDA are not complete before the device is synchronized."""
+    ``before`` where it fits, else into new memory, ``pinned`` for tensors of a GPU. Copies
+    from CUDA are not complete before the device is synchronized."""
     if isinstance(tree, Tensor):
-        return _copied_tensor(tree.detach(), before)
+        return _copied_tensor(tree.detach(), before, pinned)
     if isinstance(tree, dict):
         earlier = before if isinstance(before, dict) else {}
-        return {key: copied(value, earlier.get(key)) for key, value in tree.items()}
+        return {key: copied(value, earlier.get(key), pinned) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         earlier_items = before if isinstance(before, list | tuple) and len(before) == len(tree) else [None] * len(tree)
-        return type(tree)(copied(value, item) for value, item in zip(tree, earlier_items, strict=True))
+        return type(tree)(copied(value, item, pinned) for value, item in zip(tree, earlier_items, strict=True))
     return tree
 
 
-def _copied_tensor(tensor: Tensor, before: Any) -> Tensor:
+def _copied_tensor(tensor: Tensor, before: Any, pinned: bool) -> Tensor:
     here = fsdp.local(tensor)
     there = fsdp.local(before) if isinstance(before, Tensor) else None
     if there is None or there.shape != here.shape or there.dtype != here.dtype or there.stride() != here.stride():
-        there = torch.empty_like(here, device="cpu", pin_memory=here.is_cuda)
+        there = torch.empty_like(here, device="cpu", pin_memory=pinned and here.is_cuda)
     there.copy_(here, non_blocking=True)
     return fsdp.wrapped_like(tensor, there)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
@@ -38,8 +38,8 @@ def _save(run: Run) -> None:
     state, runtime = run.state, run.runtime
     run.collect_waits()
     # A model that diverged must not become the newest checkpoint.
-    run.health.loss(runtime.sum(run.meter.loss.detach().clone()).item(), run.meter.steps, state, run.saved_step)
-    run.health.weights(state, run.saved_step)
+    run.health.loss(runtime.sum(run.meter.loss.detach().clone()).item(), run.meter.steps, state, run.writer.complete)
+    run.health.weights(state, run.writer.complete)
     state.wall_s = run.wall_s()
     ranks = runtime.gather_to_first(_of_this_rank(run))
     seen = run.coverage.reduced(runtime)
@@ -59,7 +59,7 @@ def _save(run: Run) -> None:
         "ema": ema,
         "ranks": ranks,
         "seen": seen,
-        "log_offset": run.tracker.offset(),
+        "log_offset": runtime.patiently("syncing the log", run.tracker.offset),
         "world_size": runtime.world_size,
         "data": run.task.fingerprint,
     }
@@ -72,17 +72,22 @@ def keep_best(run: Run) -> None:
     run.writer.wait()  # the best checkpoint must exist
     with run.averaged():
         weights = _whole(run, run.module)
-        with run.runtime.together("keeping the best weights"):
-            if run.runtime.rank == 0:
-                tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-                run.checkpoints.mark_best(run.state.step, tensors, run.folder.weights)
+        with run.runtime.together("copying the best weights"):
+            tensors = checkpoint.on_host(weights) if run.runtime.rank == 0 else {}
+
+    def write() -> None:
+        if run.runtime.rank == 0:
+            run.checkpoints.mark_best(run.state.step, tensors, run.folder.weights)
+
+    run.runtime.patiently("keeping the best weights", write)
 
 
 def resume(run: Run) -> None:
     """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero."""
     path, is_own = find(run)
     first = run.runtime.from_first(path and checkpoint.recorded_digest(path))
-    with run.runtime.together("restoring"):
+
+    def work() -> None:
         if path is not None:
             if checkpoint.recorded_digest(path) != first:
                 raise CheckpointError(
@@ -93,6 +98,10 @@ def resume(run: Run) -> None:
             restore(run, path)
         # Later lines of metrics.jsonl will be written again.
         run.tracker.rewind(run.log_offset if is_own else 0)
+
+    run.runtime.patiently("restoring", work)
+    if path is not None and is_own:
+        run.writer.complete = run.state.step
     if path is not None and not is_own:
         run.state.forget_best()  # the best weights are in the folder of the other run
         run.saved_step = -1
@@ -103,8 +112,8 @@ def resume(run: Run) -> None:
 def find(run: Run) -> tuple[Path | None, bool]:
     """(the checkpoint to restore, whether it is this run's own)."""
     runtime, section = run.runtime, run.config.checkpoint
-    with runtime.together("looking for a checkpoint"):
-        newest = run.checkpoints.newest() if runtime.rank == 0 and section.resume != "never" else None
+    looks = runtime.rank == 0 and section.resume != "never"  # which verifies it
+    newest = runtime.patiently("looking for a checkpoint", lambda: run.checkpoints.newest() if looks else None)
     newest = runtime.from_first(newest)
     if newest is not None:  # only its name is the same everywhere: ranks without a shared disk have their own copy
         return run.checkpoints.folder / newest.name, True

@@ -35,7 +35,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     batches = data.batches()
     start = time.perf_counter()
     try:
-        with torch.no_grad(), run.averaged():
+        with run.compiling("the evaluation"), torch.no_grad(), run.averaged():
             for _ in range(data.num_batches()):
                 if run.stop.agreed():
                     return None

@@ -119,11 +119,13 @@ class ExitReporter:
         return first.exit_code
 
     def _stopped_alone(self, error: StoppedAlone) -> RankExit:
-        saved = self.run.saved_step if self.run else -1
+        if self.run:
+            self.run.writer.close()
+        saved = self.run.writer.complete if self.run else -1
         code = EXIT_STOPPED if saved >= 0 else self._stop.exit_code
         again = "there is no checkpoint yet, so the same command starts from the beginning"
         if saved >= 0:
-            again = f"the same command resumes from the checkpoint of step {saved}"
+            again = f"the same command resumes from the checkpoint of step {saved}, or from a later one"
         message = f"stopped ({self._stop.heard}): {error}; {again if self.run else 'nothing was written'}"
         return self._exit(Cause.STOPPED, code, message=message)
 

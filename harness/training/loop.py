@@ -55,7 +55,8 @@ def epoch(run: Run) -> None:
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
         logs = number % config.train.log_every == 0
-        step(run, group, measured=logs or number == config.train.max_steps or left == 0)
+        with run.compiling("the last step" if left == 0 else "the first step"):  # which may be smaller
+            step(run, group, measured=logs or number == config.train.max_steps or left == 0)
         data.advance(state.segments)
         run.progress.step()
         if logs:
@@ -68,7 +69,7 @@ def epoch(run: Run) -> None:
     if left == 0 or run.finished():
         if run.meter.steps:
             run.log_train()
-        run.health.updates(state, run.saved_step)
+        run.health.updates(state, run.writer.complete)
     if left == 0:
         run.log_coverage()
         state.next_epoch()

@@ -57,8 +57,12 @@ def main(
                 determinism.require(config.train.deterministic)  # before CUDA starts
                 runtime = stack.enter_context(
                     open_runtime(
-                        launch, config.runtime.device, config.runtime.timeout_s, lambda device: facts(config, device)
-                    )
+                        launch,
+                        config.runtime.device,
+                        config.runtime.timeout_s,
+                        config.runtime.work_timeout_s,
+                        facts=lambda device: facts(config, device),
+                    )  # fmt: skip
                 )
         except Exception as error:
             return fail_early(launch, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
     Returns None if the ranks agreed to stop. Collective; an error on any rank is raised on all.
     """
     runtime, size, num_rows = predictor.runtime, block_rows(predictor.config), len(loader.dataset)
-    num_blocks = -(-num_rows // size)
+    num_blocks, compiles = -(-num_rows // size), predictor.config.model.compile
     mine = range(runtime.rank, num_blocks, runtime.world_size)
     asked = [np.arange(block * size, min((block + 1) * size, num_rows)) for block in mine]
     batches = loader.fetch(BatchRequest(rows, None) for rows in asked)
@@ -74,18 +75,19 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
             if stop.agreed():
                 break
             found = None
-            try:
-                if failure is None:
-                    found = _block(predictor, next(batches), asked[turn], size) if turn < len(mine) else None
-                if found is None and predictor.sharded:
-                    _forward(predictor, loader.dataset.batch(np.zeros(1, np.int64), None).to(loader.device), size)
-            except StoppedWaiting:
-                continue
-            except StoppedAlone:
-                raise
-            except Exception as error:
-                failure = error
-                stop.request("a prediction failed")
+            with runtime.announced("compiling the model") if compiles and turn == 0 else nullcontext():
+                try:
+                    if failure is None:
+                        found = _block(predictor, next(batches), asked[turn], size) if turn < len(mine) else None
+                    if found is None and predictor.sharded:
+                        _forward(predictor, loader.dataset.batch(np.zeros(1, np.int64), None).to(loader.device), size)
+                except StoppedWaiting:
+                    continue
+                except StoppedAlone:
+                    raise
+                except Exception as error:
+                    failure = error
+                    stop.request("a prediction failed")
             blocks = runtime.gather_to_first(found)
             try:
                 if table is not None and failure is None:
@@ -98,8 +100,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
                 raise failure
         if stop.verdict:
             return None
-        with runtime.together("writing the predictions"):
-            return table.finish() if table is not None else Written()
+        return runtime.patiently("writing the predictions", lambda: table.finish() if table is not None else Written())
     finally:
         if table is not None:
             table.discard()
@@ -159,20 +160,22 @@ def _array(values: Any, num_rows: int, what: str) -> pa.Array:
 
 def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:
     """Read the weights at ``path``, a safetensors file, on rank 0; return them on every rank. Collective."""
-    weights: dict[str, Tensor] | None = None
-    with runtime.together("reading the best weights"):
-        if runtime.rank == 0:
-            try:
-                weights = load_file(path)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"the best weights cannot be read: {error}",
-                    where=str(path),
-                    hint="every evaluation with a new best result writes them: train for another epoch",
-                ) from None
-    weights = runtime.from_first(weights)
-    assert weights is not None  # otherwise ``together`` would have raised
-    return weights
+
+    def read() -> dict[str, Tensor]:
+        if runtime.rank != 0:
+            return {}
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the best weights cannot be read: {error}",
+                where=str(path),
+                hint="every evaluation with a new best result writes them: train for another epoch",
+            ) from None
+
+    weights = runtime.patiently("reading the best weights", read)
+    with runtime.announced("sending the best weights"):
+        return runtime.from_first(weights)
 
 
 def write_for_run(run: Run) -> bool:

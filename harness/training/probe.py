@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import safetensors.torch
 import torch
 
 from harness.distributed.launch_env import detect
+from harness.distributed.threads import thread
 from harness.errors import HarnessError
 from harness.runs import checkpoint, probe_plan
 from harness.runs.probe_plan import Kill
@@ -76,10 +76,10 @@ def _arm_kill(death: _Death, rank: int, began: float) -> None:
     kill = death.kill
     if rank != kill.rank:
         if kill.everyone:
-            threading.Thread(target=death.follow, daemon=True).start()
+            thread(death.follow, "harness-probe").start()
         return
     if kill.where == "start":
-        threading.Thread(target=death.die_at, args=(began + kill.after_s,), daemon=True).start()
+        thread(lambda: death.die_at(began + kill.after_s), "harness-probe").start()
         _after_steps(death)  # at the latest
     elif kill.where == "step":
         _after_steps(death)

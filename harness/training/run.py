@@ -65,6 +65,8 @@ class Run:
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
     num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
 
+    _compiled: set[str] = field(default_factory=set)  # the stages that this start has passed
+
     @property
     def checkpoints(self) -> Checkpoints:
         return self.writer.checkpoints
@@ -120,7 +122,7 @@ class Run:
         seen = meter.reduce(self.runtime)
         state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
         state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
-        self.health.loss(seen.total, steps, state, self.saved_step)
+        self.health.loss(seen.total, steps, state, self.writer.complete)
         rows_per_s, scale = seen.rows / time_s if time_s else None, self.precision.loss_scale()
         norm = meter.take_norm()
         self.tracker.log(
@@ -154,7 +156,8 @@ class Run:
         Collective."""
         if self.counting is None:
             return
-        with self.runtime.together("counting the operations of the model"):
+        doing = "counting the operations of the model"
+        with self.runtime.announced(doing), self.runtime.together(doing):
             if self.runtime.rank == 0:
                 self.arithmetic = self.counting()
                 self.folder.add_to_start("model", {"operations": self.arithmetic.operations})
@@ -208,6 +211,14 @@ class Run:
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model holds the weights to evaluate and export: the moving average, if there is one."""
         return self.ema.swapped_in() if self.ema else nullcontext()
+
+    def compiling(self, stage: str) -> AbstractContextManager[None]:
+        """Context for a ``stage`` that compiles the model at its first time, on some ranks for longer than on others.
+        Every rank enters it."""
+        if not self.config.model.compile or stage in self._compiled:
+            return nullcontext()
+        self._compiled.add(stage)
+        return self.runtime.announced(f"compiling {stage}")
 
     def report(self, evaluation: dict[str, Any]) -> None:
         """Write summary.json, and the confusion matrix, of the newest evaluation. Collective."""

@@ -436,7 +436,7 @@ train.on_nan train.evaluate_every train.mixup train.cutmix
 checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.best_metric
 checkpoint.format checkpoint.async_save
 trackers
-runtime runtime.device runtime.timeout_s
+runtime runtime.device runtime.timeout_s runtime.work_timeout_s
 launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.threads launch.max_restarts launch.interface
 launch.rendezvous launch.join_s launch.node_rank launch.grace_s launch.python launch.env launch.options
 launch.slurm launch.slurm.partition launch.slurm.account launch.slurm.qos launch.slurm.constraint launch.slurm.time

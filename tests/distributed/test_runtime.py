@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from torch.distributed import TCPStore
 from harness.distributed import runtime as module
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.errors import DataError, LaunchError
+from harness.errors import DataError, LaunchError, TrainingError
 from tests.ranks import run_ranks
 
 
 @contextmanager
-def opened(timeout_s: float = 20.0):
-    with open_runtime(detect(os.environ), "cpu", timeout_s) as runtime:
+def opened(timeout_s: float = 20.0, work_timeout_s: float = 60.0):
+    with open_runtime(detect(os.environ), "cpu", timeout_s, work_timeout_s) as runtime:
         yield runtime
 
 
@@ -113,6 +114,70 @@ def test_together_raises_the_lowest_ranks_error_everywhere():
 def test_together_on_one_rank_raises_the_error_itself():
     with pytest.raises(ZeroDivisionError), Runtime().together("dividing"):
         raise ZeroDivisionError
+
+
+# Announced work
+
+
+def _slow_work():
+    """Rank 1 works for longer than a rank may be silent, alone and then inside a stage with collectives."""
+    with opened(timeout_s=0.8) as runtime:
+        slow = partial(time.sleep, 1.6 * runtime.rank)
+        found = [runtime.patiently("resting", lambda: slow() or runtime.rank)]
+        with runtime.announced("compiling"):
+            slow()
+            found += runtime.sum(torch.ones(1)).tolist()
+            found += runtime.gather(runtime.rank)
+        began = time.monotonic()
+        try:
+            slow()
+            runtime.barrier()
+        except RuntimeError:
+            found.append(time.monotonic() - began < 4)  # the limit is that of silence again
+    return found
+
+
+def test_announced_work_may_take_longer_than_a_rank_may_be_silent():
+    assert run_ranks(2, _slow_work, group=False, timeout_s=60) == [[rank, 2.0, 0, 1, True] for rank in range(2)]
+
+
+def _stuck():
+    time.sleep(60)
+
+
+def _hangs_in_work():
+    began = time.monotonic()
+    with opened(timeout_s=1.0, work_timeout_s=2.0) as runtime:
+        with pytest.raises(TrainingError) as caught:
+            runtime.patiently("saving", _stuck if runtime.rank == 1 else time.time)
+        return caught.value.message, caught.value.origin_rank, time.monotonic() - began < 20
+
+
+def test_rank_that_hangs_in_announced_work_is_found():
+    for message, rank, soon in run_ranks(2, _hangs_in_work, group=False, timeout_s=60):
+        assert "_stuck (test_runtime.py:" in message
+        assert (rank, soon) == (1, True)
+
+
+def _fails_in_work(failing):
+    """The others do not wait until their own work is done."""
+
+    def work():
+        if runtime.rank in failing:
+            raise DataError(f"row of rank {runtime.rank}")
+        time.sleep(60)
+
+    began = time.monotonic()
+    with opened() as runtime:
+        with pytest.raises(DataError) as caught:
+            runtime.patiently("reading", work)
+        return caught.value.message, caught.value.origin_rank, time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 1, 2)])
+def test_an_error_in_announced_work_ends_it_everywhere(failing):
+    for rank, found in enumerate(run_ranks(3, _fails_in_work, failing, group=False, timeout_s=60)):
+        assert found == (f"row of rank {failing[0]}", None if rank == failing[0] else failing[0], True)
 
 
 def _late_rank():

@@ -160,3 +160,71 @@ def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, d
     unbroken = write_config(tmp_path / "unbroken", data, model=slow)
     assert run(unbroken, 2) == [EXIT_DONE] * 2
     assert_same_run(run_folder(unbroken), run_folder(config))
+
+
+class Slow:
+    """Rank ``rank`` takes longer for its first ``what`` than it may be silent."""
+
+    LIMIT_S, TAKES_S = 5.0, 8.0
+
+    def __init__(self, rank, what):
+        self.rank, self.what = rank, what
+
+    def arm(self):
+        from harness.data.table import convert
+        from harness.runs import checkpoint
+        from harness.training import loop, prediction_writer
+
+        places = {
+            "conversion": (convert, "convert"),
+            "write": (checkpoint.Checkpoints, "write"),
+            "best": (checkpoint, "save_weights"),
+            "verification": (checkpoint, "damage"),
+            "restoring": (checkpoint, "read"),
+            "predictions": (prediction_writer.PredictionFile, "finish"),
+            "compilation": (loop, "step"),
+        }
+        module, name = places[self.what]
+        original, late = getattr(module, name), [self.TAKES_S]
+
+        def work(*args, **options):
+            time.sleep(late.pop() if late else 0.0)
+            return original(*args, **options)
+
+        setattr(module, name, work)
+
+
+def slow_run(folder, data, *cases, **settings):
+    """Start the run once for each of ``cases``, (rank, what), each time with more steps."""
+    runtime = {"device": "cpu", "timeout_s": Slow.LIMIT_S, "work_timeout_s": 2 * START_S}
+    settings = {"runtime": runtime, "data": {"cache_dir": str(folder / "cache")}, **settings}
+    config = write_config(folder, data, **settings)
+    for number, (rank, what) in enumerate(cases, 1):
+        words = (f"train.epochs={number}", "schedule.name=constant")
+        codes = run(config, 2, *words, kill=Slow(rank, what), timeout_s=3 * START_S)  # to compile
+        assert codes == [EXIT_DONE] * 2, (what, (folder / "terminal-0.txt").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cases", "settings"),
+    [
+        ([(0, "conversion"), (0, "write"), (0, "verification"), (1, "restoring")], {}),
+        ([(0, "write")], {"parallel": {"strategy": "fsdp"}, "checkpoint": {"format": "sharded"}}),
+        ([(0, "best"), (0, "predictions")], {}),
+        ([(1, "compilation")], {"model": {"compile": True}}),
+    ],
+    ids=["checkpoints", "shards", "results", "compiled"],
+)
+def test_rank_that_is_slow_in_announced_work_is_waited_for(tmp_path, data, cases, settings):
+    slow_run(tmp_path, data, *cases, **settings)
+
+
+@pytest.mark.slow
+def test_rank_that_hangs_in_announced_work_is_named(tmp_path, data):
+    config = write_config(tmp_path, data, runtime={"device": "cpu", "timeout_s": 30, "work_timeout_s": 2.0})
+    assert run(config, 2, kill=Slow(0, "write"), timeout_s=START_S) == [EXIT_FAILURE] * 2
+    failure = failure_of(config)
+    assert (failure["rank"], failure["cause"]) == (0, "error")
+    assert "writing the checkpoint" in failure["message"]
+    assert "work (test_hangs.py:" in failure["message"]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness.errors import CheckpointError
-from harness.runs.checkpoint import Checkpoints, damage, read
+from harness.runs.checkpoint import Checkpoints, damage, on_host, read
 from harness.runs.storage import LocalStore
 
 
@@ -270,12 +270,12 @@ def test_the_best_is_kept_too(tmp_path):
     checkpoints = made(tmp_path, 1, keep=2)
     weights = {"weight": torch.ones(2), "tied": torch.ones(2)}
     weights["tied"] = weights["weight"]
-    checkpoints.mark_best(1, weights, tmp_path / "weights.safetensors")
+    checkpoints.mark_best(1, on_host(weights), tmp_path / "weights.safetensors")
     for step in (2, 3, 4):
         checkpoints.write(step, content(step))
     assert names(checkpoints) == ["best", "latest", "step-1", "step-3", "step-4"]
     assert torch.equal(load_file(tmp_path / "weights.safetensors")["tied"], torch.ones(2))
-    checkpoints.mark_best(4, weights, tmp_path / "weights.safetensors")
+    checkpoints.mark_best(4, on_host(weights), tmp_path / "weights.safetensors")
     assert names(checkpoints) == ["best", "latest", "step-3", "step-4"]
     assert not list(tmp_path.glob("*.tmp"))
 

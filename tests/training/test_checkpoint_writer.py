@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
+from harness.runs import sharded
 from harness.runs.checkpoint import Checkpoints, damage, read
+from harness.training import checkpoint_writer
 from harness.training.checkpoint_writer import CheckpointWriter, copied
 from tests.ranks import run_ranks
 
@@ -55,6 +58,21 @@ def test_what_is_written_is_what_was_copied(tmp_path, monkeypatch):
         assert torch.equal(found["ranks"][0]["rng"][0], torch.arange(3))
     behind.wait()
     behind.close()
+
+
+def test_only_a_written_checkpoint_counts_as_complete(tmp_path, monkeypatch):
+    behind, go, original = writer(tmp_path, behind=True), threading.Event(), Checkpoints.write
+    behind.write(1, {"state": {}})
+    behind.wait()
+    monkeypatch.setattr(Checkpoints, "write", lambda *args: go.wait(20) and original(*args))
+    behind.write(2, {"state": {}})
+    monkeypatch.setattr(checkpoint_writer, "_CLOSE_S", 0.1)
+    behind.close()  # when a run fails
+    assert (behind.complete, behind.checkpoints.named("latest")) == (1, "step-1")
+    go.set()
+    monkeypatch.setattr(checkpoint_writer, "_CLOSE_S", 20.0)
+    behind.close()
+    assert (behind.complete, behind.checkpoints.named("latest")) == (2, "step-2")
 
 
 def test_a_copy_uses_the_memory_of_the_one_before():
@@ -143,6 +161,59 @@ def test_a_rank_that_cannot_write_fails_all(tmp_path, behind):
         assert "No space left" in message
         assert (problem, latest) == ("", "step-1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+
+
+def _one_cannot_read_again(folder, behind):
+    writer, content = _rank(folder, behind), _content()
+    if dist.get_rank() == 1:
+        sharded.sha256 = lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    began = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:  # noqa: PT012  either call raises
+        writer.write(1, content)
+        writer.wait()
+    return str(caught.value), caught.value.origin_rank, time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_error_after_the_shards_are_written_is_that_of_all_ranks(tmp_path, behind):
+    for found in run_ranks(2, _one_cannot_read_again, str(tmp_path), behind):
+        assert "rank 1 could not read its shards again: Input/output error" in found[0]
+        assert found[1:] == (1, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _devices(folder, behind):
+    """The current device of each thread that synchronizes one or writes shards, on a rank whose device is 1 + rank."""
+    current, used = threading.local(), []
+
+    def device():
+        return getattr(current, "number", 0)
+
+    def recorded(original):
+        def work(*args, **options):
+            used.append((threading.current_thread() is threading.main_thread(), device()))
+            return original(*args, **options)
+
+        return work
+
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.current_device = device
+    torch.cuda.set_device = lambda number: setattr(current, "number", number)
+    torch.cuda.set_device(1 + dist.get_rank())
+    sharded.write = recorded(sharded.write)
+    checkpoint_writer._synchronize = recorded(checkpoint_writer._synchronize)
+    writer, content = _rank(folder, behind), _content()
+    writer.runtime.device = torch.device("cuda", 1 + dist.get_rank())
+    writer.write(1, content)
+    writer.wait()
+    return used
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_every_thread_works_on_the_device_of_its_rank(tmp_path, behind):
+    """Otherwise it would synchronize the stream of cuda:0, and write what its own device is still copying."""
+    for rank, used in enumerate(run_ranks(2, _devices, str(tmp_path), behind)):
+        assert used == [(True, 1 + rank), (False, 1 + rank)]  # the copy, then the writing
 
 
 def _one_has_another_folder(folder):
