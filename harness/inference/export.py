@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, first_line
 from harness.runs import trained_run
-from harness.runs.checkpoint import save_weights
+from harness.runs.checkpoint import load_weights, save_weights
 from harness.runs.files import output_error, replacing, require_output, temporary_for, write_atomically
 from harness.training import build
 from harness.training.task import OpenedTask, SupportsLearned, SupportsSignature
@@ -109,7 +108,7 @@ def _safetensors(subject: Exported, path: Path, config: Config, task: OpenedTask
     metadata = {"model": config.model.name, "args": json.dumps(config.model.args)}
     save_weights(tensors, path, metadata, work=temporary_for(path))
     loaded = build.build_model(config, task).eval()
-    loaded.load_state_dict(load_file(path))
+    loaded.load_state_dict(load_weights(path))
     return loaded
 
 

@@ -11,6 +11,7 @@ does `latest` name it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -40,6 +41,7 @@ SHARDED = 4  # has more files, which the manifest lists
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals
+_DIGEST = "sha256"  # in the metadata of a safetensors file
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
@@ -191,16 +193,49 @@ def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], work: Path) -> None:
-    """Write a safetensors file in the folder ``work``, and move it to ``path``. The folder is removed at the end, and
-    before, if a killed process left it."""
+    """Write a safetensors file in the folder ``work``, and move it to ``path``. Its metadata have ``metadata`` and a
+    digest of the content, so that the two cannot disagree. The folder is removed at the end, and before, if a killed
+    process left it."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
         # It first writes a file of a random name next to this one.
-        save_file(tensors, work / layout.WEIGHTS, metadata)
+        save_file(tensors, work / layout.WEIGHTS, {**metadata, _DIGEST: _digest(tensors, metadata)})
         os.replace(work / layout.WEIGHTS, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def load_weights(path: Path, of_run: bool = True) -> dict[str, Tensor]:
+    """The tensors of a safetensors file on the CPU, verified by its digest. ``of_run``: it must have one, as every file
+    of ``save_weights``. Raises CheckpointError."""
+    what = "the best weights" if of_run else "it"
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    except (OSError, SafetensorError) as error:
+        raise _weights_error(path, f"{what} cannot be read: {reason(error)}") from None
+    recorded = metadata.pop(_DIGEST, None)
+    if recorded is None and of_run:
+        raise _weights_error(path, "the best weights have no digest: the file is damaged, or of another program")
+    if recorded is not None and recorded != _digest(tensors, metadata):
+        raise _weights_error(path, "the weights are damaged: their SHA-256 differs from the recorded one")
+    return tensors
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """The SHA-256 of ``metadata`` and of the names, types, shapes and bytes of ``tensors``."""
+    kinds = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    found = hashlib.sha256(json.dumps([sorted(metadata.items()), kinds]).encode())
+    for name, _, _ in kinds:
+        found.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return found.hexdigest()
+
+
+def _weights_error(path: Path, message: str) -> CheckpointError:
+    hint = "copy the file again; or continue the training: an evaluation with a new best result writes it again"
+    return CheckpointError(message, where=str(path), hint=hint)
 
 
 def folder_gone(path: Path) -> CheckpointError:

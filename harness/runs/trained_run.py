@@ -56,18 +56,10 @@ def weights(run: Path) -> Path:
 
 
 def best(run: Path) -> dict[str, Tensor]:
-    """The best weights of ``run``, on the CPU. Raises CheckpointError if they cannot be read."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    """The best weights of ``run``, on the CPU, verified. Raises CheckpointError."""
+    from harness.runs.checkpoint import load_weights
 
-    try:
-        return load_file(weights(run))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the best weights cannot be read: {error}",
-            where=str(weights(run)),
-            hint="train another epoch: the next evaluation with a better metric writes them again",
-        ) from None
+    return load_weights(weights(run))
 
 
 def learned(run: Path) -> dict[str, Any]:

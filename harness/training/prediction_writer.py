@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness.config.schema import Config
@@ -26,8 +24,8 @@ from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
-from harness.errors import CheckpointError, DataError, HarnessError, first_line, plural
-from harness.runs import layout
+from harness.errors import DataError, HarnessError, first_line, plural
+from harness.runs import checkpoint, layout
 from harness.trackers.base import LabelPairs, Sample
 from harness.training import fsdp
 from harness.training.evaluate import prepare
@@ -160,20 +158,8 @@ def _array(values: Any, num_rows: int, what: str) -> pa.Array:
 
 def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:
     """Read the weights at ``path``, a safetensors file, on rank 0; return them on every rank. Collective."""
-
-    def read() -> dict[str, Tensor]:
-        if runtime.rank != 0:
-            return {}
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the best weights cannot be read: {error}",
-                where=str(path),
-                hint="every evaluation with a new best result writes them: train for another epoch",
-            ) from None
-
-    weights = runtime.patiently("reading the best weights", read)
+    first = runtime.rank == 0
+    weights = runtime.patiently("reading the best weights", lambda: checkpoint.load_weights(path) if first else {})
     with runtime.announced("sending the best weights"):
         return runtime.from_first(weights)
 

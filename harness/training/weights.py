@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config, ModelSection
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, did_you_mean, first_line, plural, reason, similar
+from harness.errors import CheckpointError, ConfigError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, layout, reader
 from harness.runs.files import cache_folder, expanded, is_url, replacing, sha256
 from harness.runs.locks import locked
@@ -224,8 +223,10 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
     """The content of a file of weights. Raises ConfigError, also for a file that could run code."""
     try:
         if source.path.suffix == ".safetensors":
-            return safetensors.torch.load_file(source.path)
+            return checkpoint.load_weights(source.path, of_run=False)
         content = torch.load(source.path, map_location="cpu", weights_only=True)
+    except CheckpointError as error:
+        raise ConfigError(error.message, where=f"{_KEY}: {source.name}", hint="copy or download it again") from None
     except Exception as error:
         if "weights_only" in str(error):
             what, hint = "it is damaged, or it holds more than tensors and plain data and could run code", (

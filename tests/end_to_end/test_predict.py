@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from benchmarks.campaign.job import descendants
 from harness import cli
@@ -20,6 +20,7 @@ from harness.apex import amp
 from harness.errors import HarnessError
 from harness.inference import export
 from harness.inference import predict as predict_module
+from harness.runs.checkpoint import save_weights
 from harness.training import prediction_writer
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
@@ -452,7 +453,7 @@ def test_weights_of_a_diverged_run_are_refused(trained, tmp_path, capsys):
     weights = load_file(diverged / "weights.safetensors")
     name = list(weights)[1]
     weights[name].view(-1)[0] = torch.nan
-    save_file(weights, diverged / "weights.safetensors")
+    save_weights(weights, diverged / "weights.safetensors", {}, tmp_path / "work")
     out = tmp_path / "out.csv"
     for words in (["export", str(diverged), "--format", "safetensors", "--out", str(tmp_path / "x")],
                   ["predict", str(diverged), "--csv", str(trained[1] / "eval.csv"), "--out", str(out)]):  # fmt: skip

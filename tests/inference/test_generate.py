@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from harness import cli
 from harness.config import loader
@@ -16,6 +16,7 @@ from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.inference import generate
 from harness.inference.generate import MAX_LENGTH, NameRequest
 from harness.runs import ownership
+from harness.runs.checkpoint import save_weights
 from tests.datasets import NAMES, write_names
 from tests.fixtures import settings, write_rows
 
@@ -56,7 +57,7 @@ def run(tmp_path, monkeypatch):
         config = {"name": "pets", "task": task, "model": {"name": model}, "batch": {"global": 8}}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         ownership.remember(yaml.safe_dump(config))
-        save_file({"logits": logits}, folder / "weights.safetensors")
+        save_weights({"logits": logits}, folder / "weights.safetensors", {}, tmp_path / "work")
         return folder
 
     return write
@@ -155,7 +156,7 @@ def test_errors(run, tmp_path):
     assert "there is no such folder" in refused(ConfigError, path=tmp_path / "none")
     (folder / "weights.safetensors").write_bytes(b"half")
     assert "the best weights cannot be read" in refused(CheckpointError)
-    save_file({"other": torch.zeros(1)}, folder / "weights.safetensors")
+    save_weights({"other": torch.zeros(1)}, folder / "weights.safetensors", {}, tmp_path / "work")
     assert "the weights do not fit this model" in refused(CheckpointError)
     write_rows(tmp_path, "train", 3)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings(tmp_path)))

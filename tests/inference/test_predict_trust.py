@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 
 from harness import cli
 from harness.runs import ownership
+from harness.runs.checkpoint import save_weights
 from harness.training.models.linear import Model as Linear
 from tests.fixtures import settings, write_rows
 
@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "run" / "task.json").write_text('{"classes": [0, 1, 2], "image_size": [8, 8]}')
     model = Linear(3, 1)
     model(torch.zeros(2, 1, 8, 8))
-    save_file(model.state_dict(), tmp_path / "run" / "weights.safetensors")
+    save_weights(model.state_dict(), tmp_path / "run" / "weights.safetensors", {}, tmp_path / "work")
     return tmp_path
 
 

@@ -8,14 +8,15 @@ import os
 import pickle
 import resource
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
-from harness.runs.checkpoint import Checkpoints, damage, on_host, read
+from harness.runs.checkpoint import Checkpoints, damage, load_weights, on_host, read, save_weights
 from harness.runs.storage import LocalStore
 
 
@@ -351,3 +352,26 @@ def test_no_file_of_safetensors_is_uploaded_or_left(tmp_path, monkeypatch):
     checkpoints.mark_best(1, weights, tmp_path / "weights.safetensors")
     assert names(checkpoints) == ["best", "latest", "step-1"]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "weights.safetensors"}
+
+
+def test_every_flipped_bit_of_the_weights_is_noticed(tmp_path):
+    """In the header (a name, a shape, the metadata) and in the values; what is read is otherwise what was written."""
+    path = tmp_path / "weights.safetensors"
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3), "c": torch.ones(2, dtype=torch.bfloat16)}
+    save_weights(weights, path, {"step": "8"}, tmp_path / "work")
+    intact, whole = path.read_bytes(), load_weights(path)
+    assert all(torch.equal(whole[name], value) for name, value in weights.items())
+    for place in range(len(intact)):
+        flipped = bytearray(intact)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with suppress(CheckpointError):
+            found = load_weights(path)
+            assert all(torch.equal(found[name], value) for name, value in weights.items()), place  # only white space
+
+
+def test_weights_without_a_digest_are_refused_unless_they_are_foreign(tmp_path):
+    save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match="no digest"):
+        load_weights(tmp_path / "w.safetensors")
+    assert load_weights(tmp_path / "w.safetensors", of_run=False).keys() == {"w"}
