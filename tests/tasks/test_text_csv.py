@@ -13,7 +13,7 @@ import torch
 from harness import cli
 from harness.config import loader
 from harness.config.schema import ModelSection
-from harness.data.tokens import Bytes, Words, words_of
+from harness.data.tokens import Bytes, OwnTokenizer, Words, words_of
 from harness.errors import ConfigError, DataError
 from harness.training.model_builder import build
 from tests.fixtures import settings, write_yaml
@@ -107,6 +107,16 @@ class Letters:
 
     def __call__(self, text: str) -> list[int]:
         return [ord(letter.lower()) - ord("a") + 1 + self.shift for letter in text if "a" <= letter.lower() <= "z"]
+
+
+def test_ids_of_an_own_tokenizer_are_from_zero_to_the_largest():
+    tokenizer = OwnTokenizer("own", lambda text: [int(digit) - 1 for digit in text], 3)
+    ids, counts = tokenizer.encode(["13", "", "2"])
+    assert (ids.tolist(), counts.tolist()) == ([0, 2, 1], [2, 0, 1])
+    assert tokenizer.encode([])[0].tolist() == []
+    for wrong, found in (("4", 3), ("10", -1)):
+        with pytest.raises(DataError, match=f"the id {found};"):
+            tokenizer.encode(["1", wrong])
 
 
 def test_own_tokenizer(folder):

@@ -119,6 +119,7 @@ def test_places_that_do_not_exist(tmp_path, config, monkeypatch):
     (tmp_path / "damaged.pth").write_bytes(b"x")
     for place, name, message in [
         (tmp_path / "none.pth", "mlp", "no such file"),
+        (tmp_path / "damagd.pth", "mlp", "did you mean .*damaged.pth"),
         (tmp_path / "damaged.pth", "mlp", "it is damaged, or it holds more"),
         ("DEFAULT", "mlp", "model mlp has no published weights"),
         ("IMAGENET1K_V3", "resnet50", "use one of IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
