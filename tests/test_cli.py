@@ -81,7 +81,7 @@ def test_help_imports_nothing_heavy():
         "try: cli.main(['--help'])\n"
         "finally: print(*{'torch', 'numpy', 'pyarrow', 'pydantic', 'omegaconf'} & {*sys.modules}, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "\n")
 
 
@@ -150,7 +150,7 @@ def test_leave_names_and_ends_the_threads_of_the_user(code, limit):
         "threading.Thread(target=lambda: time.sleep(600), name='mine').start()\n"
         f"cli.leave({code})"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == code
     assert done.stderr == "warning: thread mine is still running at <string>:3; exiting without it\n"
 
@@ -174,7 +174,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 print("main")
 cli.leave(75)
 """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (75, "main\nthread\nhandler\n", "")
 
 
@@ -194,7 +194,7 @@ atexit.register(late)
 signals.install()
 cli.leave(75)
 """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 
@@ -206,7 +206,7 @@ def own_verb(folder, run: str, **modules: str) -> subprocess.CompletedProcess:
     for name, text in modules.items():
         (folder / "own" / f"{name}.py").write_text(text)
     command, environ = [sys.executable, "-m", "harness", "own.verb"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ print("imported compiled")
 def harness(output: str, *words: str) -> tuple[int, str]:
     """(exit code, standard error) of a command whose standard output is redirected to ``output``."""
     command = f'exec "{sys.executable}" -m harness {" ".join(words)} {output}'
-    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=250, cwd=ROOT, check=False)
     return done.returncode, done.stderr
 
 
@@ -292,7 +292,7 @@ def test_reader_that_has_seen_enough_ends_a_command_quietly():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "harness", "schema"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=250, cwd=ROOT, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 

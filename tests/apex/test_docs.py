@@ -76,7 +76,7 @@ def run(command: str, folder) -> None:
         path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         with open(terminal, "w") as file:
             code = subprocess.run(
-                words, cwd=folder, env={**os.environ, "PATH": path, **environ}, stdout=file, stderr=file, timeout=120,
+                words, cwd=folder, env={**os.environ, "PATH": path, **environ}, stdout=file, stderr=file, timeout=250,
                 check=False,
             ).returncode  # fmt: skip
     text = terminal.read_text()

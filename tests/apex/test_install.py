@@ -8,7 +8,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
-import operator
 import pickle
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import torch
 
 import harness.apex
 from harness.apex.patches import Patches
-from tests.ranks import run_ranks
 
 # Modules of Apex that scripts and old pickles name, and what they held.
 OLD_MODULES = {
@@ -126,7 +124,7 @@ def test_package_is_light_and_looks_like_apex():
         "from harness.apex import amp\n"
         "assert apex.amp is amp and 'harness.apex.optimizers' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 @pytest.mark.parametrize("name", ["apex.amp", "apex.amp.scaler", "apex.parallel.distributed", "apex.amp.initialize"])
@@ -165,15 +163,11 @@ def test_old_modules_have_their_names(installed, name):
 @pytest.mark.contract("1.1")
 def test_old_modules_are_attributes_after_import_apex():
     """Apex imported its modules with the package. ``amp._amp_state`` is an object there, too."""
-    run_ranks(1, _look_up_old_modules, group=False)
-
-
-def _look_up_old_modules() -> None:
-    harness.apex.install()
-    apex = importlib.import_module("apex")
-    for module, names in OLD_MODULES.items():
-        if module != "amp._amp_state":
-            operator.attrgetter(f"{module}.{names.split()[0]}")(apex)
+    code = "import harness.apex; harness.apex.install(); import apex\n"
+    code += "".join(
+        f"apex.{module}.{names.split()[0]}\n" for module, names in OLD_MODULES.items() if module != "amp._amp_state"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 @pytest.mark.contract("1.1")

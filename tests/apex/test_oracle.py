@@ -104,7 +104,7 @@ def test_published_count_is_that_of_the_table():
 @pytest.mark.slow
 def test_missing_checkout_is_one_message(tmp_path):
     command = [sys.executable, "-m", "benchmarks.oracle", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "make oracle APEX_CHECKOUT=DIR" in done.stderr
     assert "Traceback" not in done.stderr

@@ -154,5 +154,5 @@ for rule in ("global", "contiguous", "strided"):
 
 
 def test_a_rank_of_a_thousand_plans_a_billion_rows_in_50_mib():
-    done = subprocess.run([sys.executable, "-c", PLAN], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PLAN], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

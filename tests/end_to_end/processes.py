@@ -254,7 +254,7 @@ def shell(words: Sequence[str], terminal: Path, cwd: Path, **environ: str) -> in
     shim.chmod(0o755)
     script = subprocess.run(
         [ROOT / program, *rest], cwd=cwd, env={**os.environ, **environ, "PYTHON": str(shim)}, capture_output=True,
-        text=True, check=True, timeout=60,
+        text=True, check=True, timeout=250,
     )  # fmt: skip
     options = script.stdout.rstrip("\0").split("\0")
     del options[: options.index("-m")]  # -W and its value

@@ -217,7 +217,7 @@ def test_runs_of_a_sweep_with_a_damaged_file_are_found(tmp_path, content):
 def test_reading_needs_no_torch_and_a_run_folder_no_pandas():
     code = "import sys; from harness.runs import reader; assert 'torch' not in sys.modules; from harness.runs import "
     code += "run_dir; sys.exit('pandas' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=250).returncode == 0
 
 
 def test_a_trial_that_has_not_written_anything_is_waiting(tmp_path):

@@ -316,7 +316,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         block = b"".join(line % (i, i % 10) for i in range(50_000))
         path.write_bytes(b"path,label,caption\n" + block * blocks)
         command = [sys.executable, "-c", SCRIPT, str(path), str(tmp_path / "cache")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=dict(os.environ))
         assert done.returncode == 0, done.stderr
         rows, megabytes = map(int, done.stdout.split())
         assert rows == 50_000 * blocks
