@@ -724,8 +724,10 @@ def test_warnings_name_the_line_of_the_script():
         warnings.simplefilter("always")
         for _ in range(2):
             torch.tensor(x)
-    assert [warning.filename for warning in caught] == [__file__] * 6
-    assert [warning.lineno - line for warning in caught] == [-2, -1, 1, 2, 5, 5]
+        warnings.warn("of the script", stacklevel=1)  # its place is right already
+        warnings.warn_explicit("of no frame", UserWarning, "elsewhere.py", 1)
+    assert [warning.filename for warning in caught] == [__file__] * 7 + ["elsewhere.py"]
+    assert [warning.lineno - line for warning in caught[:7]] == [-2, -1, 1, 2, 5, 5, 6]
     show = warnings._showwarnmsg
     harness.apex.uninstall()
     assert warnings._showwarnmsg is not show

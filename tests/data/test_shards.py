@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.data.shards import RULES, Segment, bounds, num_steps, permutation, rows_of, shard, step_rows
+from harness.data.shards import RULES, Segment, bounds, hashed, num_steps, permutation, rows_of, shard, step_rows
 from tests.conftest import ROOT
 
 rules = st.sampled_from(RULES)
@@ -156,3 +156,10 @@ for rule in ("global", "contiguous", "strided"):
 def test_a_rank_of_a_thousand_plans_a_billion_rows_in_50_mib():
     done = subprocess.run([sys.executable, "-c", PLAN], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
+
+
+def test_hash_is_that_of_splitmix64():
+    """The first three numbers of the published generator with seed 1234567, whose state grows by the golden ratio."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    states = np.array([1234567], np.uint64) + golden * np.arange(3, dtype=np.uint64)
+    assert hashed(states, golden).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
