@@ -32,8 +32,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.config import plugins
-from harness.distributed import signals
-from harness.distributed.launch_env import may_be_first
 from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -45,6 +43,13 @@ from harness.errors import (
     similar,
 )
 from harness.version import __version__
+
+try:
+    from harness.distributed import signals
+    from harness.distributed.launch_env import may_be_first
+except ConfigError as unsupported:  # this operating system
+    print(f"error: {unsupported}", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE) from None
 
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
 LEAVE_DONE_S = 30.0  # the same after a success, when a thread may be sending results

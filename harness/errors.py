@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import stat
+import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
@@ -183,6 +184,15 @@ def _numbers(name: str) -> list[int]:
 
 def _rebuild(cls: type[HarnessError], message: str, where: str, hint: str) -> HarnessError:
     return cls(message, where=where, hint=hint)
+
+
+def require_posix() -> None:
+    """Raise ConfigError on Windows, which lacks the signals and the process control that runs are built on."""
+    if sys.platform == "win32":
+        raise ConfigError(
+            "training runs on Linux and macOS, not on Windows itself",
+            hint="use WSL2 (wsl --install), and install and start the harness there",
+        )
 
 
 def portable(error: Exception) -> Exception:

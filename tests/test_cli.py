@@ -14,6 +14,7 @@ from textwrap import indent
 import pytest
 
 from harness import cli
+from harness.errors import EXIT_DONE, EXIT_USAGE
 from harness.training import main
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
@@ -415,3 +416,27 @@ def test_local_rank_before_the_verb(monkeypatch):
     assert cli.main(["--local-rank=1", "train", "-c", "x.yaml"]) == 0
     gc.unfreeze()
     assert seen == [1]
+
+
+@pytest.mark.parametrize(("system", "lacks", "code"), [
+    ("win32", ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE", "pthread_sigmask", "sigtimedwait"), EXIT_USAGE),
+    ("darwin", ("sigtimedwait",), EXIT_DONE),
+])  # fmt: skip
+def test_another_operating_system(system, lacks, code):
+    """As far as Linux can simulate it: without the signals and modules that Python lacks there."""
+    absent = ["fcntl", "resource", "termios", "pwd"] if system == "win32" else []
+    script = f"""
+import argparse, asyncio, importlib.metadata, multiprocessing, signal, subprocess, sys, tempfile
+import harness.config.plugins, harness.errors
+sys.platform = {system!r}
+for name in {lacks!r}:
+    delattr(signal, name)
+sys.modules.update(dict.fromkeys({absent!r}))
+sys.argv = ["harness", "--help"]
+from harness.cli import command
+command()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("WSL2" in done.stderr) == (system == "win32")

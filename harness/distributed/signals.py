@@ -19,6 +19,9 @@ from types import FrameType
 from typing import NoReturn
 
 from harness.distributed.threads import thread
+from harness.errors import require_posix
+
+require_posix()  # the names below do not exist elsewhere
 
 REPEAT_S = 1.0  # launchers, shells and terminals may deliver one request several times within this time
 WARNING = signal.SIGUSR1  # sent once by a scheduler before its time limit; the default action would kill the process

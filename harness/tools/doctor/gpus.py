@@ -105,4 +105,8 @@ def mps(system: System) -> Iterator[Finding]:
     import torch
 
     if torch.backends.mps.is_available():
-        yield Finding("mps", "note", "the harness does not use Apple GPUs: training runs on the CPU")
+        yield Finding(
+            "mps",
+            "note",
+            "the harness does not use Apple GPUs, for which torch has no gloo or nccl: training runs on the CPU",
+        )
