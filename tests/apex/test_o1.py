@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.apex import amp
+from harness.apex.amp import cast_engine
 from tests.apex.shared import backward, copies, same
 from tests.syncs import fake_gpu
 
@@ -396,6 +397,17 @@ def test_user_autocast_regions_still_work(reduced):
     with torch.autocast("cpu", enabled=False):
         assert (rand(2, 2) @ rand(2, 2)).dtype is torch.float32
     assert (rand(2, 2) @ rand(2, 2)).dtype is reduced
+
+
+@pytest.mark.contract("4.2")
+def test_recurrent_layers_on_cuda_are_left_to_cudnn(reduced):
+    """torch's rule for cuDNN's operation casts and flattens the weights; a cast before it leaves them in pieces."""
+    cast_engine.engine.add("cuda")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("aten::_cudnn_rnn", "AutocastCUDA")
+    for name in ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input"):
+        assert not has_kernel(f"aten::{name}", "AutocastCUDA")
+        assert has_kernel(f"aten::{name}", "AutocastCPU")
 
 
 @pytest.mark.contract("4.2")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.amp.cast_lists import AUTOCAST, BANNED, EVERYWHERE, CastLists
+from harness.apex.amp.cast_lists import AUTOCAST, BANNED, EVERYWHERE, RECURRENT, CastLists
 from harness.apex.amp.model_casts import REDUCED
 
 _CUDA = "AutocastCUDA"
@@ -71,6 +71,8 @@ def _differs(op: Any, name: str, key: str, lists: CastLists) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if name in BANNED:
         return True
+    if name in RECURRENT and key == _CUDA:
+        return False  # torch casts below, in cuDNN's operation, into the one piece of memory that cuDNN wants
     if lists is AUTOCAST:
         if key == _CUDA:
             return name in EVERYWHERE

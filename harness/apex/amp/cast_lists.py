@@ -87,15 +87,15 @@ APEX = CastLists(
 
 # The lists of torch's aten/src/ATen/autocast_mode.h. An overload that the installed torch does not cast on CUDA is not
 # cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, and matrix_exp.
-_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
-EVERYWHERE = [*_RECURRENT, *_MATRIX_EXP]
+RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
+EVERYWHERE = [*RECURRENT, *_MATRIX_EXP]
 AUTOCAST = CastLists(
     reduced=_names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
         lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention
     """)
-    + _RECURRENT,
+    + RECURRENT,
     float32=_names("""
         acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
         layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
