@@ -182,7 +182,7 @@ def _of_timm(weights: str, model: str) -> WeightsFile:
 def _downloaded(url: str, name: str, digest: str = "") -> Path:
     """The file at ``url`` in torch's folder of downloads, which is read first. ``digest``: how its SHA-256 begins."""
     hub = torch.hub.get_dir()  # where torchvision keeps its own; it begins with ~ where no home folder is known
-    folder = (cache_folder() / "torch" if hub.startswith("~") else Path(hub)) / "checkpoints"
+    folder = Path(cache_folder() / "torch" if hub.startswith("~") else hub, "checkpoints")
     # Another file of the same name may be there already: only the URL tells them apart.
     target = folder / (name if digest else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}")
     try:

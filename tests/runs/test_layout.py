@@ -95,4 +95,4 @@ def test_urls_are_recognised_in_one_module():
         for node in ast.walk(tree)
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and node.left.value == "://"
     }
-    assert asking == {"config.base"}
+    assert asking == {"config.places"}
