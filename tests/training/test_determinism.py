@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.nn import functional as F
 from harness import cli
 from harness.config import loader, plugins
 from harness.data import digits
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError
 from harness.runs.run_dir import RunFolder
@@ -299,10 +298,7 @@ def test_recurrent_dropout_is_reported_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.devices, "choose", lambda *_, **__: torch.device("cuda:0"))
     _, problems = preflight.examine(path, [], 1)
     assert "train.deterministic" in [problem.where for problem in problems]
-    runtime = SimpleNamespace(
-        device=torch.device("cuda:0"), rank=0, world_size=1, together=lambda doing: nullcontext(),
-        all_equal=lambda value, *_: value,
-    )  # fmt: skip
+    runtime = Runtime(device=torch.device("cuda:0"))
     monkeypatch.setattr(determinism, "require", lambda level: None)  # changes the process
     folder = RunFolder(tmp_path / "runs")
     (tmp_path / "runs" / "checkpoints").mkdir(parents=True)
@@ -362,7 +358,7 @@ def cublas_setting_when_ranks_connect(words: list[str]) -> list[str | None]:
 
     seen = []
 
-    def connect(*_) -> None:
+    def connect(*_, **__) -> None:
         seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         raise ConfigError("planned")
 

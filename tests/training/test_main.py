@@ -75,7 +75,7 @@ def test_peer_lost_at_rendezvous_is_a_consequence(tmp_path, caplog):
 
 
 def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, caplog):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("CUDA error: device is busy")
 
     monkeypatch.setattr(main, "open_runtime", fail)
