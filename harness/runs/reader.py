@@ -139,6 +139,7 @@ def read(path: Path) -> Record:
     failure = _content(path / layout.FAILURE, dict, problems)
     provenance = [start for start in _content(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
     problems += _missing(path)
+    problems += [str(start["log_damage"]) for start in provenance if start.get("log_damage")]
     if not is_run(path):
         return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
     if (path / layout.FAILURE).exists():

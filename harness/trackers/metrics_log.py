@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -19,7 +20,7 @@ from harness.config.schema import Config, flatten, in_recipe
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.checkpoint import folder_gone
-from harness.runs.files import finite, identity, read_json, write_atomically
+from harness.runs.files import finite, identity, parse_json, read_json, sha256, write_atomically
 from harness.trackers.base import RunInfo, Sample, Tracker
 from harness.trackers.forwarder import Forwarder
 
@@ -88,12 +89,22 @@ def _open(path: Path) -> TextIO:
     return open(path, "a+", encoding="utf-8")  # can be read even if it is removed
 
 
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """The entry of ``line``; None if the line is damaged."""
+    try:
+        found = parse_json(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("step", 0), int) else None
+
+
 class MetricsLog:
     """One JSON object per line, whole lines only, numbers at full precision. ``path`` None: write nothing."""
 
     def __init__(self, path: Path | None, forwarders: Sequence[Forwarder] = ()) -> None:
         self._path, self._forwarders, self._cpu_s = path, forwarders, 0.0
         self._file = _open(path) if path else None
+        self.damage = ""  # what this start found wrong with the log, and what is lost
 
     def log(self, split: str, values: dict[str, Any]) -> None:
         """Append an entry. Numbers that are not finite are written as null: JSON has no representation for them."""
@@ -145,15 +156,51 @@ class MetricsLog:
         self._file.close()
         self._file = _open(self._path)
 
-    def rewind(self, offset: int) -> None:
-        """Delete the entries after ``offset``, which a resumed run writes again, and start the trackers."""
+    def digest(self) -> str:
+        """The SHA-256 of the log so far, which ``rewind`` checks."""
+        return sha256(self._path) if self._path else ""
+
+    def rewind(self, offset: int, digest: str = "", evaluations: Sequence[dict[str, Any]] = ()) -> None:
+        """Delete the entries after ``offset``, which a resumed run writes again, and start the trackers.
+
+        If those before are not the ones of ``digest``, restore what can be restored: the intact lines, and
+        ``evaluations`` that are missing. ``damage`` then says what is lost.
+        """
         if self._file is None or self._path is None:
             return
         size = self._file.seek(0, os.SEEK_END)
-        self._file.truncate(min(offset, size))  # truncating a log that was deleted meanwhile would fill it with zeros
-        self._file.seek(0, os.SEEK_END)
+        before = os.pread(self._file.fileno(), min(offset, size), 0)
+        if digest and hashlib.sha256(before).hexdigest() != digest:
+            offset = self._mend(before, offset, evaluations)
+        else:
+            self._file.truncate(len(before))  # truncating a log that was deleted would fill it with zeros
+            self._file.seek(0, os.SEEK_END)
         for forwarder in self._forwarders:
             forwarder.start(self._path, offset)
+
+    def _mend(self, before: bytes, offset: int, evaluations: Sequence[dict[str, Any]]) -> int:
+        """Replace the log by what is left of it; return its size. The damaged file is kept under another name."""
+        assert self._path is not None
+        assert self._file is not None
+        entries = [entry for line in before.split(b"\n") if (entry := _entry(line)) is not None]
+        num_lines, found = len(entries), {entry.get("step") for entry in entries if entry.get("split") == "eval"}
+        missing = [{"split": "eval", **entry} for entry in evaluations if entry["step"] not in found]
+        for entry in missing:
+            later = (place for place, other in enumerate(entries) if other.get("step", 0) > entry["step"])
+            entries.insert(next(later, len(entries)), entry)
+        kept = f"{self._path.name}.damaged"
+        self._file.close()
+        os.replace(self._path, self._path.with_name(kept))
+        text = "".join(json.dumps(finite(entry)) + "\n" for entry in entries).encode()
+        write_atomically(self._path, text)
+        self._file = _open(self._path)
+        self.damage = (
+            f"{self._path.name} was damaged before the run was resumed: {len(before)} of the {offset} bytes that the "
+            f"checkpoint relies on were left, with {num_lines} readable lines, whose values may be wrong; "
+            f"{len(missing)} evaluations were restored from the checkpoint; the damaged file is {kept}"
+        )
+        log.warning("%s", self.damage)
+        return len(text)
 
     def show(self, sample: Sample) -> None:
         """Send predictions to the trackers; the log does not contain them."""

@@ -49,6 +49,7 @@ def _save(run: Run) -> None:
         None if part is None else part.state_dict() if shards else _whole(run, part)
         for part in (run.module, run.optimizer, run.ema)
     )
+    log_offset, log_digest = runtime.patiently("syncing the log", lambda: (run.tracker.offset(), run.tracker.digest()))
     content = {
         "state": state.to_dict(),
         "model": weights,
@@ -59,7 +60,8 @@ def _save(run: Run) -> None:
         "ema": ema,
         "ranks": ranks,
         "seen": seen,
-        "log_offset": runtime.patiently("syncing the log", run.tracker.offset),
+        "log_offset": log_offset,
+        "log_sha256": log_digest,
         "world_size": runtime.world_size,
         "data": run.task.fingerprint,
     }
@@ -97,7 +99,8 @@ def resume(run: Run) -> None:
                 )
             restore(run, path)
         # Later lines of metrics.jsonl will be written again.
-        run.tracker.rewind(run.log_offset if is_own else 0)
+        before = (run.log_offset, run.log_digest, run.state.history) if is_own else (0,)
+        run.tracker.rewind(*before)
 
     run.runtime.patiently("restoring", work)
     if path is not None and is_own:
@@ -146,7 +149,11 @@ def restore(run: Run, path: Path) -> None:
         run.ema.load_state_dict(content["ema"])
     run.state = State.from_dict(content["state"])
     _restore_ranks(run, content)
-    run.saved_step, run.log_offset = run.state.step, content["log_offset"]
+    run.saved_step, run.log_offset, run.log_digest = (
+        run.state.step,
+        content["log_offset"],
+        content.get("log_sha256", ""),
+    )
     run.started = time.perf_counter() - run.state.wall_s
     log.info("resumed from %s: epoch %d, step %d", path, run.state.epoch + 1, run.state.step)
 

@@ -57,6 +57,7 @@ class Run:
     meter: Meter
     coverage: Coverage  # the rows of this epoch's steps so far
     saved_step: int = -1
+    log_digest: str = ""  # the SHA-256 of the bytes below
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
     counting: Counting | None = None  # counts the model's arithmetic, on rank 0, with the first log line

@@ -210,6 +210,8 @@ def announce(run: Run) -> None:
             if not run.finished():
                 length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
                 start["length"] = {"step": run.state.step, **length}
+            if run.tracker.damage:
+                start["log_damage"] = run.tracker.damage
             start["model"] = {
                 "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
             }

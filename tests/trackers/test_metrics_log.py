@@ -87,6 +87,52 @@ def test_rewind_to_the_start_or_past_the_end(path, offset):
     assert entries(path) == [{"split": "train", "step": 9}]
 
 
+def _shorter(text):
+    return text[: len(text) // 2]
+
+
+def _with_a_hole(text):
+    return text[:60] + b"\0" * 40 + text[100:]
+
+
+def _with_another_digit(text):
+    return text.replace(b'"loss": 3', b'"loss": 8', 1)
+
+
+@pytest.mark.parametrize("harm", [_shorter, _with_a_hole, _with_another_digit, lambda text: b""])
+def test_damaged_log_is_mended_and_its_loss_is_stated(path, harm):
+    """Every line stays a whole one; evaluations come back from the checkpoint; the damaged file is kept."""
+    log = MetricsLog(path)
+    for step in range(1, 9):
+        log.log("train", {"step": step, "loss": float(step)})
+        if step % 4 == 0:
+            log.log("eval", {"step": step, "top1": step / 10})
+    offset, digest = log.offset(), log.digest()
+    log.close()
+    path.write_bytes(damaged := harm(path.read_bytes()))
+    resumed = MetricsLog(path)
+    resumed.rewind(offset, digest, [{"step": 4, "top1": 0.4}, {"step": 8, "top1": 0.8}])
+    resumed.log("train", {"step": 9})
+    resumed.close()
+    found = entries(path)
+    assert [entry["top1"] for entry in found if entry["split"] == "eval"] == [0.4, 0.8]
+    assert [entry["step"] for entry in found] == sorted(entry["step"] for entry in found)
+    assert found[-1] == {"split": "train", "step": 9}
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
+    assert f"{len(damaged)} of the {offset} bytes" in resumed.damage
+
+
+def test_intact_log_is_not_mended(path):
+    log = MetricsLog(path)
+    log.log("train", {"step": 1})
+    offset, digest = log.offset(), log.digest()
+    log.log("train", {"step": 2})
+    log.rewind(offset, digest)
+    assert (log.damage, log.offset(), log.digest()) == ("", offset, digest)
+    log.close()
+    assert [name.name for name in path.parent.iterdir()] == [path.name]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_full_disk_is_an_error(path):
     path.symlink_to("/dev/full")
