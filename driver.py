@@ -6,7 +6,7 @@ python -m torch.distributed.launch --nproc_per_node=2 driver.py -c configs/digit
 
 import sys
 
-from harness.cli import command
+from harness.__main__ import command
 
 if __name__ == "__main__":
     command(["train", *sys.argv[1:]])

@@ -62,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].startswith(("--local-rank=", "--local_rank=")):
         words = [*words[1:], words[0]]  # torch.distributed.launch -m harness train ... puts it before the verb
-    _import_from_working_folder()
     try:
+        _require_working_folder()
+        _import_from_working_folder()
         _require_utf8(words)
         _require_no_other_harness()
         parser = _parser(words)
@@ -106,6 +107,14 @@ def _require_utf8(words: Sequence[str]) -> None:
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):  # as which Python passes on such bytes
             raise ConfigError(f"{word!r} is not UTF-8 text", where="command line", hint="rename the file or the folder")
+
+
+def _require_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        message = f"the working folder cannot be used: {error.strerror} (it was deleted, or moved)"
+        raise ConfigError(message, hint="change to a folder that exists, such as cd ~") from None
 
 
 def _require_no_other_harness() -> None:

@@ -30,6 +30,7 @@ class HarnessError(Exception):
 
     exit_code = EXIT_FAILURE
     origin_rank: int | None = None  # the rank that failed, when all ranks raise its error
+    unmet = False  # the rank that raised it could not reach the first one, and may be the only one to report it
 
     def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(message)

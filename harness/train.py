@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    from harness.cli import command
+    from harness.__main__ import command
 
     command(["train", *sys.argv[1:]])
 elif __name__ == "harness.train":  # imported, which must not hide the function of this name

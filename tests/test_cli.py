@@ -440,3 +440,37 @@ command()
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert ("WSL2" in done.stderr) == (system == "win32")
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["train", "-c", "x.yaml"], ["report", "runs"], ["launch", "-c", "x.yaml"]]
+)
+def test_deleted_working_folder_is_an_error(tmp_path, words):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    program = f"import os, shutil, sys; os.chdir({str(folder)!r}); shutil.rmtree({str(folder)!r}); "
+    program += f"from harness.__main__ import command; command({words})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: the working folder cannot be used: ")
+    assert ended.stderr.count("\n") == 2  # with a hint
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "interrupted (SIGINT)\n"), ("1", "")])
+def test_interruption_of_the_first_imports(rank, said):
+    program = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(name, path, target=None):
+        if name == "harness.config":  # which harness.cli imports
+            os.kill(os.getpid(), signal.SIGINT)
+
+from harness.__main__ import command
+sys.meta_path.insert(0, Interrupts)
+command(["--help"])
+"""
+    environ = {**os.environ, "LOCAL_RANK": rank}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)

@@ -141,11 +141,13 @@ def _await_listener(launch: Launch, patience: Patience) -> None:
 def _unreachable(launch: Launch, patience: Patience, error: Exception) -> HarnessError:
     wrong_name = isinstance(error, (socket.gaierror, UnicodeError))
     reason = getattr(error, "strerror", None) or first_line(error)
-    return (LaunchError if wrong_name else PeersMissing)(
+    found = (LaunchError if wrong_name else PeersMissing)(
         f"rank {launch.rank} of {launch.world_size} could not reach rank 0 at {address(launch)} within "
         f"{patience.timeout_s:g} s: {reason}",
         hint=HINT,
     )
+    found.unmet = True
+    return found
 
 
 def unanswered(launch: Launch) -> HarnessError:

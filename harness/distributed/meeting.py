@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -77,8 +77,11 @@ def telling_peers(launch: Launch) -> Iterator[None]:
         yield
     except Exception as error:
         if launch.world_size > 1:
-            with suppress(Exception):
+            try:
                 meet(launch, (), _FAILED_S, error)
+            except Exception as problem:
+                if isinstance(error, HarnessError) and isinstance(problem, HarnessError):
+                    error.unmet = problem.unmet
         raise
 
 

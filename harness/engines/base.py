@@ -83,7 +83,7 @@ def train_command(working: str = "") -> list[str]:
     is a script of the user."""
     for folder in (Path(working), Path(__file__).resolve().parents[2]):
         driver = folder / "driver.py"
-        if driver.is_file() and b"from harness.cli import command" in driver.read_bytes():
+        if driver.is_file() and b"from harness.__main__ import command" in driver.read_bytes():
             return [str(driver)]
     return ["-m", "harness", "train"]
 

@@ -83,10 +83,11 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
     return [*provenance.facts(config), Facts(same, amp)]
 
 
-def fail_early(launch: Launch, error: Exception) -> int:
+def fail_early(launch: Launch, error: BaseException) -> int:
     """Report an error before the ranks have connected. A HarnessError occurs on every local rank; only local rank 0
-    prints it."""
-    shown = explained(readable(error))
+    prints it, and a rank that may have been started without one."""
+    error = readable(error)
+    shown = explained(error)
     exit = RankExit(
         launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
         shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE, socket.gethostname(),
@@ -95,7 +96,7 @@ def fail_early(launch: Launch, error: Exception) -> int:
     exit_files.write_for_torch(launch, exit)
     if not isinstance(shown, HarnessError):
         log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-    elif launch.local_rank == 0:
+    elif launch.local_rank == 0 or (shown.unmet and not launch.supervised):
         log.error("error: %s", shown)
     elif launch.elastic:
         time.sleep(_PRINT_S)  # the launcher ends all ranks at the first exit, also local rank 0 before it has printed

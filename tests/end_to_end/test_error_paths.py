@@ -557,3 +557,16 @@ def test_errors_through_the_launcher(tmp_path, data):
     own, _, summary = run.text().partition("driver.py FAILED")
     assert own.count("did you mean train.epochs?") == 1
     assert "exitcode  : 2" in summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("override", "code"), [("seed=0", EXIT_FAILURE), ("optimzer.lr=3", EXIT_USAGE)])
+def test_rank_without_a_first_rank_says_so(tmp_path, data, override, code):
+    """Nobody else reports an error before the ranks have met."""
+    terminal = tmp_path / "terminal.txt"
+    config = write_config(tmp_path, data, runtime={"device": "cpu", "timeout_s": 2})
+    rank = driver(["-c", str(config), override], launch_environment(1, 2, free_port()), terminal)
+    assert wait_for([rank], END_S) == [code]
+    (line, *_) = terminal.read_text().splitlines()
+    assert line.startswith("rank 1: error: ")
+    assert "Traceback" not in terminal.read_text()
