@@ -13,7 +13,7 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -64,6 +64,12 @@ def first_line(error: BaseException, otherwise: str | None = None) -> str:
 def plural(amount: int, noun: str) -> str:
     """ "1 rank", "2 ranks", "2 processes", "2 batches"."""
     return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith(('s', 'tch')) else 's'}"
+
+
+def listed(names: Sequence[str], limit: int = 20) -> str:
+    """ "'a', 'b'"; of more than ``limit``, the first and the number of the others."""
+    more = f", and {len(names) - limit:,} others" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more
 
 
 _REMEDIES = {

@@ -24,7 +24,7 @@ from harness.data.table import csv_lines
 from harness.data.table.cache import CacheEntry, read_json
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, download, failures, kind_of, locate, require_root
-from harness.errors import DataError, similar
+from harness.errors import DataError, listed, similar
 from harness.runs.files import is_url, replacing, write_atomically
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
         if len(columns) == 1 and separator in columns[0]:
             hints = [f"the columns seem to be separated by {plural}: save the file with commas"]
     raise DataError(
-        f"no column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}; the columns are "
-        f"{', '.join(map(repr, columns))}",
+        f"no column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}; the columns are {listed(columns)}",
         where=name,
         hint="; ".join(filter(None, hints)),
     )

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from harness.data.table.source import open_bytes
 
+MAX_HEADER_BYTES = 1 << 20
+
 
 def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
     """The 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer rows."""
@@ -64,13 +66,15 @@ def bad_utf8(path: Path) -> tuple[int, str] | None:
 
 
 def header_of(path: Path) -> list[str]:
-    """The fields of the first record; [] if there is none in the first megabyte.
+    """The fields of the first record; [] if there is none in the first MAX_HEADER_BYTES.
 
-    Raises UnicodeDecodeError.
+    Raises UnicodeDecodeError, or OverflowError if no line ends there.
     """
     with open_bytes(path) as stream:
-        head = stream.read(1 << 20)
-    whole = max(head.rfind(b"\n"), head.rfind(b"\r")) + 1 if len(head) == 1 << 20 else len(head)
+        head = stream.read(MAX_HEADER_BYTES)
+    whole = max(head.rfind(b"\n"), head.rfind(b"\r")) + 1 if len(head) == MAX_HEADER_BYTES else len(head)
+    if head and not whole:
+        raise OverflowError
     with _any_field_size():
         text = io.StringIO(head[:whole].decode("utf-8-sig").replace("\0", ""), newline="")
         return next((fields for fields in csv.reader(text) if fields), [])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import secrets
 import shlex
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +20,7 @@ import pyarrow.csv
 
 from harness.data.table import csv_lines
 from harness.data.table.source import BROKEN, open_bytes
-from harness.errors import DataError, remedy
+from harness.errors import DataError, listed, remedy
 
 BLOCK_BYTES, MAX_BLOCK_BYTES = 4 << 20, 256 << 20  # a record must fit into one block
 
@@ -30,15 +31,18 @@ def read_header(path: Path, name: str) -> list[str]:
         raw = csv_lines.header_of(path)
     except UnicodeDecodeError:
         raise _not_utf8(path, name) from None
+    except OverflowError:
+        message = f"the first line, which names the columns, is longer than {csv_lines.MAX_HEADER_BYTES >> 20} MiB"
+        hint = f"keep only the columns that are used: cut -d, -f1,2 {shlex.quote(name)} > few_columns.csv"
+        raise DataError(message, where=f"{name}:1", hint=hint) from None
     except BROKEN as error:
         raise _broken(error, name) from error
     if not "".join(raw).strip():
         raise DataError("the file has no header line", where=name, hint="the first line must name the columns")
     names = [column if column.strip() else f"Unnamed: {i}" for i, column in enumerate(raw)]
-    twice = sorted({column for column in names if names.count(column) > 1})
-    if twice:
+    if twice := sorted(column for column, count in Counter(names).items() if count > 1):
         raise DataError(
-            f"the header names a column twice: {', '.join(map(repr, twice))}",
+            f"the header names a column twice: {listed(twice)}",
             where=f"{name}:1",
             hint="give every column a unique name",
         )

@@ -8,6 +8,7 @@ are not copied.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from harness.errors import DataError
+from harness.errors import DataError, listed
 
 _BATCH_ROWS = 16_384
 
@@ -25,12 +26,11 @@ def read_header(path: Path, name: str) -> list[str]:
     with _reading(name), pa.parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
     columns = [field.name for field in schema if _can_be_text(field.type)]
-    twice = sorted({column for column in columns if columns.count(column) > 1})
-    if twice:
-        what = f"the file names a column twice: {', '.join(map(repr, twice))}"
+    if twice := sorted(column for column, count in Counter(columns).items() if count > 1):
+        what = f"the file names a column twice: {listed(twice)}"
         raise DataError(what, where=name, hint="give every column a unique name")
     if not columns:
-        what = f"no column has text or numbers; the columns are {', '.join(schema.names)}"
+        what = f"no column has text or numbers; the columns are {listed(schema.names)}"
         raise DataError(what, where=name, hint="store each label, and each path, as text or a number")
     return columns
 

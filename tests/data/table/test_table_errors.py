@@ -100,7 +100,8 @@ def test_flipped_bytes_in_a_gzip_file(tmp_path):
         (b"\xef\xbb\xbf", "no header line"),
         (b"   \n" + b"path,label\na,1\n", "no header line"),
         (b",,\na,1,b\n", "no header line"),
-        (b"x" * (3 << 20), "no header line"),
+        (b"x" * (3 << 20), "the first line, which names the columns, is longer than 1 MiB"),
+        (",".join(map(str, range(10**6))).encode() + b"\n1,2\n", "the first line, which names the columns, is longer"),
         (HEADER, "header but no rows"),
         (HEADER[:-1], "header but no rows"),
         (HEADER + b"\n\n", "header but no rows"),
@@ -116,6 +117,17 @@ def test_flipped_bytes_in_a_gzip_file(tmp_path):
 )
 def test_files_that_are_not_tables(refused, content, message):
     assert re.search(message, refused(content)[0])
+
+
+def test_very_many_columns(refused):
+    """In time linear in their number, and one sentence."""
+    names = list(map(str, range(75_000)))
+    twice = refused(",".join(names * 2).encode() + b"\na\n")[0]
+    assert twice.startswith("the header names a column twice: '0', '1', '10', ")
+    assert twice.endswith(" and 74,980 others")
+    missing = refused(",".join(names).encode() + b"\n" + ",".join(names).encode() + b"\n")[0]
+    assert missing.startswith("no column 'label'; the columns are '0', '1', '2', ")
+    assert missing.endswith(" and 74,980 others")
 
 
 SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,2\n" * 9
