@@ -5,13 +5,20 @@ OmegaConf parses, merges and interpolates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from harness.config import presets
 from harness.config.schema import flatten
@@ -21,6 +28,9 @@ _Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DEEP = 10_000  # brackets; libyaml might overflow the stack
 MAX_VALUES = 1_000_000  # in a YAML file, each use of an alias counted
 COMMAND_LINE = "command line"
+_REFERENCE = (
+    "write ${task.root} for another setting, ${oc.env:NAME} for an environment variable, or \\${ for the characters ${"
+)
 _EXAMPLE = "write key=value, for example train.epochs=3"
 _NAME = "give a YAML file, for example configs/digits.yaml"
 _MAX_BYTES = 1 << 20  # a configuration has a few KB; larger files take minutes to parse
@@ -42,8 +52,8 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) 
     try:
         return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True), origins
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or ""
-        raise ConfigError(f"{key}: {first_line(error)}", where=origin_of(key, origins, str(path))) from None
+        known = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]
+        raise _unresolved(error, known, origins, str(path)) from None
 
 
 def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[Any, dict[str, Any]]:
@@ -54,6 +64,8 @@ def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[An
     try:
         written = OmegaConf.from_dotlist([override])
         return OmegaConf.merge(tree, written), flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
+    except GrammarParseError as error:
+        raise _unresolved(error, (), {}, origin) from None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{override!r}: {_reason(error)}", where=origin, hint=_EXAMPLE) from None
 
@@ -68,6 +80,32 @@ def _reason(error: Exception) -> str:
     if any(words in str(error) for words in ("container types", "Cannot merge")):  # as OmegaConf 2.4 and 2.3 put it
         return "this is a section, {key: value}, and cannot be replaced by a list"
     return getattr(error, "problem", None) or first_line(error)
+
+
+def _unresolved(
+    error: OmegaConfBaseException, known: Iterable[str], origins: dict[str, str], default: str
+) -> ConfigError:
+    """The error for a reference, ``${...}``, among the settings with the keys ``known``, or for a value ``???``."""
+    text, reason, key = str(error.child_node if error.value is None else error.value), first_line(error), error.full_key
+    what = f"{text!r} cannot be resolved"
+    if isinstance(error, MissingMandatoryValue):
+        what, hint = "a value is missing: ??? stands for one", "replace ??? by the value"
+    elif isinstance(error, GrammarParseError):
+        what, hint = f"{text!r} cannot be read as a reference to another setting", _REFERENCE
+    elif isinstance(error, InterpolationKeyError):
+        wanted = found.group(1) if (found := re.search("'([^']+)'", reason)) else text
+        what, near = f"{what}: the configuration does not set {wanted}", similar(wanted, known)
+        hint = f"did you mean ${{{near}}}?" if near else "set it as well: a reference does not see default values"
+    elif isinstance(error, UnsupportedInterpolationType):
+        what, hint = f"{what}: there is no such function before the colon", _REFERENCE
+    elif "oc.env:" in text and " variable " in reason:
+        what, hint = f"{what}: the environment variable is not set", "set it, or give a default: ${oc.env:NAME,DEFAULT}"
+    elif "recurs" in reason.lower():
+        what, hint = f"{what}: it refers to itself", "write the value"
+    else:
+        reason = reason.partition(" raised while resolving interpolation: ")[2] or reason
+        what, hint = f"{what}: {reason}", _REFERENCE
+    return ConfigError(f"{key}: {what}", where=origin_of(str(key), origins, default), hint=hint)
 
 
 def origin_of(key: str, origins: dict[str, str], default: str) -> str:
@@ -106,7 +144,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
             result, all_origins = OmegaConf.merge(result, base_tree), all_origins | base_origins
         return OmegaConf.merge(result, tree), all_origins | origins
     except OmegaConfBaseException as error:
-        raise ConfigError(first_line(error), where=str(path)) from None
+        raise ConfigError(_reason(error), where=str(path)) from None
 
 
 def _preset(name: str, where: str) -> Path | None:
@@ -145,10 +183,13 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
         if _num_values(node, {}) > MAX_VALUES:
             message = f"invalid YAML: its aliases expand to more than {MAX_VALUES:,} values"
             raise ConfigError(message, where=str(path), hint="use fewer aliases (*name)")
-        return OmegaConf.create(text), _lines(node, path)
+        lines = _lines(node, path)
+        return OmegaConf.create(text), lines
     except RecursionError:
         hint = "a configuration needs only a few levels; check for a missing ] or }"
         raise ConfigError("invalid YAML: nested too deeply", where=str(path), hint=hint) from None
+    except GrammarParseError as error:
+        raise _unresolved(error, (), lines, str(path)) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _invalid(error, text, path) from None
 

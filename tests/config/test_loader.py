@@ -132,12 +132,46 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]
         (BOMB, "its aliases expand to more than 1,000,000 values"),
         ("a: &a [1, *a]\n", "its aliases expand to more than"),
         (GOOD + "extends: y.yaml\n", "y.yaml: cannot read the configuration: No such file or directory"),
-        (GOOD + "seed: ${train.nope}\n", "x.yaml:8: seed: Interpolation key 'train.nope' not found"),
-        (GOOD.replace("b.csv", "???"), "x.yaml:5: task.eval_csv: Missing mandatory value: eval_csv"),
+        (GOOD + "seed: ${train.nope}\n", "x.yaml:8: seed: '${train.nope}' cannot be resolved: the configuration"),
+        (GOOD.replace("b.csv", "???"), "x.yaml:5: task.eval_csv: a value is missing: ??? stands for one"),
     ],
 )
 def test_file_that_cannot_be_parsed(tmp_path, text, message):
     assert message in refused(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("${foo", "write ${task.root} for another setting"),
+        ("${}", "write ${task.root} for another setting"),
+        ("a${", "write ${task.root} for another setting"),
+        ("${nope}", "set it as well"),
+        ("${task.train_cvs}", "did you mean ${task.train_csv}?"),
+        ("${nosuch:3}", "write ${task.root} for another setting"),
+        ("${oc.env:HARNESS_NO_SUCH}", "give a default"),
+        ("${task.root}", "write the value"),
+        ("${batch.global.x}", "write ${task.root} for another setting"),
+        ("${oc.env:}", "write ${task.root} for another setting"),
+    ],
+)
+def test_references_that_cannot_be_resolved(tmp_path, text, hint):
+    """In a file and on the command line; none of OmegaConf's own sentences is shown."""
+    in_file = refused(tmp_path, GOOD.replace("  eval_csv", f"  root: {text}\n  eval_csv"))
+    on_line = refused(tmp_path, GOOD, f"task.root={text}")
+    for place, said in (("x.yaml:5", in_file), ("command line", on_line)):
+        (sentence, shown) = said.split("\n  -> ")
+        assert sentence.startswith(f"{place}: task.root: {text!r} cannot be re")
+        assert shown.startswith(hint) or hint in shown
+        assert "nterpolation" not in said
+        assert "viable" not in said
+
+
+def test_references_in_lists_and_through_others(tmp_path):
+    through = GOOD + "seed: ${optimizer.lr}\noptimizer: {lr: '${no.such}'}\n"
+    assert "the configuration does not set no.such" in refused(tmp_path, through)
+    in_list = GOOD + "schedule: {name: step, milestones: [1, '${x']}\n"
+    assert refused(tmp_path, in_list).startswith("x.yaml:8: schedule.milestones[1]: '${x' cannot be read")
 
 
 def test_circular_extends_names_the_chain(tmp_path):
