@@ -170,7 +170,7 @@ class Plan:
         """Loss and rows per second of the run, which must have used the device and finite numbers."""
         start = json.loads((run / "provenance.json").read_text())[-1]
         assert len(start["ranks"]) == world, start["ranks"]
-        assert all(f": {self.device}" in rank for rank in start["ranks"]), start["ranks"]
+        assert all(rank["device"].partition(":")[0] == self.device for rank in start["ranks"]), start["ranks"]
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if line["split"] == "train"]
         assert steps[-1]["step"] == self.steps, steps[-1]

@@ -105,7 +105,7 @@ def write_run(folder: Path, fake: Fake) -> Path:
         "started": "2026-01-02T03:04:05+0000", "command": ["/opt/python", "driver.py", "-c", "configs/fake.yaml"],
         "git": {"commit": "0123456789abcdef", "changed": False}, "packages": {"torch": "2.6.0", "numpy": "2.0.0"},
         "python": "3.11.7", "cuda": None, "amp": "harness.apex", "launched_by": "torchrun",
-        "world_size": fake.world, "ranks": ["here: cpu (cpu)"] * fake.world,
+        "world_size": fake.world, "ranks": [{"host": "here", "device": "cpu", "name": "cpu"}] * fake.world,
     }  # fmt: skip
     (folder / "provenance.json").write_text(json.dumps([start]))
     if evaluations:

@@ -146,8 +146,10 @@ def code(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_start(runtime: Runtime, backend: str, topology: Sequence[str], code: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of this start in provenance.json. ``topology``: host and device of each rank."""
+def of_start(
+    runtime: Runtime, backend: str, ranks: Sequence[Mapping[str, str]], code: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The entry of this start in provenance.json. ``ranks``: {"host", "device", "name" of the device} of each rank."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [sys.executable, *sys.argv],
@@ -158,7 +160,7 @@ def of_start(runtime: Runtime, backend: str, topology: Sequence[str], code: Mapp
         "amp": backend,
         "launched_by": runtime.launch.by,
         "world_size": runtime.world_size,
-        "ranks": list(topology),
+        "ranks": list(ranks),
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
     }

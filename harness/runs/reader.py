@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -112,6 +112,13 @@ class Record:
         if problem and problem not in self.problems:
             self.problems.append(problem)
         return table
+
+
+def ranks(start: Mapping[str, Any]) -> list[dict[str, str]]:
+    """{"host", "device", "name" of the device} of each rank of a start in provenance.json; empty if it lacks them."""
+    found = start.get("ranks")
+    known = [rank for rank in found if isinstance(rank, dict)] if isinstance(found, list) else []
+    return [{key: str(rank.get(key) or "unknown") for key in ("host", "device", "name")} for rank in known]
 
 
 def changes(values: Iterable[Any]) -> list[Any]:

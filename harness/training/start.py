@@ -193,7 +193,7 @@ def announce(run: Run) -> None:
     """Log what this start will train and on what, and record its provenance."""
     runtime, config = run.runtime, run.config
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-    topology = runtime.gather(f"{runtime.host}: {runtime.device} ({card})")
+    ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
     size = build.sizes(config, run.train_data.num_rows, runtime.world_size)
     facts = build.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
     facts |= optim.described(run.optimizer, run.module)
@@ -206,7 +206,7 @@ def announce(run: Run) -> None:
         if runtime.rank == 0:
             if not run.finished():
                 run.folder.write_config()
-            start = provenance.of_start(runtime, run.precision.backend, topology, code)
+            start = provenance.of_start(runtime, run.precision.backend, ranks, code)
             if not run.finished():
                 length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
                 start["length"] = {"step": run.state.step, **length}

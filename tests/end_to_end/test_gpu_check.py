@@ -165,11 +165,13 @@ def test_failed_command_is_a_failed_row(tmp_path, capfd):
 def test_run_on_another_device_or_with_fewer_steps_is_not_accepted(plan):
     run = plan.folder / "run"
     run.mkdir()
-    (run / "provenance.json").write_text('[{"ranks": ["host: cpu (cpu)", "host: cpu (cpu)"]}]')
+    (run / "provenance.json").write_text(
+        json.dumps([{"ranks": [{"host": "h", "device": "cpu", "name": "a: cuda (b)"}] * 2}])
+    )
     (run / "metrics.jsonl").write_text('{"split": "train", "step": 4, "loss": 1.0}\n')
-    with pytest.raises(AssertionError, match="host: cpu"):
+    with pytest.raises(AssertionError, match="'device': 'cpu'"):
         plan.trained(run, 2)
-    (run / "provenance.json").write_text('[{"ranks": ["host: cuda:0 (H200)"]}]')
+    (run / "provenance.json").write_text(json.dumps([{"ranks": [{"host": "h", "device": "cuda:0", "name": "H200"}]}]))
     assert plan.trained(run, 1) == "loss 1.000"
     (run / "metrics.jsonl").write_text('{"split": "train", "step": 3, "loss": 1.0}\n')
     with pytest.raises(AssertionError, match="'step': 3"):

@@ -97,7 +97,7 @@ def _as_yaml(value: Any) -> Any:
 
 
 def _topology(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    shown = [{**start, "ranks": machine(start.get("ranks"))} for start in starts]
+    shown = [{**start, "ranks": machine(start)} for start in starts]
     return {key: over_starts(start.get(key) for start in shown) for key in _TOPOLOGY}
 
 

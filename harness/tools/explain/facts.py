@@ -146,7 +146,7 @@ def _facts(path: Path, train: list[Line], evals: list[Line], record: reader.Reco
     total_s = max(end - begin, train_s + evaluation_s)
     # What is neither training nor evaluation is saving, at the end of an epoch.
     spent |= parts | {"evaluation": evaluation_s, "between": total_s - train_s - evaluation_s}
-    hosts = Counter(str(rank).partition(":")[0] for rank in start.get("ranks") or [""] * world)
+    hosts = Counter(rank["host"] for rank in reader.ranks(start)) or {"": world}
     own = cost["own"] + (cost["cpu"] if settings.get("data.num_workers", 2) else 0.0)
     machine_s = cost["sampled"] or math.inf
     model = start.get("model") or {}

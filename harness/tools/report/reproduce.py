@@ -14,7 +14,7 @@ from typing import Any
 from harness.config.schedule import SPAN_THE_RUN
 from harness.errors import plural
 from harness.runs import layout
-from harness.runs.reader import over_starts
+from harness.runs.reader import over_starts, ranks
 from harness.tools.report import formatting
 from harness.tools.report.run_set import ReportedRun, devices
 
@@ -30,8 +30,7 @@ def commands(run: ReportedRun) -> list[str]:
         return [*lines, trial_command(run.record.sweep.path, run.record.sweep.name, run.record.path)]
     config = shlex.quote(formatting.path(run.record.path / layout.CONFIG))
     name = shlex.quote(f"name={run.record.name}_again")
-    ranks = [str(rank) for rank in start.get("ranks", [])] if isinstance(start.get("ranks"), list) else []
-    hosts = list(dict.fromkeys(rank.partition(":")[0] for rank in ranks))
+    hosts = {rank["host"] for rank in ranks(start)}
     world = (run.record.world_sizes or [1])[-1]
     if len(hosts) > 1:
         nodes = f"--nnodes={len(hosts)} --node-rank=0 --master-addr=NODE0 --master-port=PORT"
@@ -101,7 +100,7 @@ def _facts(start: dict[str, Any]) -> dict[str, str]:
         "git commit": _commit(start),
         "harness": _harness(start),
         **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
-        "machine": machine(start.get("ranks")),
+        "machine": machine(start),
         "launcher": str(start.get("launched_by", formatting.NOTHING)),
         "amp": str(start.get("amp", formatting.NOTHING)),
         "Python": str(start.get("python", formatting.NOTHING)),
@@ -172,10 +171,11 @@ def _command(command: Any) -> str:
     return formatting.without_working_folder(shlex.join(parts))
 
 
-def machine(ranks: Any) -> str:
+def machine(start: dict[str, Any]) -> str:
     """ "2 × host: cuda (NVIDIA H100)" """
-    kinds = Counter(re.sub(r"cuda:\d+", "cuda", str(rank)) for rank in ranks) if isinstance(ranks, list) else Counter()
-    return ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or formatting.NOTHING
+    kinds = Counter((rank["host"], rank["device"].partition(":")[0], rank["name"]) for rank in ranks(start))
+    shown = [f"{count} × {host}: {device} ({name})" for (host, device, name), count in kinds.items()]
+    return ", ".join(shown) or formatting.NOTHING
 
 
 def _packages(start: dict[str, Any]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.errors import plural
+from harness.runs import reader
 from harness.runs.reader import Record
 from harness.tools.report import formatting, history
 from harness.tools.report.history import Direction, History
@@ -246,9 +247,7 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
 
 def devices(record: Record) -> list[str]:
     """The kind of device of each rank of each start, such as "cpu" or "NVIDIA H100"."""
-    ranks = [start["ranks"] for start in record.provenance if isinstance(start.get("ranks"), list)]
-    kinds = [re.search(r"\((.*)\)\s*$", str(rank)) for of_start in ranks for rank in of_start]
-    return [kind.group(1) for kind in kinds if kind]
+    return [rank["name"] for start in record.provenance for rank in reader.ranks(start)]
 
 
 def _is_recipe(key: str) -> bool:

@@ -192,7 +192,8 @@ def test_length_that_changed_at_a_resume_is_a_difference_of_the_recipe(tmp_path)
 def test_run_that_was_resumed_with_other_packages(tmp_path):
     one, other = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
     starts = [{"git": {"commit": "a" * 40, "changed": False}, "packages": {"torch": "2.14"}, "python": "3.11",
-               "world_size": 2, "ranks": ["n: cpu"] * 2, "amp": "harness.apex", "launched_by": "x"}]  # fmt: skip
+               "world_size": 2, "amp": "harness.apex", "launched_by": "x",
+               "ranks": [{"host": "n: (", "device": "cuda:1", "name": "A (B)"}] * 2}]  # fmt: skip
     (one / "provenance.json").write_text(json.dumps(starts))
     again = {**starts[0], "git": {"commit": "b" * 40, "changed": False}, "packages": {"torch": "2.15"}}
     (other / "provenance.json").write_text(json.dumps([*starts, again]))
@@ -272,3 +273,11 @@ def test_throughput_weighs_each_window_by_its_duration(tmp_path):
     assert sum(found.shares.values()) == pytest.approx(1)
     empty = results.throughput(read(lines(tmp_path / "empty")))
     assert (empty.wall_s, empty.rows_per_s, empty.shares) == (None, None, {})
+
+
+def test_machines_are_compared_by_the_fields_of_their_ranks(tmp_path):
+    one, other = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
+    ranks = [{"host": "n: (", "device": f"cuda:{card}", "name": "A (B)"} for card in range(2)]
+    (one / "provenance.json").write_text(json.dumps([{"ranks": ranks}]))
+    (other / "provenance.json").write_text(json.dumps([{"ranks": ["n: cpu"] * 2}]))
+    assert settings.compare(read(one), read(other)).topology == {"ranks": ("2 × n: (: cuda (A (B))", "–")}

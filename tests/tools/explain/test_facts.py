@@ -81,7 +81,7 @@ def write_record(folder: Path, delays: list[tuple[int, float]]) -> Path:
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     (folder / "config.yaml").write_text(yaml.safe_dump({"name": "run", "data": {"num_workers": 0}}))
-    start = {"world_size": 2, "ranks": ["here: cpu (cpu)", "there: cpu (cpu)"], "threads": 1, "cores": 4}
+    start = {"world_size": 2, "ranks": [{"host": host} for host in ("here: a", "here: b")], "threads": 1, "cores": 4}
     (folder / "provenance.json").write_text(json.dumps([start]))
     return folder
 
@@ -107,6 +107,7 @@ def test_since_when_a_rank_is_slow(tmp_path, delays, rank, share, step):
 def test_the_time_of_a_run_is_divided_without_its_first_line(tmp_path):
     found = facts.read(write_record(tmp_path / "run", [(1, 4.0)] * 5))
     assert (found.total_s, found.train_s, found.steps, found.rows) == (40.0, 40.0, 40, 2560)
+    assert found.local_ranks == 1
     assert found.share("forward", "reduce") == pytest.approx(0.9)
     assert (found.spent["log"], found.spent["host"]) == (2.0, 2.0)  # of both ranks, on average
     assert found.exchange_s == pytest.approx(0.0)  # all of it is waiting for rank 1

@@ -10,6 +10,8 @@ from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
 from harness.tools.report import reproduce, run_set
 
+H200 = {"host": "there", "device": "cuda:0", "name": "NVIDIA H200"}
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -38,13 +40,32 @@ def test_command_for_several_ranks_on_one_machine(place):
 
 
 def test_command_for_several_machines(place):
-    ranks = [f"{host}: cuda:{card} (NVIDIA H100)" for host in ("one", "two") for card in (0, 1)]
+    ranks = [
+        {"host": host, "device": f"cuda:{card}", "name": "A (H100)"}
+        for host in ("one: a (", "one: b (")
+        for card in (0, 1)
+    ]
     found = run(write_run(place / "runs" / "fake", Fake(world=4)), ranks=ranks)
     assert reproduce.commands(found)[1] == (
         "torchrun --nnodes=2 --node-rank=0 --master-addr=NODE0 --master-port=PORT --nproc-per-node=2 "
         "-m harness.train -c runs/fake/config.yaml name=fake_again   # on each node"
     )
-    assert dict(reproduce.provenance(found))["machine"] == "2 × one: cuda (NVIDIA H100), 2 × two: cuda (NVIDIA H100)"
+    assert (
+        dict(reproduce.provenance(found))["machine"] == "2 × one: a (: cuda (A (H100)), 2 × one: b (: cuda (A (H100))"
+    )
+    assert run_set.devices(found.record) == ["A (H100)"] * 4
+
+
+def test_start_without_records_of_its_ranks(place):
+    folder = write_run(place / "runs" / "fake", Fake(world=2))
+    for ranks in (["here: cuda:0 (NVIDIA H200)"] * 2, 3, None):
+        found = run(folder, ranks=ranks)
+        assert dict(reproduce.provenance(found))["machine"] == "–"
+        assert run_set.devices(found.record) == []
+        assert "--nproc 2" in reproduce.commands(found)[1]
+    assert dict(reproduce.provenance(run(found.record.path, ranks=[{"host": "a"}])))["machine"] == (
+        "1 × a: unknown (unknown)"
+    )
 
 
 def test_trial_is_reproduced_outside_its_sweep(place):
@@ -59,7 +80,7 @@ def test_caveats(place):
     folder = write_run(place / "runs" / "fake", Fake(settings={"train.deterministic": False}))
     git = {"commit": "abc", "changed": True}
     assert "not deterministic" not in " ".join(reproduce.caveats(run(folder, git=git))), "a CPU is exact"
-    text = " ".join(reproduce.caveats(run(folder, git=git, ranks=["here: cuda:0 (NVIDIA H200)"])))
+    text = " ".join(reproduce.caveats(run(folder, git=git, ranks=[H200])))
     assert "uncommitted changes" in text
     assert "not deterministic" in text
     assert "commit is unknown" in " ".join(reproduce.caveats(run(folder, git=None)))
@@ -84,7 +105,7 @@ def test_run_that_resumed_elsewhere_shows_every_start(place):
     found = run(write_run(place / "runs" / "fake", Fake()))
     path = found.record.path / "provenance.json"
     first = json.loads(path.read_text())[0]
-    later = {"git": {"commit": "f" * 40}, "packages": {"torch": "2.7.0"}, "ranks": ["there: cuda:0 (NVIDIA H200)"] * 2,
+    later = {"git": {"commit": "f" * 40}, "packages": {"torch": "2.7.0"}, "ranks": [H200] * 2,
              "world_size": 2}  # fmt: skip
     path.write_text(json.dumps([first, first, first | later]))
     again = run_set.build([reader.read(found.record.path)]).runs[0]

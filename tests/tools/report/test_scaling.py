@@ -68,7 +68,7 @@ def test_batches_are_compared_over_all_ranks(tmp_path):
 def test_different_devices_are_not_compared(tmp_path):
     runs = [write_run(tmp_path / str(world), Fake(world=world)) for world in (1, 2)]
     content = json.loads((runs[1] / "provenance.json").read_text())
-    content[0]["ranks"] = ["there: cuda:0 (NVIDIA H100)"] * 2
+    content[0]["ranks"] = [{"host": "there", "device": "cuda:0", "name": "NVIDIA H100"}] * 2
     (runs[1] / "provenance.json").write_text(json.dumps(content))
     assert scaling.series(run_set.build(reader.find(runs)), None) == []
 
