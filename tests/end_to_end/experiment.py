@@ -215,7 +215,8 @@ def assert_same(left: Any, right: Any, where: str = "") -> None:
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Assert that two finished run folders hold the same, bit for bit, times excluded."""
-    assert [str(found) for found in differences(one, other)] == []
+    found = [str(each) for each in differences(one, other)]
+    assert not found, found
     # Once more without the project's own comparison, which could be wrong.
     assert_same(record(one), record(other), "metrics.jsonl")
     assert_same(last_checkpoint(one), last_checkpoint(other), "checkpoint")
