@@ -92,6 +92,7 @@ class Watchdog:
         self._answered = time.monotonic()  # when the store last answered
         self.first: RankExit | None = None
         """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
+        self._published: RankExit | None = None  # the first failure, if it is another rank's and this one published it
         self._stop_is_shared = False
         self._listens_until = time.monotonic() + runtime.timeout_s
         self._finished = threading.Event()
@@ -133,11 +134,11 @@ class Watchdog:
         self._wait_for([f"heard/{rank}" for rank in range(self._runtime.world_size)], NEWS_S)
 
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
-        """The rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``. None if
-        the first failure is already known, or if another rank is looking for it."""
+        """The rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``, or that this rank
+        has found before. None if another rank has published the first failure, or is looking for it."""
         self._peer_failure()
         if self.first:
-            return None
+            return self._published
         found = self.stalls.missing(doing, timed_out)
         if found is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):
             self._peer_failure()
@@ -249,6 +250,7 @@ class Watchdog:
         """Publish the failure of another rank that cannot report it itself; return the message."""
         self.doing = stack.main_thread_at()
         self.first = self.report(found) or found
+        self._published = found if self.first == found else None
         return f"rank {self.first.rank} failed: {self.first.message}"
 
     def _end(self, cause: Cause, message: str, code: int = EXIT_FAILURE, own: RankExit | None = None) -> None:

@@ -21,7 +21,7 @@ import shlex
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ SHARDED = 4  # has more files, which the manifest lists
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals
-_DIGEST = "sha256"  # in the metadata of a safetensors file
+# The key of all metadata of a safetensors file, as JSON: the library writes several keys in a random order.
+_METADATA, _DIGEST = "harness", "sha256"
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
@@ -200,7 +201,8 @@ def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     work.mkdir(parents=True)
     try:
         # It first writes a file of a random name next to this one.
-        save_file(tensors, work / layout.WEIGHTS, {**metadata, _DIGEST: _digest(tensors, metadata)})
+        text = json.dumps({**metadata, _DIGEST: _digest(tensors, metadata)}, sort_keys=True)
+        save_file(tensors, work / layout.WEIGHTS, {_METADATA: text})
         os.replace(work / layout.WEIGHTS, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -212,7 +214,7 @@ def load_weights(path: Path, of_run: bool = True) -> dict[str, Tensor]:
     what = "the best weights" if of_run else "it"
     try:
         with safe_open(path, "pt") as file:
-            metadata = dict(file.metadata() or {})
+            metadata = weights_metadata(file)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
     except (OSError, SafetensorError) as error:
         raise _weights_error(path, f"{what} cannot be read: {reason(error)}") from None
@@ -222,6 +224,15 @@ def load_weights(path: Path, of_run: bool = True) -> dict[str, Tensor]:
     if recorded is not None and recorded != _digest(tensors, metadata):
         raise _weights_error(path, "the weights are damaged: their SHA-256 differs from the recorded one")
     return tensors
+
+
+def weights_metadata(file: Any) -> dict[str, str]:
+    """What ``save_weights`` recorded in the open safetensors ``file``; empty if another program wrote it, or if it is
+    damaged."""
+    with suppress(ValueError):
+        found = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from harness.errors import CheckpointError
-from harness.runs.checkpoint import Checkpoints, read
+from harness.runs.checkpoint import Checkpoints, read, weights_metadata
 from harness.tools.compare.exactness import differences
 from tests.end_to_end.experiment import Kill, run, write_config
 from tests.end_to_end.power_loss import Disk, record, write
@@ -88,7 +88,7 @@ def broken_promises(folder: Path, claims: dict[str, Any], whole: Path) -> list[s
         wanted = max(claims.get("best", 0), read(newest)["state"]["best_step"] if newest else 0)
         try:
             with safe_open(folder / "weights.safetensors", "pt") as file:
-                found += [] if int(file.metadata()["step"]) >= wanted else ["older best weights"]
+                found += [] if int(weights_metadata(file)["step"]) >= wanted else ["older best weights"]
                 assert all(file.get_tensor(name) is not None for name in file.keys())  # noqa: SIM118
         except Exception as error:
             found.append(f"the best weights of step {wanted}: {error}")

@@ -175,5 +175,5 @@ def _weights(folder: Path) -> Path:
 
 
 def _step(file: Any) -> int | None:
-    step = (file.metadata() or {}).get("step", "")
+    step = checkpoint.weights_metadata(file).get("step", "")
     return int(step) if step.isdigit() else None

@@ -41,7 +41,7 @@ def edit_lines(folder, change):
 def edit_weights(folder):
     weights = load_file(folder / "weights.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
-    save_file(weights, folder / "weights.safetensors", {"step": str(LAST)})
+    save_file(weights, folder / "weights.safetensors", {"harness": json.dumps({"step": str(LAST)})})
 
 
 def last_bit(tensor):
