@@ -62,9 +62,9 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     task = build.open_task(config, Runtime())
     if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
         raise ConfigError(
-            "the classes or the image size of the training data changed after the model was trained",
+            "the classes or the image size of the training data differ from the run's task.json",
             where=str(run),
-            hint="restore the old files",
+            hint="restore the files that changed after the training",
         )
     subject = _subject(run, config, task)
     try:

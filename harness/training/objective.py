@@ -52,13 +52,19 @@ class Labels:
 
     @classmethod
     def of_learned(cls, kind: Kind, facts: Mapping[str, Any], separator: str) -> Labels:
-        """The reverse of ``learned``. Raises ConfigError."""
+        """The reverse of ``learned``, from a file that anybody may have edited. Raises ConfigError."""
         names = facts.get("columns" if kind == "regression" else "classes")
         mean, std = facts.get("mean", []), facts.get("std", [])
-        numbers = [len(names or []) * (kind == "regression")] * 2 == [len(mean), len(std)]
-        if not (isinstance(names, list) and names and all(isinstance(name, str | int) for name in names) and numbers):
+        num_means = len(names) if isinstance(names, list) and kind == "regression" else 0
+        if not (
+            isinstance(names, list)
+            and names
+            and all(type(name) in (str, int) for name in names)
+            and all(isinstance(numbers, list) and len(numbers) == num_means for numbers in (mean, std))
+            and all(type(number) in (int, float) and abs(number) < 1e300 for number in (*mean, *std))
+        ):
             raise ConfigError(
-                "the run's task.json lacks the information about the labels of the training data",
+                "the run's task.json lacks valid information about the labels of the training data",
                 hint="start the run again to write the file: harness train -c RUN/config.yaml",
             )
         return cls(kind, tuple(names), separator, tuple(mean), tuple(std))

@@ -438,7 +438,22 @@ def test_export_needs_the_data_of_the_training(trained, tmp_path, capsys):
     (data / "other.csv").write_text((data / "train.csv").read_text() + "images/train0.png,zebra\n")
     words = ["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "x")]
     assert cli.main([*words, f"task.train_csv={data / 'other.csv'}"]) == 2
-    assert "the classes or the image size of the training data changed" in capsys.readouterr().err
+    assert "differ from the run's task.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"classes": 3}, {"image_size": "x"}, {"mean": 5}])
+def test_facts_of_a_wrong_type(trained, tmp_path, capsys, wrong):
+    folder, data = trained
+    damaged = shutil.copytree(folder, tmp_path / "run")
+    facts = json.loads((damaged / "task.json").read_text())
+    (damaged / "task.json").write_text(json.dumps(facts | wrong))
+    out = str(tmp_path / "out")
+    for words in (
+        ["predict", str(damaged), "--csv", str(data / "train.csv"), "--out", f"{out}.csv"],
+        ["export", str(damaged), "--format", "safetensors", "--out", out],
+    ):
+        assert cli.main([*words, "--trust"]) == 2
+        assert "task.json" in capsys.readouterr().err
 
 
 def test_export_of_damaged_weights(trained, tmp_path, capsys):

@@ -308,6 +308,10 @@ def test_facts_survive_the_run_folder(labels):
     for damaged in ({}, {"classes": [], "columns": []}, {"classes": [1.5], "columns": ["x", "y"], "mean": [1.0]}):
         with pytest.raises(ConfigError, match="task.json lacks"):
             Labels.of_learned(labels.kind, damaged, "|")
+    for key in labels.learned:
+        for wrong in (5, True, None, "x", {}, {"x": 1}, [None], [[1]], [True], [1.0, float("nan")], [1.0, 10**400]):
+            with pytest.raises(ConfigError):
+                Labels.of_learned(labels.kind, {**labels.learned, key: wrong}, "|")
 
 
 def test_task_without_these_settings_has_the_defaults():

@@ -64,9 +64,9 @@ def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:
 def _learned_size(facts: dict[str, Any]) -> tuple[int, ...]:
     """The image size in ``facts``, the content of task.json. Raises ConfigError."""
     size = facts["image_size"] if isinstance(facts.get("image_size"), list) else []
-    if not (len(size) == 2 and all(isinstance(side, int) and side > 0 for side in size)):
+    if not (len(size) == 2 and all(type(side) is int and side > 0 for side in size)):
         raise ConfigError(
-            "the run's task.json lacks the image size of the training data",
+            "the run's task.json lacks a valid image size of the training data",
             hint="start the run again to write the file: harness train -c RUN/config.yaml",
         )
     return tuple(size)
