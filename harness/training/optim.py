@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from harness.config import plugins
@@ -108,6 +110,8 @@ def build(
         raise ConfigError(
             f"{section.name} has no argument{'s' * (len(wrong) > 1)} {', '.join(wrong)}", where="optimizer", hint=hint
         )
+    if "." not in section.name:
+        _require_types(section, make)
     try:
         optimizer: torch.optim.Optimizer = make(trained, **given)
     except (TypeError, ValueError) as error:
@@ -116,6 +120,24 @@ def build(
         what = f"{section.name} returns an object of type {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise ConfigError(what, where="optimizer.name", hint="return a torch.optim.Optimizer from it")
     return optimizer
+
+
+def _require_types(section: OptimizerSection, make: Any) -> None:
+    """Raise ConfigError for an argument of another type than ``make``, an optimizer of torch or Apex, declares. Few of
+    them look: the text "no" counts as true, and other values fail in the first step."""
+    for key, parameter in inspect.signature(make, eval_str=True).parameters.items():
+        if key not in section.args or key == "params":
+            continue
+        declared = TypeAdapter(parameter.annotation, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        try:
+            declared.validate_json(json.dumps(section.args[key]))  # of which a list may be a tuple
+        except ValidationError:
+            kind, example = inspect.formatannotation(parameter.annotation), parameter.default
+            raise ConfigError(
+                f"{section.name} takes a value of type {kind}, not {section.args[key]!r}",
+                where=f"optimizer.args.{key}",
+                hint=f"for example {key}: {json.dumps(True if example is None else example)}",
+            ) from None
 
 
 def _implementation(section: OptimizerSection, params: Sequence[Any]) -> dict[str, bool]:

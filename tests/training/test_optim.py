@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from contextlib import suppress
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from harness.config.schema import GroupSection, OptimizerSection
 from harness.errors import ConfigError
-from harness.training.optim import Ema, build, clear_gradients, described, freeze, groups, scaled_lr
+from harness.training.optim import Ema, build, built_in, clear_gradients, described, freeze, groups, scaled_lr
 from tests.training.test_schedule import schedule
 
 
@@ -183,6 +185,14 @@ def test_fused_by_short_name(name):
         ({"args": {"nesterov": True}}, "cannot build sgd: Nesterov momentum requires a momentum"),
         ({"args": {"params": []}}, "cannot build sgd"),
         ({"name": "adam", "args": {"betas": [2, 3]}}, "cannot build adam: Invalid beta"),
+        ({"momentum": 0.9, "args": {"nesterov": "yes"}}, "nesterov: sgd takes a value of type bool, not 'yes'"),
+        ({"args": {"maximize": "no"}}, "for example maximize: false"),
+        ({"args": {"foreach": 1}}, "for example foreach: true"),
+        ({"args": {"dampening": "x"}}, "for example dampening: 0"),
+        ({"name": "rmsprop", "args": {"alpha": True}}, "rmsprop takes a value of type float, not True"),
+        ({"name": "adam", "args": {"betas": [0.9]}}, "for example betas: [0.9, 0.999]"),
+        ({"name": "fused_adam", "args": {"adam_w_mode": "no"}}, "fused_adam takes a value of type bool, not 'no'"),
+        ({"name": "fused_lamb", "args": {"max_grad_norm": "x"}}, "fused_lamb takes a value of type float | None"),
     ],
 )
 def test_optimizer_that_cannot_be_built(section, message):
@@ -190,6 +200,16 @@ def test_optimizer_that_cannot_be_built(section, message):
         build(OptimizerSection(**section), params(), 0.1)
     assert any(part in str(caught.value) for part in message.split("|"))
     assert caught.value.where.startswith("optimizer")
+
+
+@pytest.mark.parametrize("name", sorted(set(built_in()) - {"sparseadam"}))
+def test_default_arguments_can_be_written(name):
+    """Each argument, with the value that it has anyway."""
+    takes = inspect.signature(built_in()[name]).parameters.items()
+    for key, parameter in takes:
+        if key not in ("params", "lr"):
+            value = json.loads(json.dumps(parameter.default))  # as from YAML
+            build(OptimizerSection(name=name, args={key: value}), [nn.Parameter(torch.ones(2, 2))], 0.1)
 
 
 def test_no_parameters():
