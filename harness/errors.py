@@ -197,7 +197,7 @@ def require_posix() -> None:
     """Raise ConfigError on Windows, which lacks the signals and the process control that runs are built on."""
     if sys.platform == "win32":
         raise ConfigError(
-            "training runs on Linux and macOS, not on Windows itself",
+            "training runs on Linux, not on Windows itself",
             hint="use WSL2 (wsl --install), and install and start the harness there",
         )
 
