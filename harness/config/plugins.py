@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
-from harness.errors import ConfigError, first_line
+from harness.errors import ConfigError, first_line, readable
 
 _HARNESS = Path(__file__).parents[1]
 
@@ -80,9 +80,11 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
             package, _, attribute = name.rpartition(".")
             return getattr(importlib.import_module(package), attribute)
         return getattr(module, holds) if holds else module
-    except Exception as error:  # the user's module may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module may raise anything, and may call sys.exit
         raise ConfigError(
-            f"the {kind} {name!r} cannot be imported ({type(error).__name__}: {first_line(error)})",
+            f"the {kind} {name!r} cannot be imported ({type(error).__name__}: {first_line(readable(error))})",
             where=where,
             hint="write package.module or package.module.Class, importable from the working folder",
         ) from error

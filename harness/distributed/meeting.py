@@ -25,7 +25,16 @@ from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
 from harness.distributed.launch_store import HINT, Patience, PeersMissing, hosts_store
 from harness.distributed.limited_store import LimitedStore
-from harness.errors import EXIT_DATA, EXIT_USAGE, DataError, HarnessError, LaunchError, TrainingError, first_line
+from harness.errors import (
+    EXIT_DATA,
+    EXIT_USAGE,
+    DataError,
+    HarnessError,
+    LaunchError,
+    TrainingError,
+    first_line,
+    readable,
+)
 
 _GRACE_S = 3.0  # for more ranks to arrive where their number is in doubt, and for all to read the verdict
 _FAILED_S = 5.0  # for a rank that cannot start to inform the others
@@ -42,7 +51,7 @@ _ERRORS: dict[str, type[HarnessError]] = {
 }
 
 
-def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: Exception | None = None) -> PrefixStore:
+def meet(launch: Launch, facts: Sequence[Facts], timeout_s: float, failed: BaseException | None = None) -> PrefixStore:
     """Wait for all ranks and compare ``facts``; return the store of this launch. Every rank calls it.
 
     ``failed``: the error that keeps this rank from starting; the other ranks then raise it, too. Raises LaunchError on
@@ -75,7 +84,9 @@ def telling_peers(launch: Launch) -> Iterator[None]:
     """Context that reports an error of this rank to the others, which would otherwise wait for it."""
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit of the user's code, too
         if launch.world_size > 1:
             try:
                 meet(launch, (), _FAILED_S, error)
@@ -113,7 +124,7 @@ def not_connected(launch: Launch, store: PrefixStore, error: Exception, hint: st
 
 
 class _Meeting:
-    def __init__(self, launch: Launch, facts: str, patience: Patience, failed: Exception | None) -> None:
+    def __init__(self, launch: Launch, facts: str, patience: Patience, failed: BaseException | None) -> None:
         self._launch, self._facts, self._patience, self._failed = launch, facts, patience, failed
         self._store: Any = None
 
@@ -235,11 +246,11 @@ class _Meeting:
         return arrived >= expected and self._store.add(_HEARD, 0) >= arrived
 
 
-def _to_text(error: Exception, whose: str = "") -> str:
+def _to_text(error: BaseException, whose: str = "") -> str:
     """``error`` as JSON; ``whose``: the rank that cannot start because of it."""
     kind = type(error).__name__
     if not isinstance(error, HarnessError):
-        error = TrainingError(f"{kind}: {first_line(error)}")
+        error = TrainingError(f"{kind}: {first_line(readable(error))}")
     if kind not in _ERRORS:
         kind = {EXIT_USAGE: "LaunchError", EXIT_DATA: "DataError"}.get(error.exit_code, "TrainingError")
     message = f"{error.where}: {error.message}" if error.where else error.message

@@ -64,7 +64,9 @@ def main(
                         facts=lambda device: facts(config, device),
                     )  # fmt: skip
                 )
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit of the user's code, too
             return fail_early(launch, error)
         return run_rank(config, runtime, parent)
 

@@ -40,5 +40,14 @@ def test_own_part_is_a_module_or_a_class_in_it(name):
     assert plugins.import_own("verb", "tests.config.test_plugins", "here").Task is Task
 
 
+@pytest.mark.parametrize("raised", ["SystemExit(0)", "GeneratorExit()", "Odd()"])
+def test_module_that_ends_the_program_is_an_error(tmp_path, monkeypatch, raised):
+    odd = "class Odd(BaseException):\n    def __str__(self): raise ValueError\n"
+    (tmp_path / "ends.py").write_text(f"{odd}raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="here: the model 'ends.Model' cannot be imported"):
+        plugins.import_own("model", "ends.Model", "here")
+
+
 class Task:
     """Found by its dotted name."""

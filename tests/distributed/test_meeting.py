@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,31 @@ def test_a_rank_that_cannot_start_tells_the_others():
     assert mine == "a.csv: no such column\n  -> name it"
     assert theirs == f"rank 1 on {HOST} cannot start: {mine}"
     assert (code, own_code) == (65, 65)
+    assert seconds < LIMIT_S
+
+
+class _Unusual(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def _end(rank: int, port: int, error: type[BaseException]):
+    def work():
+        if rank == 1:
+            with suppress(error), telling_peers(launch(rank, 2, port)):
+                raise error
+            return
+        meet(launch(rank, 2, port), (), LIMIT_S)
+
+    return _outcome(work)
+
+
+@pytest.mark.parametrize("error", [SystemExit, _Unusual])
+def test_a_rank_that_ends_with_no_exception_tells_the_others(error):
+    port = free_port()
+    (theirs, code, seconds), _ = outcomes(_end, [(0, port, error), (1, port, error)])
+    assert theirs.startswith(f"rank 1 on {HOST} cannot start: {error.__name__}")
+    assert code == EXIT_FAILURE
     assert seconds < LIMIT_S
 
 

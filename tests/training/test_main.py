@@ -74,20 +74,35 @@ def test_peer_lost_at_rendezvous_is_a_consequence(tmp_path, caplog):
     assert "error: lost contact with the other ranks" in caplog.text
 
 
-def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, caplog):
+class Unreadable(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("CUDA error: device is busy"), "CUDA error: device is busy"),
+        (SystemExit(0), "sys.exit(0)"),
+        (Unreadable(), "Unreadable, whose text cannot be read"),
+    ],
+)
+def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, caplog, error, message):
     def fail(*_, **__):
-        raise RuntimeError("CUDA error: device is busy")
+        raise error
 
     monkeypatch.setattr(main, "open_runtime", fail)
     monkeypatch.setattr(main.determinism, "require", lambda level: None)  # it changes settings of the whole process
     monkeypatch.setattr(main.console, "to_terminal", lambda rank: None)  # it replaces the log's handlers
     file = tmp_path / "error.json"
-    environ = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
+    environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
                "TORCHELASTIC_ERROR_FILE": str(file)}  # fmt: skip
     assert main.main(str(ROOT / "configs" / "digits.yaml"), [], environ, None) == 70
     exit, _ = from_torch_error_file(file.read_text())
-    assert (exit.rank, exit.cause, exit.message) == (1, Cause.ERROR, "CUDA error: device is busy")
-    assert "Traceback" in caplog.text
+    assert (exit.rank, exit.cause, exit.exit_code) == (1, Cause.ERROR, 70)
+    assert message in exit.message
+    assert message in caplog.text
+    assert ("Traceback" in caplog.text) == (not isinstance(error, SystemExit))
 
 
 def failed(tmp_path, error, *, store=None, rank=0):
