@@ -16,7 +16,7 @@ from harness.config.schema import Config
 from harness.data.loader_workers import MIB, MORE_SHARED_MEMORY, PREFETCH, SHARED_MEMORY
 from harness.distributed import devices, stack
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural
+from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural, readable
 from harness.runs import remote
 from harness.trackers import metrics_log
 from harness.training import build, determinism, optim, precision, recompute, rehearsal, strategy, weights
@@ -40,9 +40,11 @@ def examine(
             return stage(*arguments)
         except HarnessError as error:
             errors.append(error)
-        except Exception as error:  # of the user's own task, model or optimizer
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the user's own task, model or optimizer, which may call sys.exit
             hint = "harness train prints the traceback"
-            what = f"{type(error).__name__}: {first_line(error)}"
+            what = f"{type(error).__name__}: {first_line(readable(error))}"
             errors.append(TrainingError(what, where=stack.raised_at(error), hint=hint))
         return None
 

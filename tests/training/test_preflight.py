@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.io import write_png
 
 from harness.distributed import machine
-from harness.errors import ConfigError, DataError, TrainingError
+from harness.errors import EXIT_FAILURE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
 from harness.training import preflight
 from tests.fixtures import settings, write_rows, write_yaml
@@ -259,6 +259,17 @@ def test_too_few_rows(folder):
     assert "activations of 5 rows" in facts["memory"]  # the 20 rows over 2 ranks and 2 micro-batches
     if Path("/dev/shm").is_dir():
         assert "for batches of 0.0 MiB" in facts["shared memory"]  # 6 rows of 8x8 pixels, not 2048
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), KeyError("x")])
+def test_unusual_error_of_an_own_model_is_one_of_the_errors(folder, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(preflight.build, "build_model", fail)
+    (problem,) = examine(folder)[1]
+    assert problem.exit_code == EXIT_FAILURE
+    assert type(error).__name__ in problem.message
 
 
 def test_error_of_an_own_task_is_one_of_the_errors(folder, monkeypatch):
