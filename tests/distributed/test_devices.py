@@ -110,8 +110,9 @@ def test_device_that_is_not_wanted_is_one_line_in_the_log(machine, facts, words,
     monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="harness"):
         assert choose("auto", 0, 1).type == "cpu"
-    (record,) = caplog.records
-    assert words in record.getMessage()
+    # Handlers of a command that ran in this process may add their own copies.
+    assert len(lines := {record.getMessage() for record in caplog.records if record.name == "harness"}) == 1
+    assert words in lines.pop()
     with pytest.raises(LaunchError, match=words):
         choose("cuda", 0, 1)
 
