@@ -467,6 +467,7 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGINT)
 
 from harness.__main__ import command
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background job of a shell, and so here
 sys.meta_path.insert(0, Interrupts)
 command(["--help"])
 """
