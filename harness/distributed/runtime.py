@@ -177,7 +177,7 @@ class Runtime:
         return work() if self.world_size == 1 else self.await_work(doing, Background(work, "harness-work"), limit_s)
 
     def await_work(self, doing: str, work: Background[Value], limit_s: float | None = None) -> Value:
-        """``patiently`` for work that has begun on every rank."""
+        """``patiently`` for work that every rank has already started."""
         if self.world_size == 1:
             return work.result()
         limit_s = self.work_timeout_s if limit_s is None else limit_s

@@ -30,7 +30,7 @@ def thread(work: Callable[[], object], name: str) -> Thread:
 
 
 class Background(Future[Value], Generic[Value]):
-    """The result of ``work``, which a daemon thread has begun: this process need not wait for it at its end."""
+    """The result of ``work``, which a daemon thread computes: this process need not wait for it at its end."""
 
     def __init__(self, work: Callable[[], Value], name: str) -> None:
         super().__init__()
@@ -41,5 +41,5 @@ class Background(Future[Value], Generic[Value]):
     def _run(self) -> None:
         try:
             self.set_result(self._work())
-        except BaseException as error:  # SystemExit, too: whoever waits would never learn of it
+        except BaseException as error:  # SystemExit, too: the waiting thread would never learn of it
             self.set_exception(error)

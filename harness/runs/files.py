@@ -224,7 +224,7 @@ def _temporary_cache(why: str) -> Path:
         path.mkdir(mode=0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        # The cache has a list of trusted runs, and whoever writes it can make this user run code.
+        # The cache has a list of trusted runs, and anyone who writes it can make this user run code.
         hint = "set APEX_HARNESS_CACHE to a folder that only you can write to"
         raise ConfigError(f"{why}, and others can write to the folder for temporary files", where=str(path), hint=hint)
     if why not in _reported:

@@ -93,7 +93,7 @@ def test_published_count_is_that_of_the_table():
     for file in ("README.md", "docs/apex.md"):
         text = " ".join((ROOT / file).read_text().split())
         assert set(re.findall(r"(\d+) of (?:the )?(\d+) (?:small )?scripts", text)) == {(equal, total)}, file
-        # What the figure counts is said beside it.
+        # The text beside the figure says what it counts.
         assert re.search(rf"\b{single} (?:of the {total}|test a single operation)", text), file
         assert re.search(
             rf"optimizers(?:, | {rows['fused'][1]} scripts? |' {rows['fused'][1]} scripts ){rows['fused'][0]} ", text

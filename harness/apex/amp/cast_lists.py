@@ -24,7 +24,7 @@ class CastLists(NamedTuple):
     replaced: list[str]
     """Operations for which the built-in autocast of a device has another rule."""
     rounded: list[str]
-    """As ``untouched``, but computed in float32 for want of a kernel, and rounded."""
+    """As ``untouched``, but computed in float32, because there is no kernel, and rounded."""
     banned_in_place: list[str]
     """In-place methods of float32 operations: the result cannot be written into a float16 tensor."""
     float32_functions: list[str]
