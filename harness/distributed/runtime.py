@@ -6,6 +6,8 @@ Every rank must reach every one of them. All also work for a single rank without
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import math
 import os
 import socket
@@ -14,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,12 +26,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from harness.distributed import devices, stack
-from harness.distributed.agreement import Facts
+from harness.distributed.agreement import Facts, disagreement
 from harness.distributed.launch_env import Launch
-from harness.distributed.limited_store import LimitedStore
 from harness.distributed.meeting import meet, not_connected, telling_peers
 from harness.distributed.network import interface_towards
 from harness.distributed.processes import Identity
+from harness.distributed.store import LimitedStore
 from harness.distributed.threads import Background
 from harness.errors import HarnessError, LaunchError, TrainingError, portable, readable
 
@@ -288,17 +290,16 @@ def open_runtime(
         target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
         if target.type == "cuda":
             torch.cuda.set_device(target)
-        if launch.world_size > 1 or launch.by_hand:
-            agreed = [Facts(devices.ALL_ALIKE, {"device": target.type}), *facts(target)]
+        own = facts(target) if launch.world_size > 1 else ()
     if launch.world_size == 1:
-        yield Runtime(launch, target, _listen(launch, agreed) if launch.by_hand else None, timeout_s, work_timeout_s)
+        listening = _listen(launch, target) if launch.by_hand else None
+        yield Runtime(launch, target, listening, timeout_s, work_timeout_s)
         return
-    store = meet(launch, agreed, timeout_s)
+    store = meet(launch, target.type, timeout_s)
     runtime = _connect(launch, target, store, timeout_s)
     runtime.work_timeout_s = work_timeout_s
     try:
-        devices.check_own(runtime.gather((runtime.host, devices.card(target))))
-        runtime.peers = runtime.gather(Identity.of_this_process())
+        _compare(runtime, own)
         yield runtime
     finally:
         # After a failure nccl would wait for peers that may be gone. gloo aborts if left open.
@@ -313,11 +314,28 @@ def open_runtime(
             dist.destroy_process_group()
 
 
-def _listen(launch: Launch, agreed: Sequence[Facts]) -> LimitedStore | None:
+def _compare(runtime: Runtime, facts: Sequence[Facts]) -> None:
+    """Raise LaunchError if the ranks were started differently, or if two of them share a device; else make their
+    processes known to each other. Collective."""
+    text = json.dumps([asdict(fact) for fact in facts], sort_keys=True, default=str)
+    digest, process = hashlib.sha256(text.encode()).hexdigest(), Identity.of_this_process()
+    cards, digests, processes = zip(
+        *runtime.gather(((runtime.host, devices.card(runtime.device)), digest, process)), strict=True
+    )
+    if len(set(digests)) > 1:
+        theirs = [[Facts(**fact) for fact in json.loads(text)] for text in runtime.gather(text)]
+        hosts = {rank: host for rank, (host, _) in enumerate(cards)}
+        if found := disagreement(dict(enumerate(theirs)), hosts):
+            raise found
+    devices.check_own(cards)
+    runtime.peers = processes
+
+
+def _listen(launch: Launch, target: torch.device) -> LimitedStore | None:
     """The store through which other ranks would connect to this single one, which WORLD_SIZE=1 may have made single by
     mistake: the watchdog notices them there. None if the port is in use."""
     with suppress(HarnessError):
-        return LimitedStore(meet(replace(launch, master_addr="127.0.0.1"), agreed, _LISTEN_S))
+        return LimitedStore(meet(replace(launch, master_addr="127.0.0.1"), target.type, _LISTEN_S))
     return None
 
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from harness.distributed import meeting, stack
 from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch
-from harness.distributed.limited_store import StoreTimeout
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stalls import ANSWER_S, Stalls
 from harness.distributed.stop import Stop
+from harness.distributed.store import StoreTimeout
 from harness.distributed.threads import thread
 from harness.errors import EXIT_FAILURE
 

@@ -16,10 +16,10 @@ from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.launch_store import PeersMissing
 from harness.distributed.meeting import telling_peers
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.store import PeersMissing
 from harness.distributed.watchdog import exits_without_launcher
 from harness.errors import EXIT_FAILURE, HarnessError, readable
 from harness.runs import exit_files, provenance

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from harness.distributed.agreement import Facts, differences, disagreement, named, to_text
+from harness.distributed.agreement import Facts, disagreement, named
 
 
-def text(values: dict, remedy: str = "copy it", partial: bool = False) -> str:
-    return to_text([Facts(remedy, values, partial)])
+def disagreement_of(ranks: list[dict], hosts: list[str], partial: bool = False):
+    """The error if the ranks have these values, by name."""
+    facts = {}
+    for rank, values in enumerate(ranks):
+        remedies = dict.fromkeys(f"mend {name}" for each in ranks for name in each)
+        facts[rank] = [
+            Facts(remedy, {name: value for name, value in values.items() if f"mend {name}" == remedy}, partial)
+            for remedy in remedies
+        ]
+    return disagreement(facts, dict(enumerate(hosts)))
 
 
 def test_only_what_differs():
@@ -14,22 +22,20 @@ def test_only_what_differs():
         {"lr": 0.1, "seed": 0, "args": {"a": 1}, "old": None},
         {"lr": 0.2, "seed": 0, "args": {"a": 1}, "new": 3},
     )
-    assert differences(text(one), text(one)) == {}
-    assert differences(text(one), text(other)) == {
-        "lr": ("copy it", "0.1", "0.2"),
-        "old": ("copy it", "null", "not set"),
-        "new": ("copy it", "not set", "3"),
-    }
-    assert list(differences(text(one, partial=True), text(other, partial=True))) == ["lr"]
+    assert disagreement_of([one, one], ["a", "b"]) is None
+    assert disagreement_of([one, other], ["a", "b"]).message.splitlines()[1:] == [
+        "  lr: 0.1 on rank 0 (a); 0.2 on rank 1 (b)",
+        "  old: null on rank 0 (a); not set on rank 1 (b)",
+        "  new: not set on rank 0 (a); 3 on rank 1 (b)",
+    ]
+    assert disagreement_of([one, other], ["a", "b"], partial=True).message.splitlines()[1:] == [
+        "  lr: 0.1 on rank 0 (a); 0.2 on rank 1 (b)",
+    ]
 
 
 def test_every_value_is_named_with_its_ranks_and_hosts():
-    hosts = {0: "a", 1: "a", 2: "b", 3: "c"}
-    reports = {
-        2: {"lr": ("mend lr", "0.1", "0.2")},
-        3: {"lr": ("mend lr", "0.1", "0.3"), "seed": ("mend seed", "0", "1")},
-    }
-    assert str(disagreement(hosts, reports)) == (
+    values = [(0.1, 0), (0.1, 0), (0.2, 0), (0.3, 1)]
+    assert str(disagreement_of([{"lr": lr, "seed": seed} for lr, seed in values], ["a", "a", "b", "c"])) == (
         "the ranks were started differently: 2 values differ\n"
         "  lr: 0.1 on ranks 0-1 (a); 0.2 on rank 2 (b); 0.3 on rank 3 (c)\n"
         "  seed: 0 on ranks 0-2 (a, b); 1 on rank 3 (c)\n"
@@ -38,10 +44,9 @@ def test_every_value_is_named_with_its_ranks_and_hosts():
 
 
 def test_a_thousand_ranks_that_differ_in_everything_fit_on_a_screen():
-    hosts = {rank: f"n{rank}" for rank in range(1024)}
-    ours = [{f"key{key}": f"{rank:0100}" for key in range(40)} for rank in hosts]
-    reports = {rank: differences(text(ours[0]), text(ours[rank])) for rank in hosts if rank}
-    message = disagreement(hosts, reports).message
+    ranks = range(1024)
+    facts = {rank: [Facts("copy it", {f"key{key}": f"{rank:0100}" for key in range(40)})] for rank in ranks}
+    message = disagreement(facts, {rank: f"n{rank}" for rank in ranks}).message
     assert "40 values differ" in message
     assert "and 32 more" in message
     assert len(message) < 8_000

@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from torch.distributed import PrefixStore
 
-from harness.distributed import launch_store, meeting, runtime
+from harness.distributed import meeting, runtime, store
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
 from harness.distributed.meeting import meet, telling_peers
@@ -38,9 +37,19 @@ def _outcome(work) -> tuple[str, int, float]:
     return "met", 0, time.monotonic() - begin
 
 
-def _meet(rank: int, world_size: int, port: int, values: dict, timeout_s: float):
-    launch_store._ANSWER_S, meeting._GRACE_S = 2.0, 1.5
-    return _outcome(lambda: meet(launch(rank, world_size, port), [Facts("copy it", values)], timeout_s))
+def _meet(rank: int, world_size: int, port: int, timeout_s: float):
+    store._ANSWER_S, meeting._ANSWER_S, meeting._GRACE_S = 2.0, 2.0, 1.5
+    return _outcome(lambda: meet(launch(rank, world_size, port), "cpu", timeout_s))
+
+
+def _open(rank: int, world_size: int, port: int, values: dict):
+    def work():
+        with runtime.open_runtime(
+            launch(rank, world_size, port), "cpu", LIMIT_S, facts=lambda device: [Facts("copy it", values)]
+        ):
+            pass
+
+    return _outcome(work)
 
 
 def outcomes(function, calls: list[tuple], timeout_s: float = 2 * LIMIT_S) -> list[tuple[str, int, float]]:
@@ -72,7 +81,7 @@ def assert_same_error(found: list[tuple[str, int, float]], exit_code: int) -> st
 
 def test_three_values_on_three_ranks():
     port = free_port()
-    found = outcomes(_meet, [(rank, 3, port, {"lr": rank, "seed": rank // 2, "same": 1}, LIMIT_S) for rank in range(3)])
+    found = outcomes(_open, [(rank, 3, port, {"lr": rank, "seed": rank // 2, "same": 1}) for rank in range(3)])
     assert assert_same_error(found, EXIT_USAGE) == (
         "the ranks were started differently: 2 values differ\n"
         f"  lr: 0 on rank 0 ({HOST}); 1 on rank 1 ({HOST}); 2 on rank 2 ({HOST})\n"
@@ -85,7 +94,7 @@ def test_different_world_sizes():
     """Also where rank 0 waits for a rank that nobody starts, and where a rank expects fewer than there are."""
     for sizes in ([3, 2], [2, 3]):
         port = free_port()
-        found = outcomes(_meet, [(rank, size, port, {}, LIMIT_S) for rank, size in enumerate(sizes)])
+        found = outcomes(_meet, [(rank, size, port, LIMIT_S) for rank, size in enumerate(sizes)])
         message = assert_same_error(found, EXIT_USAGE)
         assert f"WORLD_SIZE): {sizes[0]} on rank 0 ({HOST}); {sizes[1]} on rank 1 ({HOST})\n" in message
 
@@ -95,7 +104,7 @@ def _meet_and_stay(rank: int, world_size: int, port: int, done: Path):
     if rank == 2:
         wait_until(lambda: len(list(done.iterdir())) == 2, LIMIT_S, "the others agree")
     kept = []
-    found = _outcome(lambda: kept.append(meet(launch(rank, world_size, port), (), LIMIT_S)))
+    found = _outcome(lambda: kept.append(meet(launch(rank, world_size, port), "cpu", LIMIT_S)))
     (done / str(rank)).touch()
     if rank == 0:
         wait_until((done / "2").exists, LIMIT_S, "the late rank ends")
@@ -115,7 +124,7 @@ def test_rank_that_comes_after_the_others_have_agreed(tmp_path):
 
 def test_two_processes_with_one_rank():
     port = free_port()
-    found = outcomes(_meet, [(rank, 3, port, {}, LIMIT_S) for rank in (0, 1, 1)])
+    found = outcomes(_meet, [(rank, 3, port, LIMIT_S) for rank in (0, 1, 1)])
     message = assert_same_error(found, EXIT_USAGE)
     assert re.match(rf"two processes have RANK=1: process \d+ on {HOST} and process \d+ on {HOST}\n", message)
 
@@ -123,12 +132,12 @@ def test_two_processes_with_one_rank():
 def test_ranks_that_do_not_arrive_are_named():
     """Each rank waits as long as its own configuration says, counted once."""
     port = free_port()
-    found = outcomes(_meet, [(0, 5, port, {}, 3.0), (2, 5, port, {}, LIMIT_S)])
+    found = outcomes(_meet, [(0, 5, port, 3.0), (2, 5, port, LIMIT_S)])
     message = assert_same_error(found, EXIT_FAILURE)
     assert message.startswith(
         f"ranks 1, 3-4 of 5 did not connect at 127.0.0.1:{port} within 3 s\n  -> check that the ranks"
     )
-    ((message, code, _),) = outcomes(_meet, [(1, 2, free_port(), {}, 1.0)])
+    ((message, code, _),) = outcomes(_meet, [(1, 2, free_port(), 1.0)])
     assert re.match(r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+ within 1 s: Connection refused\n", message)
     assert code == EXIT_FAILURE
 
@@ -136,7 +145,7 @@ def test_ranks_that_do_not_arrive_are_named():
 def test_a_rank_gives_up_by_its_own_limit():
     """Also while rank 0 would wait longer: it does not take that for an agreement."""
     port = free_port()
-    found = outcomes(_meet, [(0, 3, port, {}, LIMIT_S), (1, 3, port, {}, 3.0)])
+    found = outcomes(_meet, [(0, 3, port, LIMIT_S), (1, 3, port, 3.0)])
     message = assert_same_error(found, EXIT_FAILURE)
     assert message.startswith(f"rank 2 of 3 did not connect at 127.0.0.1:{port} within 3 s\n")
 
@@ -146,7 +155,7 @@ def _fail(rank: int, port: int):
         if rank == 1:
             with telling_peers(launch(rank, 2, port)):
                 raise DataError("no such column", where="a.csv", hint="name it")
-        meet(launch(rank, 2, port), (), LIMIT_S)
+        meet(launch(rank, 2, port), "cpu", LIMIT_S)
 
     return _outcome(work)
 
@@ -171,7 +180,7 @@ def _end(rank: int, port: int, error: type[BaseException]):
             with suppress(error), telling_peers(launch(rank, 2, port)):
                 raise error
             return
-        meet(launch(rank, 2, port), (), LIMIT_S)
+        meet(launch(rank, 2, port), "cpu", LIMIT_S)
 
     return _outcome(work)
 
@@ -185,40 +194,23 @@ def test_a_rank_that_ends_with_no_exception_tells_the_others(error):
     assert seconds < LIMIT_S
 
 
-class _Slow(PrefixStore):
-    """After it has looked for problems, all ranks report before rank 0 goes on."""
-
-    looked: Path
-
-    def check(self, keys: list[str]) -> bool:
-        found = super().check(keys)
-        if keys == [meeting._PROBLEMS]:
-            self.looked.touch()
-        while keys == [meeting._PROBLEMS] and super().add(meeting._REPORTED, 0) < 2:
-            time.sleep(0.02)
-        return found
+def _differ(rank: int, port: int):
+    meeting.torch.__version__ = f"2.{rank}.0"
+    return _outcome(lambda: meet(launch(rank, 2, port), ("cuda", "cpu")[rank], LIMIT_S))
 
 
-def _fail_late(rank: int, port: int, looked: Path):
-    if rank == 0:
-        _Slow.looked, meeting.PrefixStore = looked, _Slow
-    else:
-        wait_until(looked.exists, LIMIT_S, "rank 0 looks")
-    return _fail(rank, port)
-
-
-def test_report_that_arrives_while_rank_0_looks_is_not_missed(tmp_path):
+def test_ranks_whose_groups_of_torch_could_not_connect():
     port = free_port()
-    calls = [(rank, port, tmp_path / "looked") for rank in range(2)]
-    (theirs, code, _), (mine, own_code, _) = outcomes(_fail_late, calls)
-    assert (theirs, code, own_code) == (f"rank 1 on {HOST} cannot start: {mine}", 65, 65)
+    message = assert_same_error(outcomes(_differ, [(rank, port) for rank in range(2)]), EXIT_USAGE)
+    assert f'  device: "cuda" on rank 0 ({HOST}); "cpu" on rank 1 ({HOST})\n' in message
+    assert f'  version of torch: "2.0.0" on rank 0 ({HOST}); "2.1.0" on rank 1 ({HOST})\n' in message
 
 
 def test_rank_0_names_a_master_address_that_does_not_exist():
     for rank in range(2):
         there = Launch(rank, rank, 2, 2, "no.such.host.invalid", free_port())
         with pytest.raises(LaunchError, match="no.such.host.invalid"):
-            meet(there, (), 1.0)
+            meet(there, "cpu", 1.0)
 
 
 def test_port_of_another_program():
@@ -227,7 +219,7 @@ def test_port_of_another_program():
         other.listen()  # and never answers
         port = other.getsockname()[1]
         (first, code, first_s), (second, second_code, second_s) = outcomes(
-            _meet, [(rank, 2, port, {}, LIMIT_S) for rank in range(2)]
+            _meet, [(rank, 2, port, LIMIT_S) for rank in range(2)]
         )
     assert first.startswith(f"rank 0 cannot open port {port}, where the ranks meet: it is in use")
     assert second.startswith(

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from harness.distributed import stalls as module
 from harness.distributed.launch_env import Launch
-from harness.distributed.limited_store import LimitedStore, StoreTimeout
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause
 from harness.distributed.runtime import Runtime
 from harness.distributed.stalls import Stalls
+from harness.distributed.store import LimitedStore, StoreTimeout
 from tests.end_to_end.processes import wait_until
 
 

@@ -15,11 +15,11 @@ from harness.distributed import heartbeat, stalls
 from harness.distributed import watchdog as module
 from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.limited_store import LimitedStore, StoreTimeout
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
+from harness.distributed.store import LimitedStore, StoreTimeout
 from harness.distributed.watchdog import Watchdog, exits_without_launcher
 from harness.errors import EXIT_FAILURE
 from tests.end_to_end.processes import wait_until

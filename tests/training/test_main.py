@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from harness.distributed.launch_env import Launch
-from harness.distributed.limited_store import LimitedStore
 from harness.distributed.rank_exit import Cause, from_torch_error_file
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
+from harness.distributed.store import LimitedStore
 from harness.distributed.watchdog import Watchdog
 from harness.errors import DataError, LaunchError
 from harness.runs import exit_files

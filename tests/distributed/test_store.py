@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from harness.distributed.limited_store import LimitedStore, StoreTimeout
+from harness.distributed.store import LimitedStore, StoreTimeout
 from tests.end_to_end.processes import wait_until
 from tests.ranks import free_port, start
 
