@@ -269,6 +269,12 @@ def _fsdp(config: Config) -> Iterator[Conflict]:
             "use precision.opt_level=O4 or O0, or parallel.param_dtype=float32",
         )
     cast = precision.cast_model_type not in (None, "float32")
+    if config.train.on_gradients:
+        yield Conflict(
+            ("parallel.strategy", "train.on_gradients"),
+            "the function gets whole gradients, but under fsdp each rank holds only a shard of them",
+            "use parallel.strategy=ddp, or remove train.on_gradients",
+        )
     if precision.opt_level in ("O2", "O3", "O5") or cast or precision.master_weights:
         yield Conflict(
             ("parallel.strategy", "precision.opt_level"),

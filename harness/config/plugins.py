@@ -8,6 +8,7 @@ A name without a dot is built in. To build in another part, add one file (or fol
     optimizer  a class of torch.optim or harness.apex.optimizers
     tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
     engine     harness/engines/NAME.py or NAME/engine.py          render and start (harness.engines.base)
+    gradients  a function of the user's, with a dot               train.on_gradients (harness.training.on_gradients)
     verb       harness/PACKAGE/command.py, VERB_command.py        VERB, HELP, add_arguments, run (harness.cli)
 
 A name with a dot is a part of the user's own, importable from the working folder: ``package.module``, which holds the

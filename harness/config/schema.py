@@ -240,6 +240,11 @@ class TrainSection(Section):
     """Maximum 2-norm of all gradients together, computed on the unscaled gradients of the master weights; null: no
     clipping.
     """
+    on_gradients: Annotated[str, Field(pattern=r"\.")] | None = None
+    """Your own function, such as my_module.noise, that changes the gradients of each step in place before they are
+    clipped: noise(gradients, generator, step), with a list of (name, tensor), averaged over ranks and without loss
+    scale; null: none.
+    """
     log_every: Positive = 10
     """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all rows since the last line.
     """

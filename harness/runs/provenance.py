@@ -66,14 +66,14 @@ def facts(config: Config) -> list[Facts]:
 
 
 def own_code(config: Config) -> OwnCode:
-    """The modules of the task, model and optimizer with dotted names, and all that are loaded from the same folders. Of
-    an installed package, only its own modules."""
+    """The modules of the task, model, optimizer and train.on_gradients with dotted names, and all that are loaded from
+    the same folders. Of an installed package, only its own modules."""
     found: OwnCode = {}
-    named = {"task": config.task.name, "model": config.model.name, "optimizer": config.optimizer.name}
-    for kind, name in named.items():
+    named = {"task.name": config.task.name, "model.name": config.model.name, "optimizer.name": config.optimizer.name}
+    for key, name in {**named, "train.on_gradients": config.train.on_gradients or ""}.items():
         top = name.partition(".")[0]
         if "." in name and top not in (*_COMPARED, "harness"):
-            plugins.import_own(kind, name, f"{kind}.name")
+            plugins.import_own(key.removesuffix(".name"), name, key)
             if (folder := _folder(sys.modules[top])) is not None:
                 found[folder] = found.get(folder, {}) | dict(_loaded(folder, top))
     return found

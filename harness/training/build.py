@@ -30,6 +30,7 @@ from harness.training import (
     flops,
     fsdp,
     mixing,
+    on_gradients,
     optim,
     precision,
     recompute,
@@ -94,6 +95,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         if config.optimizer.larc is not None:
             optimizer = chosen.larc(optimizer, config.optimizer.larc)
         size.schedule.require_momentum(optimizer)
+        own = on_gradients.of_run(config, model, optimizer, runtime.device)
         model, optimizer = chosen.initialize(model, optimizer)
     # After amp, which changes the types of the weights whose gradients are averaged.
     parallel = strategy.wrap(model, config.parallel, chosen, runtime.device, runtime.world_size)
@@ -123,6 +125,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         optimizer=optimizer,
         schedule=size.schedule,
         ema=ema,
+        on_gradients=own,
         health=Health(config, runtime, chosen, parallel.module, ema, optimizer, folder.where),
         writer=CheckpointWriter(
             runtime, folder.checkpoints, parallel.sharded and config.checkpoint.format == "sharded",

@@ -101,6 +101,8 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
     skip = precision.skips(run.optimizer)
+    if run.on_gradients and not skip:
+        run.on_gradients(precision.master_params(run.optimizer), run.state.step)
     if train.clip_norm is not None or train.on_nan == "skip":
         norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
         run.meter.norm = norm

@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural, readable
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, determinism, optim, precision, recompute, rehearsal, strategy, weights
+from harness.training import build, determinism, on_gradients, optim, precision, recompute, rehearsal, strategy, weights
 from harness.training.task import OpenedTask, SupportsSample
 
 
@@ -58,6 +58,8 @@ def examine(
     sampled: str | None = None
     attempt(metrics_log.require, config.trackers)
     attempt(_reach, config)
+    if config.train.on_gradients:
+        attempt(on_gradients.find, config.train.on_gradients)
     if model is None or size is None:
         attempt(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
     optimizer = None

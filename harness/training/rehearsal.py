@@ -17,7 +17,7 @@ from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
 from harness.distributed import machine, stack
 from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural
-from harness.training import evaluate, memory, recompute
+from harness.training import evaluate, memory, on_gradients, recompute
 from harness.training.build import Sizes
 from harness.training.determinism import Audit
 from harness.training.metrics import Sums
@@ -103,6 +103,9 @@ def _train(run: Candidate, found: Rehearsal, until: float) -> None:
         _require_loss(loss)
         with _stage("the backward pass", "training"):
             loss.backward()
+        if own := on_gradients.of_run(run.config, run.model, run.optimizer, torch.device("cpu")):
+            with _stage(f"the function {run.config.train.on_gradients}", "training"):
+                own([param for group in run.optimizer.param_groups for param in group["params"]], 0)
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
             run.optimizer.step()
     found.audit, found.parts = guard, _parts(run, saved.num_bytes / len(batch))

@@ -23,6 +23,7 @@ from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.flops import Arithmetic, Counting
 from harness.training.health import Health
+from harness.training.on_gradients import OnGradients
 from harness.training.optim import Ema
 from harness.training.precision import Precision
 from harness.training.progress import Coverage, Meter, State
@@ -48,6 +49,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     ema: Ema | None
+    on_gradients: OnGradients | None
     health: Health
     writer: CheckpointWriter
     tracker: MetricsLog

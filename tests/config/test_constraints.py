@@ -92,6 +92,10 @@ CASES = {
         {"parallel": FSDP, "model": {"channels_last": True}},
         ["parallel.strategy"], "first dimension", "channels_last=false",
     ),
+    "fsdp with a function on gradients": (
+        {"parallel": FSDP, "train": {"on_gradients": "mine.noise"}},
+        ["parallel.strategy"], "a shard of them", "strategy=ddp",
+    ),
     "fsdp in bfloat16 with compile": (
         {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "model": {"compile": True}, "precision": {"opt_level": "O4"}},
         ["parallel.param_dtype"], "inside a compiled module", "compile=false",

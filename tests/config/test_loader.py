@@ -466,7 +466,7 @@ precision.tf32 precision.keep_batchnorm_fp32 precision.master_weights precision.
 precision.cast_model_outputs
 parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm parallel.param_dtype parallel.reduce_dtype
 train train.epochs train.max_steps train.clip_norm train.log_every train.deterministic train.ema_decay train.patience
-train.on_nan train.evaluate_every train.mixup train.cutmix
+train.on_gradients train.on_nan train.evaluate_every train.mixup train.cutmix
 checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.best_metric
 checkpoint.format checkpoint.async_save
 trackers

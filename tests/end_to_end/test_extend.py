@@ -1,4 +1,4 @@
-"""A user adds each of the six kinds of part with one file of their own, and edits nothing in the project."""
+"""A user adds each kind of part with one file of their own, and edits nothing in the project."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import yaml
 
 from harness.cli import main
 from tests.conftest import ROOT
+from tests.end_to_end.experiment import assert_same_run, record
 
 PARTS = {
     "task": '''
@@ -250,3 +251,47 @@ def test_misspelled_part_ends_the_command(harness, words, message):
     code, _, err = harness(*words)
     assert code == 2
     assert message in err
+
+
+NOISE = """
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+def gaussian(gradients, generator, step):
+    for name, gradient in gradients:
+        gradient.add_(torch.empty_like(gradient).normal_(0.0, 0.5, generator=generator))
+    if step == 5 and os.environ["RANK"] == "1" and Path("kill").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_noise_on_gradients_is_the_same_after_a_kill(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "task.py").write_text(PARTS["task"])
+    (tmp_path / "mine" / "noise.py").write_text(NOISE)
+    config = {
+        **CONFIG, "model": {"name": "mlp", "args": {"num_classes": 1, "hidden": 4}},
+        "optimizer": {"name": "adam", "lr": 0.1},
+        "precision": {"opt_level": "O2", "max_loss_scale": 64.0}, "trackers": [], "launch": {"nproc": 2},
+        "train": {"epochs": 4, "log_every": 1, "clip_norm": 1.0, "on_gradients": "mine.noise.gaussian"},
+        "checkpoint": {"every_steps": 3},
+    }  # fmt: skip
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
+
+    def launched(*words: str) -> tuple[int, list[dict]]:
+        done = in_its_own_process(tmp_path, "launch", "-c", "line.yaml", *words)
+        name = next((word.removeprefix("name=") for word in words if word.startswith("name=")), "line")
+        return done.returncode, record(tmp_path / "runs" / name)
+
+    assert launched()[0] == 0
+    (tmp_path / "kill").touch()
+    code, lines = launched("name=killed")
+    assert code not in (0, 75)
+    assert lines[-1]["step"] < 8
+    (tmp_path / "kill").unlink()
+    assert launched("name=killed")[0] == 0
+    assert_same_run(tmp_path / "runs" / "line", tmp_path / "runs" / "killed")
