@@ -302,9 +302,11 @@ class RuntimeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: CUDA if available."""
     timeout_s: Seconds = 600.0
-    """Seconds that a rank may be silent: the others wait so long for it in a collective before they fail."""
+    """Seconds that a rank may be silent: the others wait so long for it in a collective before they fail. A single
+    process may take so long to read a batch.
+    """
     work_timeout_s: Seconds = 1800.0
-    """Seconds that announced work may take on a rank: reading or writing a checkpoint, converting a table, compiling.
+    """Seconds that announced work may take on a rank: opening the data, reading or writing a checkpoint, compiling.
     """
 
 

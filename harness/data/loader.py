@@ -7,12 +7,14 @@ resuming at a position needs no state of the workers.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,13 +104,16 @@ class Loader:
         device: torch.device,
         timeout_s: float = math.inf,
         leave: Callable[[float], bool] = lambda waited_s: False,
+        reading: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
         """Workers that deliver nothing for ``timeout_s`` are an error. Meanwhile, ``leave`` is called twice per second,
-        with the seconds waited so far; it returns whether to end the wait, or raises."""
+        with the seconds waited so far; it returns whether to end the wait, or raises. Without workers, each batch is
+        read within ``reading(what is read)``."""
         self.dataset, self.device = dataset, device
         self.wait_s = 0.0  # time that training waited for data
         self.spent_s: dict[str, float] = {}  # time that loading took, by stage, in this process or in workers
         self._timeout_s, self._leave, self._since = timeout_s, leave, 0.0
+        self._reading = reading
         self._blocked = False  # the last wait ended without a batch
         self._kind: tuple[Any, ...] = ()  # of the last batch
         self._mixed = False  # batches were of several kinds
@@ -146,7 +151,9 @@ class Loader:
             start = self._since = time.perf_counter()
             try:
                 batches = iter(self._loader) if batches is None else batches
-                batch = next(batches, None)
+                here = not self._loader.num_workers
+                with self._reading("reading a batch of the dataset") if here else nullcontext():
+                    batch = next(batches, None)
             except (RuntimeError, OSError, EOFError) as error:
                 workers = getattr(self._loader._iterator, "_workers", ())
                 try:
@@ -178,6 +185,8 @@ class Loader:
         inputs = batch.inputs
         rows = tuple(inputs.shape[1:]) if inputs.dim() == 4 else f"{inputs.dim() - 1} dimensions"
         kind = (rows, inputs.dtype, batch.targets.dtype)
+        if not self._kind and torch.float64 in kind:
+            _warn_of_float64("inputs" if inputs.dtype == torch.float64 else "targets")
         if self._kind and kind != self._kind:
             self._mixed = True
             text = "the dataset returned a batch with rows of %s, %s, and targets of %s; before, it had %s, %s and %s"
@@ -211,6 +220,15 @@ class Loader:
                 iterator.kill_workers()
             iterator._shutdown_workers()
             self._loader._iterator = None
+
+
+@functools.cache  # once for both splits
+def _warn_of_float64(what: str) -> None:
+    log.warning(
+        "the dataset returns %s of torch.float64: they take twice the memory, and what is computed from them in "
+        "float64 is slow on a GPU and rounded differently; return float32",
+        what,
+    )
 
 
 @dataclass

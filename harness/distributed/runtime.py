@@ -59,6 +59,8 @@ class Runtime:
     work_timeout_s: float = math.inf  # how long announced work may take
     peers: Sequence[Identity] = ()  # the processes of all ranks, by rank, where there is a process group
     failed: bool = False  # set when this rank reports a failure, its own or a consequence of another's
+    alone_in: tuple[str, float] | None = None
+    """On the only rank, what it does, and the seconds that this may take; the watchdog compares them."""
     _in_announced: bool = False
     _control: Any = None  # a gloo group for Python objects and flags, separate from that of the gradients
 
@@ -176,13 +178,17 @@ class Runtime:
         Raises TrainingError if a rank works longer than ``limit_s``, by default ``work_timeout_s``. Give infinity for
         work that has a limit of its own.
         """
-        return work() if self.world_size == 1 else self.await_work(doing, Background(work, "harness-work"), limit_s)
+        if self.world_size == 1:
+            with self.limited(doing, self.work_timeout_s if limit_s is None else limit_s):
+                return work()
+        return self.await_work(doing, Background(work, "harness-work"), limit_s)
 
     def await_work(self, doing: str, work: Background[Value], limit_s: float | None = None) -> Value:
         """``patiently`` for work that every rank has already started."""
-        if self.world_size == 1:
-            return work.result()
         limit_s = self.work_timeout_s if limit_s is None else limit_s
+        if self.world_size == 1:
+            with self.limited(doing, limit_s):
+                return work.result()
         until, longest_s = time.monotonic() + limit_s, min(_HEARTBEAT_S, self.timeout_s / 4)
         pause_s, rounds = 0.05, 0
         while rounds < _ROUNDS:
@@ -210,7 +216,8 @@ class Runtime:
         An error of one rank is not shared: it ends the run as anywhere else.
         """
         if self.world_size == 1:
-            yield
+            with self.limited(doing, self.work_timeout_s):
+                yield
             return
         self._bound(announced=True)
         try:
@@ -218,6 +225,17 @@ class Runtime:
             self.barrier()  # a rank must not wait for timeout_s only, while another still does the work
         finally:
             self._bound(announced=False)
+
+    @contextmanager
+    def limited(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
+        """A stage that the watchdog ends, with the process, if it takes the only rank longer than ``limit_s``, by
+        default ``timeout_s``. Of several ranks, the others notice."""
+        before = self.alone_in
+        self.alone_in = (doing, self.timeout_s if limit_s is None else limit_s) if self.world_size == 1 else None
+        try:
+            yield
+        finally:
+            self.alone_in = before
 
     def _bound(self, announced: bool) -> None:
         """Bound the collectives that start from now on, in all groups but those of other threads."""

@@ -45,7 +45,7 @@ class Stalls:
     """Follows how this rank proceeds, and finds the rank that it waits for. ``step`` returns the current step."""
 
     def __init__(self, runtime: Runtime, step: Callable[[], int | None]) -> None:
-        self._runtime, self._step = runtime, step
+        self._runtime, self.step = runtime, step
         self._started: dict[str, int] = {}
         self._since = self._ticked = time.monotonic()
         self._pause_s, self._paused_at = 0.0, 0.0
@@ -122,7 +122,7 @@ class Stalls:
             processes.send(signal.SIGCONT if state in _STOPPED else signal.SIGKILL, [self._frozen.pid])
 
     def _position(self, doing: str) -> Position:
-        return Position(self._step(), num_started(), doing, stack.main_thread_lines(), self.waited_s())
+        return Position(self.step(), num_started(), doing, stack.main_thread_lines(), self.waited_s())
 
     def _ask(self, positions: dict[int, Position]) -> dict[int, Position]:
         """``positions`` and those of all ranks that answer in time."""
@@ -184,9 +184,9 @@ class Stalls:
         host = self._runtime.peers[rank].host
         if cause is not Cause.HUNG:  # an engine may have seen more
             text = f"{message} (on {host})"
-            return RankExit(rank, cause, EXIT_FAILURE, step=self._step(), error="Lost", message=text, time=time.time())
+            return RankExit(rank, cause, EXIT_FAILURE, step=self.step(), error="Lost", message=text, time=time.time())
         message = f"it did not join the other ranks within {self._runtime.limit_s:g} s: {message}"
-        at = at or Position(self._step(), {}, "", [], 0.0)
+        at = at or Position(self.step(), {}, "", [], 0.0)
         return RankExit(rank, cause, EXIT_FAILURE, host, at.step, "Hung", message, at.doing, at.stack, time.time())
 
 

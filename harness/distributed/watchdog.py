@@ -1,4 +1,4 @@
-"""A thread that ends this rank when it would otherwise wait for a process that is gone.
+"""A thread that ends this rank when it would otherwise wait for a process that is gone, or alone and without an end.
 
 A rank blocked in a collective cannot see that a peer failed (nccl waits for its whole timeout) or that its launcher was
 killed. A failing rank therefore puts its RankExit into the launch's key-value store, where every watchdog looks for it.
@@ -66,7 +66,8 @@ def exits_without_launcher(
 class Watchdog:
     """Watches the peers, through ``runtime.store``, and the launcher, which is the parent process of a supervised rank.
 
-    When one of them is gone it requests a stop. If training cannot stop within GRACE_S, it ends the process.
+    When one of them is gone it requests a stop. If training cannot stop within GRACE_S, it ends the process. It also
+    ends the only rank when that takes too long for what ``Runtime.limited`` bounds.
     """
 
     def __init__(
@@ -94,14 +95,16 @@ class Watchdog:
         """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
         self._published: RankExit | None = None  # the first failure, if it is another rank's and this one published it
         self._stop_is_shared = False
+        self._alone_in: tuple[str, float] | None = None
+        self._alone_s = 0.0  # that the only rank has been in it
         self._listens_until = time.monotonic() + runtime.timeout_s
         self._finished = threading.Event()
         self._thread = thread(self._run, "harness-watchdog")
         self._clock = thread(self._tick, "harness-clock")
 
     def __enter__(self) -> Watchdog:
-        if self._runtime.store is not None or self._parent is not None:
-            self._thread.start()
+        self._thread.start()
+        if self._runtime.world_size > 1:
             self._clock.start()
         return self
 
@@ -166,6 +169,9 @@ class Watchdog:
             if late := self._latecomer():
                 self._end(Cause.ERROR, late.message, late.exit_code, late)
                 return
+            if overdue := self._overdue():
+                self._end(Cause.HUNG, overdue.message, overdue.exit_code, overdue)
+                return
             if message := self._peer_failure() or self._silent_peer() or self._stalled():
                 first = self.first
                 if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
@@ -191,6 +197,22 @@ class Watchdog:
             return None
         kind, message = type(error).__name__, str(error)
         return RankExit(0, Cause.ERROR, error.exit_code, self._runtime.host, None, kind, message, time=time.time())
+
+    def _overdue(self) -> RankExit | None:
+        """The failure of the only rank if it takes longer than allowed. Counts periods, in none of which this process
+        was suspended."""
+        within, before = self._runtime.alone_in, self._alone_in
+        self._alone_in, self._alone_s = within, self._alone_s + PERIOD_S if within is before else 0.0
+        if within is None or self._alone_s <= within[1]:
+            return None
+        what, limit_s = within
+        at = stack.main_thread_at()
+        self.doing = at
+        message = f"{what} has not ended within {limit_s:g} s: it was in {at}"
+        return RankExit(
+            self._runtime.rank, Cause.HUNG, EXIT_FAILURE, self._runtime.host, self.stalls.step(), "Hung", message, at,
+            stack.main_thread_lines(), time.time(),
+        )  # fmt: skip
 
     def _share_stop(self) -> None:
         """Announce a signal that this rank has received, or take note of one that another announced. The ranks agree on
@@ -236,6 +258,8 @@ class Watchdog:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
         nccl. One of gloo raises after the timeout."""
         limit_s = self._runtime.limit_s
+        if self._runtime.world_size == 1:  # which starts no collectives; its store may be there for latecomers
+            return ""
         if self.stalls.waited_s() < limit_s + 2 * PERIOD_S:
             return ""
         store_is_lost = time.monotonic() - self._answered >= limit_s
@@ -258,9 +282,11 @@ class Watchdog:
         stop with a main thread that continues."""
         if own is None:
             self._stop.request(message)
-        graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S, Cause.ERROR: 0.0}
-        if not self._finished.wait(min(graces_s.get(cause, GRACE_S), GRACE_S)):
-            if cause is Cause.HUNG:
+        graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
+        if not self._finished.wait(0.0 if own else min(graces_s.get(cause, GRACE_S), GRACE_S)):
+            if own is not None and cause is Cause.HUNG:
+                log.error("error: %s\n%s", message, "".join(own.traceback).rstrip())
+            elif cause is Cause.HUNG:
                 log.error("the other ranks are no longer waiting for this one: exiting")
             elif cause is Cause.STOPPED:
                 log.info(message)

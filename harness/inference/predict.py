@@ -155,7 +155,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     with runtime.announced("building the model"), runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
     rows = laid_out(task.eval, config)
-    loader = Loader(rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
+    loader = Loader(
+        rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
+    )
     try:
         written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
     except OSError as error:

@@ -76,7 +76,9 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
     # Only rank 0 logs it. Before the strategy and amp change the model.
-    counting = flops.of_run(model, task, config.precision, runtime.device) if runtime.rank == 0 else flops.Arithmetic
+    with runtime.limited("reading a row of the dataset"):
+        first = runtime.rank == 0
+        counting = flops.of_run(model, task, config.precision, runtime.device) if first else flops.Arithmetic
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
     if shards:  # ``strategy.prepare`` moves it in parts
         runtime.all_equal(fsdp.layout(model), "the model", "its layers must not depend on the rank or on chance")
@@ -108,7 +110,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         compiled.compile_units(model) if parallel.sharded else compiled.compile_whole(model, mode=mode)
     devices.keep_freed_memory(runtime.device)
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
-    waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait)
+    waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited)
     train_loader, eval_loader = (Loader(laid_out(rows, config), *waits) for rows in (task.train, task.eval))
     run = Run(
         config=config,

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data._utils import signal_handling
 
+from harness.data import loader as module
 from harness.data.batch import Batch
 from harness.data.loader import BatchRequest, EvalData, Loader, StoppedWaiting, TrainData
 from harness.data.shards import RULES, Segment
@@ -168,6 +170,34 @@ def test_a_batch_of_another_kind_is_noticed_once(caplog, change, number, words):
     list(loader.fetch(BatchRequest(np.array([row]), 0) for row in range(4)))
     assert len(caplog.records) == number
     assert all(word in caplog.text for word in words)
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+def test_float64_from_the_first_batch_on_is_noticed_once(caplog, what):
+    class Doubles(CountingTable):
+        def batch(self, rows, epoch):
+            batch = super().batch(rows, epoch)
+            return replace(batch, **{what: getattr(batch, what).double()})
+
+    module._warn_of_float64.cache_clear()
+    for _ in range(2):  # the training and the evaluation rows
+        list(Loader(Doubles(4), 0, CPU).fetch(BatchRequest(np.array([row]), None) for row in range(4)))
+    assert [record.message for record in caplog.records] == [caplog.records[0].message]
+    assert caplog.records[0].message.startswith(f"the dataset returns {what} of torch.float64")
+
+
+def test_each_batch_is_read_within_its_limit():
+    within = []
+
+    @contextmanager
+    def reading(what):
+        within.append(what)
+        yield
+        within.append("end")
+
+    loader = Loader(CountingTable(4), 0, CPU, reading=reading)
+    assert len(list(loader.fetch(BatchRequest(np.array([row]), 0) for row in range(2)))) == 2
+    assert within == ["reading a batch of the dataset", "end"] * 3  # the third finds no more
 
 
 def test_texts_of_other_lengths_are_usual(caplog):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,10 +43,10 @@ def failure(rank: int) -> RankExit:
 class Watched:
     """A watchdog over ``store``, and what it did: ``stop.reason``, the cause it reported, and exit codes."""
 
-    def __init__(self, store, **launch) -> None:
+    def __init__(self, store, timeout_s: float = math.inf, **launch) -> None:
         self.exits: list[int] = []
         self.causes: list[Cause] = []
-        self.runtime = Runtime(Launch(**launch), store=store and LimitedStore(store))
+        self.runtime = Runtime(Launch(**launch), store=store and LimitedStore(store), timeout_s=timeout_s)
         self.stop = Stop(self.runtime)
         self.dog = Watchdog(
             self.runtime,
@@ -126,15 +128,47 @@ def test_lost_store_counts_as_a_failure(quick):
 
 @pytest.mark.parametrize("launch", [{}, {"elastic": True, "supervised": True}])
 def test_single_rank_with_a_living_launcher_is_left_alone(quick, launch):
-    mine = Watched(None, **launch)
+    """However long it runs: it starts no collectives by which to see that it lives."""
+    mine = Watched(None, timeout_s=0.01, **launch)
     assert mine.dog.report(failure(0)) is None
     mine.dog.linger()
-    with mine.dog:
-        if launch:
-            mine.wait_for_rounds()
-        assert bool(watching()) is bool(launch)
+    with mine.dog, mine.runtime.limited("uploading", math.inf):
+        wait_until(lambda: mine.rounds >= 10, 30, "the watchdog looks often")
     assert not mine.stop.reason
     assert not mine.exits
+
+
+def test_single_rank_that_takes_too_long_is_ended(quick):
+    mine, ended = Watched(None, timeout_s=0.2), []
+    mine.dog._on_blocked = lambda *facts: ended.append(facts)
+    with mine.dog:
+        for _ in range(3):  # each of which is allowed the time
+            with mine.runtime.limited("reading a batch"):
+                rounds = mine.rounds
+                wait_until(lambda rounds=rounds: mine.rounds >= rounds + 5, 30, "half of the time")
+        assert not mine.exits
+        with mine.runtime.limited("reading a batch"), mine.runtime.limited("inner work", 100.0):
+            rounds = mine.rounds
+            wait_until(lambda: mine.rounds >= rounds + 20, 30, "longer than the outer limit")
+        assert not mine.exits
+        with mine.runtime.limited("reading a batch"):
+            mine.wait_for_exit()
+    ((cause, message, doing, first),) = ended
+    assert (cause, first.cause, first.rank, mine.exits) == (Cause.HUNG, Cause.HUNG, 0, [EXIT_FAILURE])
+    assert message.startswith("reading a batch has not ended within 0.2 s: it was in ")
+    assert "wait_until" in "".join(first.traceback)
+    assert doing
+
+
+def test_work_of_a_single_rank_is_limited(quick):
+    runtime = Watched(None, timeout_s=0.2).runtime
+    runtime.work_timeout_s = 9.0
+    assert runtime.patiently("opening", lambda: runtime.alone_in) == ("opening", 9.0)
+    assert runtime.patiently("uploading", lambda: runtime.alone_in, math.inf) == ("uploading", math.inf)
+    with runtime.announced("compiling"):
+        assert runtime.alone_in == ("compiling", 9.0)
+    assert runtime.alone_in is None
+    assert pair(dist.HashStore(), 1.0)[0].runtime.alone_in is None
 
 
 def watching() -> list[threading.Thread]:
@@ -142,11 +176,15 @@ def watching() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name in ("harness-watchdog", "harness-orphan")]
 
 
-def _outlive(parent: int, path: str) -> None:
+def _outlive(parent: int, path: str, looks: Callable[[], int] | None = None) -> None:
+    """``looks``: how often the watchdog has looked, if there is one."""
     wait_until(lambda: os.getppid() != parent, 30, "the parent's death")
-    if watching():
+    if looks is not None:
+        before = looks()
+        wait_until(lambda: looks() > before + 5, 30, "the watchdog looks, or ends the process")
+    elif watching():
         time.sleep(60)
-    Path(path).write_text("nobody watches")
+    Path(path).write_text("left alone")
 
 
 def _orphan(path: str, elastic: bool):
@@ -162,9 +200,13 @@ def _orphan(path: str, elastic: bool):
             Path(path).write_text(f"{code} {causes[0].value} {stop.reason}")
             os._exit(0)
 
-        with Watchdog(runtime, stop, exit_process=exit_process, on_blocked=lambda cause, *_: causes.append(cause)):
+        looks = []
+        with Watchdog(
+            runtime, stop, exit_process=exit_process, on_blocked=lambda cause, *_: causes.append(cause)
+        ) as dog:
+            dog.stalls.answer = lambda: looks.append(None)
             os.write(started, b"x")
-            _outlive(parent, path)
+            _outlive(parent, path, lambda: len(looks))
         os._exit(0)
     os.read(ready, 1)
 
@@ -190,9 +232,9 @@ def _orphan_before_rendezvous(path: str, supervised: bool):
     ("orphan", "supervised", "expected"),
     [
         (_orphan, True, "70 launcher_lost the launcher is gone"),
-        (_orphan, False, "nobody watches"),
+        (_orphan, False, "left alone"),
         (_orphan_before_rendezvous, True, "70"),
-        (_orphan_before_rendezvous, False, "nobody watches"),
+        (_orphan_before_rendezvous, False, "left alone"),
     ],
 )
 def test_death_of_the_launcher_is_noticed(tmp_path, orphan, supervised, expected):

@@ -162,6 +162,39 @@ def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, d
     assert_same_run(run_folder(unbroken), run_folder(config))
 
 
+class Blocks:
+    """The dataset's read ``number``, from 0, never returns."""
+
+    def __init__(self, number):
+        self.rank, self.number = 0, number
+
+    def arm(self):
+        from harness.data.images import ImageTable
+
+        read, reads = ImageTable.batch, []
+
+        def batch(dataset, rows, epoch):
+            reads.append(rows)
+            if len(reads) > self.number:
+                time.sleep(1000)
+            return read(dataset, rows, epoch)
+
+        ImageTable.batch = batch
+
+
+@pytest.mark.parametrize("number", [0, 4], ids=["first look", "step"])
+def test_read_that_never_returns_ends_a_single_process(tmp_path, data, number):
+    limits = {"timeout_s": 2.0, "work_timeout_s": 3.0}
+    config = write_config(tmp_path, data, runtime={"device": "cpu", **limits})
+    assert run(config, 1, kill=Blocks(number), timeout_s=START_S) == [EXIT_FAILURE]
+    failure = failure_of(config)
+    assert (failure["rank"], failure["cause"], failure["error"]) == (0, "hung", "Hung")
+    what = "reading a batch of the dataset" if number else "building the model"
+    assert re.search(rf"{what} has not ended within [23] s: it was in .*test_hangs.py", failure["message"])
+    assert failure["message"] in (tmp_path / "terminal-0.txt").read_text()
+    assert "time.sleep(1000)" in "".join(failure["traceback"])
+
+
 class Slow:
     """Rank ``rank`` takes longer for its first ``what`` than it may be silent."""
 
