@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _REPORT = r"""
 import re, sys
 from pathlib import Path
-from harness.tools.report import main as report
-report.main([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3], None)
+from harness.tools.report import page
+page.write([Path(sys.argv[1])], Path(sys.argv[2]))
 print(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text()).group(1))
 """
 
@@ -48,15 +48,15 @@ def write_runs(folder: Path, num_runs: int, num_records: int) -> None:
         write_run(folder / fake.name, fake)
 
 
-def measure(folder: Path, out: Path, form: str) -> list[str]:
-    """[form, wall time, processor time, peak memory, size] of a report on ``folder``."""
+def measure(folder: Path, out: Path) -> list[str]:
+    """[wall time, processor time, peak memory, size] of a report on ``folder``."""
     began, before = time.perf_counter(), os.times()
-    command = [sys.executable, "-c", _REPORT, str(folder), str(out), form]
+    command = [sys.executable, "-c", _REPORT, str(folder), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     took_s, after = time.perf_counter() - began, os.times()
     used_s = after.children_user + after.children_system - before.children_user - before.children_system
     peak = int(done.stdout.split()[-1]) / 1024
-    return [form, f"{took_s:.1f} s", f"{used_s:.1f} s", f"{peak:.0f} MiB", f"{out.stat().st_size / 1e6:.2f} MB"]
+    return [f"{took_s:.1f} s", f"{used_s:.1f} s", f"{peak:.0f} MiB", f"{out.stat().st_size / 1e6:.2f} MB"]
 
 
 def main() -> None:
@@ -73,13 +73,13 @@ def main() -> None:
         size = sum(path.stat().st_size for path in records) / 1e9
         lines = records[0].read_bytes().count(b"\n")
         load = os.getloadavg()[0]
-        rows = [measure(folder, Path(name) / f"report.{form}", form) for form in ("html", "md", "csv")]
+        row = measure(folder, Path(name) / "report.html")
     text = f"""`harness report` over {len(records):,} synthetic runs of {lines:,} records each, {size:.1f} GB of
-metrics.jsonl in the page cache; a fresh process per report, measured from its start. Every record is read. Curves are
+metrics.jsonl in the page cache; a fresh process, measured from its start. Every record is read. Curves are
 downsampled, keeping the minimum and maximum of every interval, and drawn only for the best runs; the table lists all.
 The load average before the measurement was {load:.1f} on {os.cpu_count()} cores. Under load, compare processor times.
 
-{machine.table(["form", "time", "processor time", "peak memory", "file"], rows)}"""
+{machine.table(["time", "processor time", "peak memory", "page"], [row])}"""
     machine.write("report", "Reports of many runs", text)
 
 

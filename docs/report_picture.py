@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from harness.tools.report import main as report
+from harness.tools.report import page as report_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DESKTOP, PHONE = (1280, 1500), (390, 844)
@@ -47,7 +47,7 @@ def picture(page: Path, out: Path) -> None:
         height = (DESKTOP[1] - GAP) // 2
         phones = [
             shot(browser, page, (PHONE[0], height), "dark", "target"),
-            shot(browser, page, (PHONE[0], height), "light", "settings"),
+            shot(browser, page, (PHONE[0], height), "light", "time"),
         ]
         browser.close()
     sheet = Image.new("RGB", (DESKTOP[0] + PHONE[0] + GAP + 2 * EDGE, DESKTOP[1] + 2 * EDGE), BACKGROUND)
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sweep", type=Path, nargs="?", default=Path("runs/sweep_pet_names"))
     page = ROOT / "docs" / "example_report.html"
-    report.main([parser.parse_args().sweep], page, "html", None)
+    report_page.write([parser.parse_args().sweep], page)
     picture(page, page.with_suffix(".png"))
     print(page.with_suffix(".png"))
 

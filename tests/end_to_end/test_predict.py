@@ -279,7 +279,7 @@ def test_no_command_replaces_what_it_reads(trained, tmp_path, monkeypatch, capfd
         ["predict", run, "--csv", "a.csv", "--out", f"{run}/predictions.csv"],
         ["export", run, "--format", "safetensors", "--out", train_csv],
         ["export", run, "--format", "safetensors", "--out", f"{run}/weights.safetensors"],
-        ["report", run, "--format", "csv", "--out", f"{run}/confusion.csv"],
+        ["report", run, "--out", f"{run}/confusion.csv"],
     ):
         assert cli.main(words) == 2, words
         assert "cannot write the output: it would replace" in capfd.readouterr().err

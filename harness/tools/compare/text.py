@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from harness.errors import plural
 from harness.runs.reader import Record
@@ -22,7 +21,6 @@ VERDICTS = {
     "unknown": "Cannot tell whether they are equal: there is nothing to compare.",
 }
 _SHOWN_ELSEWHERE = ("name", "output", "launch")  # as paths, and as the ranks of the topology
-_MAX_WIDTH = 48  # characters of a value; longer ones are cut
 
 
 def render(found: Comparison) -> str:
@@ -129,7 +127,7 @@ def _log(log: LogComparison) -> Iterator[str]:
         start, end = log.first.steps
         yield f"first difference: {log.first.split}, {f'step {end}' if start == end else f'steps {start} to {end}'}"
         for name, pair in log.first.fields.items():
-            yield f"  {name}  {_short(pair[0])}  {_short(pair[1])}"
+            yield f"  {name}  {formatting.short(pair[0])}  {formatting.short(pair[1])}"
         if log.loss and log.loss[0]:
             yield f"largest difference of the training loss: {log.loss[0]:.3g}, at step {log.loss[1]}"
 
@@ -144,7 +142,9 @@ def _recipe(settings: SettingsComparison) -> Iterator[str]:
         yield "Recipe: cannot be compared" if settings.recipe is None else "Recipe: equal"
         return
     yield "Recipe"
-    yield from _table([("", "A", "B"), *((key, *map(_short, pair)) for key, pair in settings.recipe.items())], "  ")
+    yield from formatting.table(
+        [("", "A", "B"), *((key, *map(formatting.short, pair)) for key, pair in settings.recipe.items())], "  "
+    )
 
 
 def _circumstances(settings: SettingsComparison) -> Iterator[str]:
@@ -156,7 +156,7 @@ def _circumstances(settings: SettingsComparison) -> Iterator[str]:
     rows += _differences("other settings", other)
     rows += _differences("packages", settings.packages)
     rows += _differences("topology", settings.topology)
-    yield from _table(rows, "  ")
+    yield from formatting.table(rows, "  ")
     if settings.code:
         yield f"  code: {_code(settings.code)}"
 
@@ -165,7 +165,7 @@ def _differences(title: str, differences: Differences | None) -> Iterator[Sequen
     if not differences:
         yield title, "cannot be compared" if differences is None else "equal", "", ""
     for number, (key, pair) in enumerate((differences or {}).items()):
-        yield title if not number else "", key, *map(_short, pair)
+        yield title if not number else "", key, *map(formatting.short, pair)
 
 
 def _code(code: Code) -> str:
@@ -192,10 +192,10 @@ def _pair_results(found: Comparison) -> Iterator[str]:
         yield f"  no metrics to compare: {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no evaluation"
     else:
         yield f"  newest evaluation (A: step {one.step}, B: step {other.step})"
-        yield from _table([("", "A", "B", "B - A"), *_metrics(found.metrics, "final")])
+        yield from formatting.table([("", "A", "B", "B - A"), *_metrics(found.metrics, "final")], "    ")
         if one.best_step is not None and other.best_step is not None:
             yield f"  best evaluation (A: step {one.best_step}, B: step {other.best_step})"
-            yield from _table([("", "A", "B", "B - A"), *_metrics(found.metrics, "best")])
+            yield from formatting.table([("", "A", "B", "B - A"), *_metrics(found.metrics, "best")], "    ")
     yield from _predictions(found.predictions, found.why_no_predictions)
     yield from _throughput(*found.throughput)
     yield (
@@ -207,8 +207,8 @@ def _pair_results(found: Comparison) -> Iterator[str]:
 def _metrics(metrics: Sequence[Metric], of: str) -> Iterator[Sequence[str]]:
     for metric in metrics:
         one, other = getattr(metric, of)
-        gap = f"{other - one:+.6g}" if one is not None and other is not None else ""
-        yield metric.name, *("-" if value is None else f"{value:.6g}" for value in (one, other)), gap
+        gap = other - one if one is not None and other is not None else None
+        yield metric.name, formatting.number(one, 6), formatting.number(other, 6), formatting.signed(gap)
 
 
 def _predictions(found: PairedPredictions | None, why: str) -> Iterator[str]:
@@ -237,8 +237,8 @@ def _throughput(one: Throughput, other: Throughput) -> Iterator[str]:
         if name in other.shares
     ]
     yield "  time"
-    cells = [(name, *(f"{value:.4g}" if value is not None else "-" for value in values)) for name, *values in rows]
-    yield from _table([("", "A", "B"), *cells])
+    cells = [(name, *map(formatting.number, values)) for name, *values in rows]
+    yield from formatting.table([("", "A", "B"), *cells], "    ")
 
 
 def _group_results(found: Comparison) -> Iterator[str]:
@@ -248,26 +248,12 @@ def _group_results(found: Comparison) -> Iterator[str]:
     for title, spreads in found.spreads.items():
         if spreads:
             yield f"  {'newest' if title == 'final' else title} evaluation of each run"
-            yield from _table([("", "A", "B", "B - A", f"{LEVEL:.0%} interval (Welch)"), *map(_spread, spreads)])
+            header = ("", "A", "B", "B - A", f"{LEVEL:.0%} interval (Welch)")
+            yield from formatting.table([header, *map(_spread, spreads)], "    ")
 
 
 def _spread(spread: Spread) -> Sequence[str]:
-    means = [f"{mean:.6g}" + (f" ± {error:.2g}" if error is not None else " (one seed)")
+    means = [formatting.number(mean, 6) + (f" ± {error:.2g}" if error is not None else " (one seed)")
              for mean, error in zip(spread.means, spread.errors, strict=True)]  # fmt: skip
     interval = "{:+.4g} to {:+.4g}".format(*spread.interval) if spread.interval else "needs two seeds"
-    return spread.name, *means, f"{spread.difference:+.6g}", interval
-
-
-# Columns
-
-
-def _table(rows: Sequence[Sequence[str]], indent: str = "    ") -> Iterator[str]:
-    """Rows with each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _short(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 1]}…"
+    return spread.name, *means, formatting.signed(spread.difference), interval

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from harness.config import arguments as shared
+from harness.errors import EXIT_DONE
 
 VERB = "report"
 HELP = "write one page about runs or a sweep: curves, speed-up, and where the time went"
@@ -13,9 +14,8 @@ HELP = "write one page about runs or a sweep: curves, speed-up, and where the ti
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="RUN_OR_SWEEP", help="run folders, or the folder of a sweep")
-    parser.add_argument("--format", choices=["html", "md", "csv"], default="html", help="kind of file (default: html)")
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="FILE", help="file to write (default: report.FORMAT in the first folder)"
+        "-o", "--out", type=Path, metavar="FILE", help="file to write (default: report.html in the first folder)"
     )
     parser.add_argument(
         "--target", type=float, metavar="VALUE", help="also report the time to reach this value of the metric"
@@ -25,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from harness.runs import fetched
-    from harness.tools.report import main
+    from harness.tools.report import page
 
-    fetched.require_out(arguments.paths[0], arguments.out, f"report.{arguments.format}")
+    fetched.require_out(arguments.paths[0], arguments.out, "report.html")
     paths = [fetched.local_copy(place) for place in arguments.paths]
-    return main.main(paths, arguments.out, arguments.format, arguments.target, arguments.trust)
+    print(page.write(paths, arguments.out, arguments.target, arguments.trust))
+    return EXIT_DONE

@@ -1,8 +1,9 @@
-"""Numbers, durations and paths as text, the same in every format of a report."""
+"""Numbers, durations, paths and tables as text, for the page and for the terminal."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,31 @@ def number(value: float | None, digits: int = 4) -> str:
         return NOTHING
     text = f"{value:,.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
     return text.replace("e-0", "e-").replace("e+0", "e")
+
+
+def signed(value: float | None, digits: int = 6) -> str:
+    """A difference, with its sign; empty if unknown."""
+    return "" if value is None else f"{value:+.{digits}g}"
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "", right: Collection[int] = (), width: int = 0) -> list[str]:
+    """A line per row, each column as wide as its widest cell. ``right``: the columns that are aligned to the right;
+    ``width``: the length to which lines are cut, 0 for none."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        [
+            cell.rjust(size) if place in right else cell.ljust(size)
+            for place, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return [(indent + "  ".join(cells)).rstrip()[: width or None] for cells in aligned]
+
+
+def short(value: Any, most: int = 48) -> str:
+    """A value of a configuration, cut to ``most`` characters."""
+    text = "null" if value is None else str(value)  # unrounded: two that differ look different
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def count(value: float | None) -> str:
@@ -83,13 +109,13 @@ def key(name: str) -> str:
     return _SHORT_KEYS.get(name, name)
 
 
-def setting(value: Any) -> str:
-    """A value of a configuration, in YAML's spelling."""
+def setting(value: Any, digits: int = 6) -> str:
+    """A value of a configuration, in YAML's spelling, with this many significant digits."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def path(place: Path) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,7 +20,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from harness.errors import ConfigError, plural
-from harness.tools.report import charts, curves, formatting, reproduce, scaling, sections, tables
+from harness.runs.files import output_error, require_output, write_atomically
+from harness.runs.reader import find
+from harness.tools.report import charts, curves, formatting, reproduce, run_set, scaling, sections, tables
 from harness.tools.report.charts import Chart
 from harness.tools.report.curves import CurveLine
 from harness.tools.report.run_set import ReportedRun, RunSet
@@ -29,6 +32,25 @@ from harness.version import __version__
 MAX_PROBLEMS = 30  # runs whose problems are listed above the table
 MAX_CHIPS = 10
 _DASHES = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4"}
+
+
+def write(paths: Sequence[Path], out: Path | None = None, target: float | None = None, trust: bool = False) -> Path:
+    """Write a report of the runs at ``paths`` to ``out`` (None: report.html in the first of them); return its path.
+
+    ``target``: the value of the deciding metric for the time to target; None: chosen by ``scaling.choose_target``.
+    ``trust``: show images also of runs that are not this user's own. Raises ConfigError for a path without runs, or if
+    plotly is not installed.
+    """
+    records = find(paths)
+    out = out or paths[0] / "report.html"
+    require_output(out, paths)
+    runs = run_set.build(records, trust=trust)
+    text = render(runs, scaling.choose_target(runs, target))
+    try:
+        write_atomically(out, text)
+    except OSError as error:
+        raise output_error(out, error) from None
+    return out
 
 
 def render(runs: RunSet, target: Target | None) -> str:
@@ -206,8 +228,7 @@ def plotly_source() -> tuple[str, str, int]:
     except ImportError:
         raise ConfigError(
             "the page's figures need plotly, which is not installed",
-            where="--format html",
-            hint="pip install 'apex-harness[report]', or --format md",
+            hint="pip install 'apex-harness[report]'",
         ) from None
     source: str = get_plotlyjs()
     packed = gzip.compress(source.encode(), mtime=0)

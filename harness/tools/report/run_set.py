@@ -267,14 +267,8 @@ def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -
 
 def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
     """ "lr 0.004 · batch 1024"; empty if that would be long."""
-    parts = [f"{formatting.key(key)} {_value(settings.get(key))}" for key in keys]
+    parts = [f"{formatting.key(key)} {formatting.setting(settings.get(key), 4)}" for key in keys]
     return " · ".join(parts) if len(parts) <= MAX_IN_LABEL else ""
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:

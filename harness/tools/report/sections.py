@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from harness.errors import plural
 from harness.runs import ownership
-from harness.tools.report import charts, formatting, mistakes, scaling_charts, settings_charts, tables
+from harness.tools.report import charts, formatting, mistakes, tables
 from harness.tools.report.charts import Chart
 from harness.tools.report.curves import CurveLine
 from harness.tools.report.history import Curve
@@ -45,7 +45,6 @@ def choose(
         _time_to_target(runs, target, scaling, left_out),
         _speed_up(scaling, left_out),
         _seeds(runs),
-        _settings(runs, left_out),
         _time(lines, left_out),
         _mistakes(runs, left_out),
     ]
@@ -122,7 +121,7 @@ def _time_to_target(
 ) -> ReportSection | None:
     if len(runs.runs) == 1:
         return None  # the card at the top shows the single time
-    chart = scaling_charts.time_to_target(runs, target, scaling) if target else None
+    chart = charts.time_to_target(runs, target, scaling) if target else None
     if target is None or chart is None:
         why = f"no run reached {formatting.number(target.value)}" if target else "no run has an evaluation"
         left_out.append(f"Time to target: {why}.")
@@ -136,7 +135,7 @@ def _time_to_target(
 
 
 def _speed_up(scaling: Sequence[ScalingSeries], left_out: list[str]) -> ReportSection | None:
-    figures = scaling_charts.speed_up(scaling)
+    figures = charts.speed_up(scaling)
     if not figures:
         left_out.append("Speed-up: no two finished runs differ only in their number of ranks.")
         return None
@@ -167,15 +166,6 @@ def _seeds(runs: RunSet) -> ReportSection | None:
         return None
     notes = [f"Runs that differ only by seed: {formatting.metric(runs.metric)}, ± sample standard deviation."]
     return ReportSection("seeds", "Seeds", [], notes, header, rows, "Best values over seeds")
-
-
-def _settings(runs: RunSet, left_out: list[str]) -> ReportSection | None:
-    figures = [*settings_charts.heat_maps(runs), *settings_charts.slices(runs)]
-    if figures:
-        return ReportSection("settings", "Settings", figures)
-    if len(runs.runs) > 1:
-        left_out.append("Batch size × learning rate: the runs do not vary both.")
-    return None
 
 
 def _time(lines: Sequence[CurveLine], left_out: list[str]) -> ReportSection | None:

@@ -1,23 +1,17 @@
-"""The tables of a report, for the page, for Markdown and for CSV."""
+"""The tables of a report."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import plural
 from harness.tools.report import formatting, reproduce
 from harness.tools.report.run_set import ReportedRun, RunSet
 from harness.tools.report.scaling import ScalingSeries, Target, reached
 
 MAX_COLUMNS = 8  # of varied settings
-MAX_ROWS = 50  # of a table in Markdown
-
-
 MAIN_SETTINGS = (
     "model.name", "batch.global", "batch.per_rank", "optimizer.name", "optimizer.lr", "precision.opt_level",
 )  # fmt: skip
@@ -143,81 +137,3 @@ def problems(run: ReportedRun) -> list[str]:
 def has_problem(run: ReportedRun) -> bool:
     """True if there is a problem to report; a pruned or waiting trial of a sweep is not a problem."""
     return run.record.state not in ("finished", "pruned", "waiting") or bool(problems(run))
-
-
-# Markdown and CSV
-
-
-def markdown(runs: RunSet, target: Target | None, scaling: Sequence[ScalingSeries]) -> str:
-    """The best run, the commands that reproduce it, and the tables."""
-    lines = [f"## {_cell(runs.title)}", "", f"{plural(len(runs.runs), 'run')}: {states(runs.runs)}."]
-    if best := runs.best:
-        metric = formatting.metric(runs.metric)
-        figure = formatting.number(best.best, formatting.BEST_DIGITS)
-        lines[-1] += f" Best {metric}: **{figure}** by `{_code(best.label)}` (`{_code(best.path)}`)."
-        values = [(key, best.settings.get(key)) for key in MAIN_SETTINGS]
-        facts = [
-            f"{formatting.key(key)} {_code(formatting.setting(value))}" for key, value in values if value is not None
-        ]
-        facts += [best.ranks] if best.ranks else []
-        lines += ["", f"{', '.join(facts)}."] if facts else []
-        lines += ["", "```bash", *reproduce.commands(best), "```"]
-    table = all_runs(runs, target)
-    rows = [[cell.text for cell in row] for row in table.rows[:MAX_ROWS]]
-    lines += ["", *_markdown(table.header, rows)]
-    if len(table.rows) > MAX_ROWS:
-        lines += ["", f"and {plural(len(table.rows) - MAX_ROWS, 'more run')}."]
-    header, rows = seeds_rows(runs)
-    lines += ["", "### Seeds", "", *_markdown(header, rows)] if rows else []
-    header, rows = scaling_rows(scaling)
-    lines += ["", "### Scaling", "", *_markdown(header, rows)] if rows else []
-    bad = [(run, found) for run in runs.runs if (found := problems(run))][:MAX_ROWS]
-    lines += ["", "### Problems", ""] if bad else []
-    lines += [f"- `{_code(run.label)}` ({run.record.state}): {_cell('; '.join(found))}" for run, found in bad]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(_cell(text) for text in line) + " |" for line in lines]
-
-
-def _cell(text: str) -> str:
-    """Text escaped so that it stays in its cell and is not read as markup."""
-    for sign in ("\\", "|", "<", "`", "*", "[", "]"):
-        text = text.replace(sign, "\\" + sign)
-    return " ".join(text.split())
-
-
-def _code(text: str) -> str:
-    return " ".join(text.replace("`", "'").split())
-
-
-def csv_text(runs: RunSet, target: Target | None) -> str:
-    """One row per run, numbers unrounded, settings under their dotted keys."""
-    metrics = list(dict.fromkeys(name for run in runs.runs for name in run.history.last))
-    rows = []
-    for run in runs.runs:
-        past, trial = run.history, run.record.trial
-        at = reached(run, target.value, runs.direction) if target else None
-        row: dict[str, Any] = {
-            "run": run.path, "name": run.record.name, "state": run.record.state,
-            "sweep": run.record.sweep.name if run.record.sweep else None, "trial": trial.number if trial else None,
-            "world_size": run.record.ranks, "global_batch": run.batch, "seed": run.seed, "metric": runs.metric,
-            "best": run.best, "best_epoch": run.at_best("epoch"), "best_seconds": run.at_best("seconds"),
-            "best_samples": run.at_best("samples"), "target": target.value if target else None,
-            "seconds_to_target": at.seconds if at else None, "samples_to_target": at.samples if at else None,
-            "steps": past.steps, "samples": past.samples, "skipped": past.skipped, "wall_s": past.wall_s,
-            "samples_skipped": past.samples_skipped,
-            "train_s": past.train_s, "rows_per_s": past.rows_per_s, "commit": reproduce.commit(run),
-            "problems": "; ".join(problems(run)),
-        }  # fmt: skip
-        row |= {f"last_{name}": past.last.get(name) for name in metrics}
-        row |= {f"time_{phase}": share for phase, share in past.shares.items()}
-        row |= {key: run.settings.get(key) for key in runs.varied if key != "seed"}
-        rows.append(row)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -97,8 +97,7 @@ def test_every_chart_is_drawn_without_a_request(visit, report):
         key: div.dataset.chart, marks: div.querySelectorAll('.points path, .js-line, .hm image').length,
         width: div.querySelector('.main-svg').getBoundingClientRect().width, room: div.clientWidth }))""")
     assert [chart["key"] for chart in charts] == [
-        "validation", "training", "scale", "time-to-target", "speed-up", "efficiency", "heat-1", "heat-2",
-        "slice-optimizer.lr", "time", "confusion",
+        "validation", "training", "scale", "time-to-target", "speed-up", "efficiency", "time", "confusion",
     ]  # fmt: skip
     for chart in charts:
         assert chart["marks"] > 0, chart
@@ -219,7 +218,7 @@ def test_phone_in_either_color_scheme(visit, scheme):
         each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.scroll, pre, nav, .entries'))
         .map((each) => each.outerHTML.slice(0, 80))""")
     assert outside == []
-    for text in ("#chart-validation .xtick text", "#chart-heat-1 .heatmap-label text"):
+    for text in ("#chart-validation .xtick text", "#chart-confusion .heatmap-label text"):
         ink = here.page.evaluate(f"document.querySelector('{text}').style.fill")
         lightness = sum(int(part) for part in ink.removeprefix("rgb(").rstrip(")").split(",")) / 3
         assert (lightness > 128) == (scheme == "dark"), text

@@ -12,20 +12,16 @@ from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness import cli
 from harness.errors import ConfigError
 from harness.runs import ownership
-from harness.tools.report import main, page
+from harness.tools.report import page
 from tests.conftest import ROOT
 
 
-@pytest.mark.parametrize(
-    ("form", "begins"), [("html", "<!doctype html>"), ("md", "## sweep"), ("csv", "run,name,state")]
-)
-def test_each_format_is_written_and_its_path_printed(tmp_path, capsys, form, begins):
+def test_the_page_is_written_and_its_path_printed(tmp_path, capsys):
     sweep = write_sweep(tmp_path / "sweep", [Fake(), Fake(world=2)])
-    assert main.main([sweep], None, form, None) == 0
-    assert capsys.readouterr().out == f"{sweep / f'report.{form}'}\n"
-    assert (sweep / f"report.{form}").read_text().startswith(begins)
-    assert main.main([sweep], tmp_path / "mine", form, 0.5) == 0
-    assert (tmp_path / "mine").is_file()
+    assert cli.main(["report", str(sweep)]) == 0
+    assert capsys.readouterr().out == f"{sweep / 'report.html'}\n"
+    assert (sweep / "report.html").read_text().startswith("<!doctype html>")
+    assert page.write([sweep], tmp_path / "mine", 0.5).is_file()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +35,7 @@ def test_each_format_is_written_and_its_path_printed(tmp_path, capsys, form, beg
 def test_wrong_paths_are_errors(tmp_path, run, out, message):
     write_run(tmp_path / "run", Fake())
     with pytest.raises(ConfigError, match=message):
-        main.main([tmp_path / run], tmp_path / out if out else None, "md", None)
+        page.write([tmp_path / run], tmp_path / out if out else None)
 
 
 def test_images_of_the_runs_of_others_need_trust(tmp_path, monkeypatch):
@@ -68,14 +64,14 @@ def test_missing_plotly_is_an_error(tmp_path, monkeypatch):
     for name in ["plotly", *(name for name in sys.modules if name.startswith("plotly."))]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"apex-harness\[report\]"):
-        main.main([write_run(tmp_path / "run", Fake())], None, "html", None)
+        page.write([write_run(tmp_path / "run", Fake())])
 
 
 def test_report_needs_no_torch(tmp_path):
     run = write_run(tmp_path / "run", Fake())
     code = (
-        "import sys; from pathlib import Path; from harness.tools.report import main\n"
-        f"for form in ('html', 'md', 'csv'): main.main([Path({str(run)!r})], None, form, None)\n"
+        "import sys; from pathlib import Path; from harness.tools.report import page\n"
+        f"page.write([Path({str(run)!r})])\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=250, capture_output=True).returncode == 0

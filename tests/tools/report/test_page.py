@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
-from harness.tools.report import charts, curves, page, run_set, scaling, scaling_charts, settings_charts
+from harness.tools.report import charts, curves, page, run_set, scaling
 
 EVIL = 'ü"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
 VOID = {"meta", "link", "input", "img", "br", "line"}
@@ -66,10 +66,9 @@ def test_sweep_has_every_section(sweep):
     text = render(sweep)
     elements = Elements(text)
     keys = [attributes["id"] for attributes in elements.all("section")]
-    assert keys == ["best", "curves", "target", "speed", "settings", "time", "runs", "provenance"]
+    assert keys == ["best", "curves", "target", "speed", "time", "runs", "provenance"]
     charts = [attributes["data-chart"] for attributes in elements.all("div") if "data-chart" in attributes]
-    assert charts == ["validation", "training", "scale", "time-to-target", "speed-up", "efficiency", "heat-1", "heat-2",
-                      "time"]  # fmt: skip
+    assert charts == ["validation", "training", "scale", "time-to-target", "speed-up", "efficiency", "time"]
     assert "git checkout 0123456789ab" in text
     assert "harness launch -c" in text
 
@@ -140,25 +139,15 @@ def test_figures_are_valid_plotly(sweep, tmp_path):
     target = scaling.choose_target(found, None)
     scaled = scaling.series(found, target.value)
     lines = curves.choose(found)
-    figures = [scaling_charts.time_to_target(found, target, scaled), *scaling_charts.speed_up(scaled),
-               *settings_charts.heat_maps(found), charts.where_time_went(lines)]  # fmt: skip
+    figures = [charts.time_to_target(found, target, scaled), *charts.speed_up(scaled), charts.where_time_went(lines)]
     many = build(write_sweep(tmp_path / "many", [Fake(lr=0.1 * 2**n, seed=n) for n in range(8)]))
-    figures += [*settings_charts.slices(many), scaling_charts.time_to_target(many, target, [])]
-    assert len(figures) == 8
+    figures.append(charts.time_to_target(many, target, []))
+    assert len(figures) == 5
     for chart in figures:
         figure = json.loads(re.sub(r'"@\w+"', '"#123456"', json.dumps({"data": chart.data, "layout": chart.layout})))
         graph_objects.Figure(figure)
         assert all(len(row) == len(chart.header) for row in chart.rows)
         assert chart.rows
-
-
-def test_heat_map_values(sweep):
-    one, two = settings_charts.heat_maps(build(sweep))
-    for chart in (one, two):
-        assert chart.data[0]["x"] == ["64", "128"]
-        assert chart.data[0]["y"] == ["0.05", "0.1", "0.2"]
-    known = {(run.batch, run.lr): run.best for run in build(sweep).runs if run.world == 1}
-    assert one.data[0]["z"] == [[known[batch, lr] for batch in (64, 128)] for lr in (0.05, 0.1, 0.2)]
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped", "failed", "unfinished"])
