@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.config.schema import Config
 from harness.errors import plural
-from harness.tools.sweep.space import Settings, identity
+from harness.tools.sweep.spec import Settings, identity
 from harness.training.optim import scaled_lr
 
 

@@ -19,11 +19,11 @@ from harness.runs import layout
 from harness.runs.locks import Lock
 from harness.runs.run_dir import cannot_write
 from harness.tools.report.reproduce import trial_command
-from harness.tools.sweep import display, process, results, sweep_file
+from harness.tools.sweep import process, results, sweep_file
 from harness.tools.sweep.plan import Plan, make
-from harness.tools.sweep.progress import TrialLogReader
+from harness.tools.sweep.process import TrialLogReader
 from harness.tools.sweep.slots import Machine
-from harness.tools.sweep.space import typed
+from harness.tools.sweep.spec import typed
 from harness.training import console
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: 
     with storage_must_work(folder):
         study = Study(plan, folder)
         if study.resumed:
-            log.info("resuming %s: %s", folder, display.counts(study.trials(), plan.total))
+            log.info("resuming %s: %s", folder, results.counts(study.trials(), plan.total))
         if others := study.num_others():
             log.info("earlier trials outside the current space: %d; they are kept but not listed", others)
         if retry_failed and (count := study.retry_failed()):
             log.info("retrying failed trials: %d", count)
-        runner = Runner(plan, study, display.Display(plan), os.environ, lock, requests)
+        runner = Runner(plan, study, os.environ, lock, requests)
         requests.obeyed = True
         done = runner.run()
     trials = results.ranked(runner.trials, plan.direction)
@@ -93,7 +93,7 @@ def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: 
         reader = TrialLogReader(results.run_folder(folder, trial.number), plan.metric)
         reader.read()
         seen[trial.number] = reader.progress
-    print(*display.table(trials, plan, seen, shutil.get_terminal_size((160, 24)).columns), sep="\n")
+    print(*results.table(trials, plan, seen, shutil.get_terminal_size((160, 24)).columns), sep="\n")
     print(*_best(plan, trials), sep="\n")
     if failed := sum(trial.state == "failed" for trial in trials):
         print(f"{failed} of {len(trials)} trials failed; to retry them, add --retry-failed to the same command")

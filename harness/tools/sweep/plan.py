@@ -15,7 +15,7 @@ from harness.config.schema import Config
 from harness.errors import ConfigError, plural
 from harness.tools.sweep.comparability import Confounder, PlannedTrial, confounders
 from harness.tools.sweep.slots import Machine, is_here, need
-from harness.tools.sweep.space import Settings, corners, grid, typed
+from harness.tools.sweep.spec import Settings, corners, grid, typed
 from harness.tools.sweep.sweep_file import SweepFile
 from harness.training import preflight
 

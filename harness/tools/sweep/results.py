@@ -1,22 +1,26 @@
-"""``sweep.json`` with the state of every trial, and the ranking of trials."""
+"""``sweep.json`` with the state of every trial, the ranking of trials, and their table for the terminal."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.errors import plural
 from harness.runs import layout
 from harness.runs.files import finite, write_atomically
+from harness.tools.report import formatting
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.space import Settings, identity, values_of
-from harness.tools.sweep.spec import Range
+from harness.tools.sweep.process import TrialProgress
+from harness.tools.sweep.spec import Range, Settings, columns, identity, values_of
 
 if TYPE_CHECKING:
     from harness.tools.sweep.study import SweepTrial
+
+_MAX_ERROR = 60  # characters of an error in the table
 
 
 def run_name(number: int) -> str:
@@ -111,3 +115,41 @@ def over_seeds(trials: Sequence[SweepTrial], direction: str) -> list[SeedMean]:
 
 def _without_seed(trial: SweepTrial) -> Settings:
     return {key: value for key, value in trial.settings.items() if key != "seed"}
+
+
+# The table
+
+
+def table(trials: Sequence[SweepTrial], plan: Plan, seen: Mapping[int, TrialProgress], width: int) -> list[str]:
+    """The lines of the table with its heading, one row per trial in the given order. ``seen``: progress by number."""
+    varied = columns([trial.settings for trial in trials] or [planned.settings for planned in plan.trials])
+    heading = ["trial", *varied.values(), "state", plan.metric, "epoch", "seconds", ""]
+    rows = [heading, *(_row(trial, list(varied), seen.get(trial.number), plan) for trial in trials)]
+    after_state = len(varied) + 2
+    numbers = [
+        place for place, key in enumerate(varied, 1)
+        if all(isinstance(trial.settings.get(key), int | float) for trial in trials)
+    ]  # fmt: skip
+    right = [0, *numbers, after_state, after_state + 1, after_state + 2]
+    return formatting.table(rows, right=right, width=width)
+
+
+def _row(trial: SweepTrial, keys: Sequence[str], progress: TrialProgress | None, plan: Plan) -> list[str]:
+    error = " ".join((trial.error or "").split())
+    epochs = trial.settings.get("train.epochs", plan.config_like(trial.settings).train.epochs)
+    return [
+        run_name(trial.number),
+        *(formatting.setting(trial.settings.get(key), 4) for key in keys),
+        trial.state,
+        "" if trial.value is None else f"{trial.value:.5g}",
+        f"{progress.epoch}/{epochs}" if progress and progress.step else "",
+        f"{progress.wall_s:.0f}" if progress and progress.wall_s else "",
+        formatting.short(error, _MAX_ERROR),
+    ]
+
+
+def counts(trials: Sequence[SweepTrial], total: int) -> str:
+    """The number of trials in each state, as one line."""
+    states = [trial.state for trial in trials]
+    found = [f"{states.count(state)} {state}" for state in ("running", "finished", "pruned", "failed")]
+    return f"{plural(total, 'trial')}: {', '.join(text for text in found if text[0] != '0') or 'none finished yet'}"

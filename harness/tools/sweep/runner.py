@@ -6,6 +6,7 @@ fails is reported and left. Neither stops the others.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -17,15 +18,16 @@ from harness.distributed.signals import Requests, name
 from harness.errors import HarnessError
 from harness.runs import layout
 from harness.tools.sweep import process, results
-from harness.tools.sweep.display import Display
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.process import How, TrialProcess
-from harness.tools.sweep.progress import TrialLogReader, TrialProgress, final_value
+from harness.tools.sweep.process import How, TrialLogReader, TrialProcess, final_value
 from harness.tools.sweep.slots import Grant, Slots, need
-from harness.tools.sweep.space import typed
+from harness.tools.sweep.spec import typed
 from harness.tools.sweep.study import Study, SweepTrial
 
+log = logging.getLogger("harness")
+
 _POLL_S = 0.1
+_LINE_S = 60.0  # interval of lines about running trials
 _STARTS = 3  # of a trial that is interrupted each time, per start of the sweep
 _ORPHANS_S = 30.0  # for the processes of a killed trial to end by themselves with a checkpoint
 _GRACE_S = 20.0  # in addition to launch.grace_s, for a launcher to report on ranks that it had to kill
@@ -50,19 +52,18 @@ class RunningTrial:
 
 
 class Runner:
-    """Runs the trials of ``study`` until none is left or a stop is requested; leaves ``trials`` and ``seen``."""
+    """Runs the trials of ``study`` until none is left or a stop is requested; leaves ``trials``."""
 
     def __init__(
         self,
         plan: Plan,
         study: Study,
-        display: Display,
         environ: Mapping[str, str],
         lock: list[int],
         requests: Requests,
     ) -> None:
         """``lock``: file descriptors that trials keep open; ``requests``: the stop signals so far."""
-        self._plan, self._study, self._display = plan, study, display
+        self._plan, self._study = plan, study
         self._environ, self._lock, self._requests = environ, lock, requests
         self._folder = plan.file.spec.folder
         self._slots = Slots(plan.machine, plan.parallel)
@@ -73,7 +74,7 @@ class Runner:
         self._stopping = 0
         self._changed = True
         self.trials: list[SweepTrial] = []
-        self.seen: dict[int, TrialProgress] = {}  # by trial number
+        self._next_line = time.monotonic() + _LINE_S
         self._bystanders = processes.adopt_orphans()
 
     def run(self) -> bool:
@@ -91,7 +92,6 @@ class Runner:
                 time.sleep(_POLL_S)
         finally:
             self._stop_all()
-            self._display.close()
 
     # Starting
 
@@ -143,7 +143,6 @@ class Runner:
     def _watch(self, running: RunningTrial) -> None:
         end = running.process.ended()  # before reading the log, which is complete if the process has ended
         running.reader.read()
-        self.seen[running.trial.number] = running.reader.progress
         self._report(running)
         if end is not None:
             self._conclude(running, *end)
@@ -199,20 +198,25 @@ class Runner:
             return
         if not self._stopping:
             which = name(self._requests.numbers[0])
-            self._display.message(
-                f"stopping ({which}): running trials will write a checkpoint; press Ctrl-C again to kill them"
-            )
+            log.info("stopping (%s): running trials will write a checkpoint; press Ctrl-C again to kill them", which)
         for running in self._running.values():
             running.process.kill() if self._stopping else running.stop()
         self._stopping = asked
 
     def _publish(self) -> None:
-        """Write ``sweep.json`` if anything changed, and update the display."""
+        """Write ``sweep.json`` if anything changed; once a minute, print the progress of the running trials."""
         if self._changed:
             self._changed = False
             self.trials = [self._as_known_here(trial) for trial in self._study.trials()]
             results.write(self._folder / layout.SWEEP, self._plan, self.trials)
-        self._display.update(self.trials, self.seen)
+        if (now := time.monotonic()) < self._next_line:
+            return
+        self._next_line = now + _LINE_S
+        for running in self._running.values():
+            if (seen := running.reader.progress).step:
+                loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
+                name = results.run_name(running.trial.number)
+                log.info("trial %s: epoch %d, step %d%s", name, seen.epoch, seen.step, loss)
 
     def _as_known_here(self, trial: SweepTrial) -> SweepTrial:
         """``trial`` with its state in this process; the study only stores that it was started."""
@@ -224,7 +228,7 @@ class Runner:
 
     def _message(self, trial: SweepTrial, text: str) -> None:
         self._changed = True
-        self._display.message(f"trial {results.run_name(trial.number)} {text}")
+        log.info("trial %s %s", results.run_name(trial.number), text)
 
     def _known(self) -> set[int]:
         return self._bystanders | {running.process.pid for running in self._running.values()}

@@ -7,6 +7,9 @@ process uses the study.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +23,8 @@ from optuna.trial import TrialState
 from harness.config import loader
 from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.errors import ConfigError, HarnessError, first_line
-from harness.tools.sweep import samplers
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.space import Settings, identity
+from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, values_of
 
 State = Literal["waiting", "running", "finished", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {
@@ -34,6 +36,22 @@ _STATES: dict[TrialState, State] = {
 }
 # A resumed run may change these, but trials of one sweep must agree on them.
 _COUNTS = ("train.epochs", "train.max_steps", "train.evaluate_every", "train.patience", "launch.nproc", "launch.nnodes")
+_SAMPLERS: dict[str, Any] = {
+    "grid": optuna.samplers.RandomSampler,  # unused: the trials of a grid have their values
+    "random": optuna.samplers.RandomSampler,
+    "qmc": optuna.samplers.QMCSampler,
+    "tpe": optuna.samplers.TPESampler,
+    "gp": optuna.samplers.GPSampler,
+    "cmaes": optuna.samplers.CmaEsSampler,
+}
+_PRUNERS: dict[str, Any] = {
+    "none": optuna.pruners.NopPruner,
+    "median": optuna.pruners.MedianPruner,
+    "percentile": optuna.pruners.PercentilePruner,
+    "successive_halving": optuna.pruners.SuccessiveHalvingPruner,
+    "hyperband": optuna.pruners.HyperbandPruner,
+}
+_NEEDS = {"qmc": "scipy", "gp": "scipy", "cmaes": "cmaes"}
 _STORAGE_ERRORS = (optuna.exceptions.OptunaError, sqlalchemy.exc.SQLAlchemyError)
 
 
@@ -59,8 +77,8 @@ class Study:
         self._plan, self._spec = plan, plan.file.spec
         self._seed = plan.trials[0].config.seed
         self._live: dict[int, optuna.Trial] = {}
-        pruner = samplers.pruner(self._spec, plan.trials[0].config.train.epochs)
-        samplers.sampler(self._spec, self._seed, 0)  # reports wrong arguments before any trial starts
+        pruner = _pruner(self._spec, plan.trials[0].config.train.epochs)
+        _sampler(self._spec, self._seed, 0)  # reports wrong arguments before any trial starts
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         own = None if self._spec.storage else folder / "study.db"
         url = self._spec.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
@@ -120,7 +138,7 @@ class Study:
         if not self._spec.is_search:
             return identity(settings) in self._wanted
         space: Mapping[str, Any] = self._spec.space  # type: ignore[assignment]
-        return settings.keys() == space.keys() and all(samplers.within(settings[key], space[key]) for key in space)
+        return settings.keys() == space.keys() and all(_within(settings[key], space[key]) for key in space)
 
     def _is_foreign(self, frozen: optuna.trial.FrozenTrial) -> bool:
         settings = frozen.user_attrs.get("settings")
@@ -147,12 +165,12 @@ class Study:
         return self._take(self._study.ask())
 
     def _reseed(self, number: int) -> None:
-        self._study.sampler = samplers.sampler(self._spec, self._seed, number)
+        self._study.sampler = _sampler(self._spec, self._seed, number)
 
     def _take(self, trial: optuna.Trial) -> SweepTrial:
         if "settings" not in trial.user_attrs:
             space: Mapping[str, Any] = self._spec.space  # type: ignore[assignment]
-            trial.set_user_attr("settings", {key: samplers.suggest(trial, key, space[key]) for key in space})
+            trial.set_user_attr("settings", {key: _suggest(trial, key, space[key]) for key in space})
         number = int(trial.user_attrs.get("run", trial.number))
         self._live[number] = trial
         return SweepTrial(number, trial.user_attrs["settings"], "running")
@@ -251,3 +269,54 @@ def _recipe(plan: Plan) -> dict[str, Any]:
 def _is_below(key: str, settings: Iterable[str]) -> bool:
     """True if ``key`` is one of ``settings`` or a part of one."""
     return any(key == setting or key.startswith(f"{setting}.") for setting in settings)
+
+
+# Samplers and pruners
+#
+# Every trial gets its own sampler, seeded by the trial's number. Its draw depends on the sweep and the finished trials,
+# but not on how often the sweep was stopped and started.
+
+
+def _sampler(spec: SweepSpec, seed: int, number: int) -> optuna.samplers.BaseSampler:
+    """The sampler for trial ``number``. Raises ConfigError for arguments that Optuna does not accept."""
+    if (package := _NEEDS.get(spec.sampler)) and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"sampler {spec.sampler} needs {package}, which is not installed", hint=f"pip install {package}"
+        )
+    # The draws of a quasi-random sequence belong together, so they share one seed.
+    own = seed if spec.sampler == "qmc" else (seed * 1_000_003 + number) % 2**32
+    return _make(_SAMPLERS[spec.sampler], {"seed": own, **spec.sampler_args}, "sampler_args")
+
+
+def _pruner(spec: SweepSpec, epochs: int) -> optuna.pruners.BasePruner:
+    """The pruner for trials of ``epochs`` epochs. Raises ConfigError for arguments that Optuna does not accept."""
+    known = {"max_resource": epochs} if spec.pruner == "hyperband" else {}
+    return _make(_PRUNERS[spec.pruner], {**known, **spec.pruner_args}, "pruner_args")
+
+
+def _make(cls: Any, arguments: dict[str, Any], key: str) -> Any:
+    takes = ", ".join(name for name in inspect.signature(cls.__init__).parameters if name != "self")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Optuna's {cls.__name__} rejects its arguments: {error}", where=key, hint=f"it accepts: {takes}"
+        ) from None
+
+
+def _suggest(trial: optuna.Trial, key: str, axis: Any) -> Any:
+    """The value of ``key`` in ``trial``: drawn now, or read if it was drawn before."""
+    if not isinstance(axis, Range):
+        return trial.suggest_categorical(key, values_of(axis))
+    if all(isinstance(end, int) for end in (axis.low, axis.high, axis.step or 1)):
+        return trial.suggest_int(key, int(axis.low), int(axis.high), step=int(axis.step or 1), log=axis.log)
+    return trial.suggest_float(key, axis.low, axis.high, step=axis.step, log=axis.log)
+
+
+def _within(value: Any, axis: Any) -> bool:
+    """True if ``value`` can be drawn from ``axis``."""
+    if isinstance(axis, Range):
+        return isinstance(value, int | float) and axis.low <= value <= axis.high
+    return value in values_of(axis)

@@ -15,8 +15,7 @@ from harness.config.constraints import Conflict
 from harness.config.schema import flatten
 from harness.errors import ConfigError
 from harness.runs.files import is_url
-from harness.tools.sweep.space import identity
-from harness.tools.sweep.spec import Range, SweepSpec
+from harness.tools.sweep.spec import Range, SweepSpec, identity
 
 _SET_BY_THE_SWEEP = ("name", "output", "checkpoint.resume")
 _OWN_KEYS = {field.alias or name for name, field in SweepSpec.model_fields.items()} - {"set", "space"}

@@ -9,8 +9,7 @@ import pytest
 
 from harness.config import loader
 from harness.tools.sweep.comparability import PlannedTrial, confounders
-from harness.tools.sweep.space import grid, typed
-from harness.tools.sweep.spec import SweepSpec
+from harness.tools.sweep.spec import SweepSpec, grid, typed
 from tests.fixtures import settings, write_yaml
 
 GRID = {"launch.nproc": [1, 2], "data.shard": ["global"]}

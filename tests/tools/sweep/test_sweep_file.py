@@ -14,7 +14,7 @@ from harness.errors import EXIT_USAGE, ConfigError
 from harness.tools.sweep import spec
 from harness.tools.sweep.plan import make
 from harness.tools.sweep.slots import Machine
-from harness.tools.sweep.space import corners, grid, typed
+from harness.tools.sweep.spec import corners, grid, typed
 from harness.tools.sweep.sweep_file import load
 from tests.conftest import ROOT
 from tests.tools.sweep.sweeping import write_base, write_sweep

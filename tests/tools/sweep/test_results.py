@@ -1,15 +1,14 @@
-"""The display of a sweep on a terminal, as lines and as the final table; sweep.json and rankings."""
+"""The final table, sweep.json and rankings."""
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
 
-from harness.tools.sweep import display, results
+from harness.tools.sweep import results
 from harness.tools.sweep.plan import Plan, make
-from harness.tools.sweep.progress import TrialProgress
+from harness.tools.sweep.process import TrialProgress
 from harness.tools.sweep.slots import Machine
 from harness.tools.sweep.study import SweepTrial
 from harness.tools.sweep.sweep_file import load
@@ -25,11 +24,6 @@ TRIALS = [
 SEEN = {0: TrialProgress(40, 4, 0.5, 0.5, 12.4), 3: TrialProgress(15, 1, 0.9, 0.45, 3.0)}
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def plan(tmp_path) -> Plan:
     write_base(tmp_path)
@@ -38,7 +32,7 @@ def plan(tmp_path) -> Plan:
 
 
 def test_table(plan):
-    lines = display.table(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
+    lines = results.table(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
     assert [line.split() for line in lines[:3]] == [
         ["trial", "lr", "name", "state", "top1", "epoch", "seconds"],
         ["0001", "0.2", "sgd", "finished", "0.75"],
@@ -47,39 +41,11 @@ def test_table(plan):
     assert [line.split()[0] for line in lines[1:]] == ["0001", "0000", "0004", "0003", "0002"]
     assert lines[-1].endswith("…")
     assert "the loss became nan" in lines[-1]
-    assert max(map(len, display.table(TRIALS, plan, SEEN, 40))) <= 40
+    assert max(map(len, results.table(TRIALS, plan, SEEN, 40))) <= 40
 
 
 def test_lowest_value_ranks_first_when_minimizing():
     assert [trial.number for trial in results.ranked(TRIALS, "minimize")][:2] == [0, 1]
-
-
-def test_table_is_redrawn_on_a_terminal(plan, monkeypatch):
-    monkeypatch.setattr(display, "_DRAW_S", 0.0)
-    monkeypatch.setenv("LINES", "6")
-    monkeypatch.setenv("COLUMNS", "70")
-    stream = Terminal()
-    shown = display.Display(plan, stream)
-    shown.update(TRIALS, SEEN)
-    first = stream.getvalue()
-    assert first.startswith("4 trials: 1 running, 2 finished, 1 pruned, 1 failed\ntrial")
-    assert first.splitlines()[2].split() == ["0003", "0.2", "adam", "running", "0.45", "1/4", "3"]
-    assert first.splitlines()[-1] == "... and 4 more"
-    assert len(first.splitlines()) == 4
-    shown.message("trial 0004 starts")
-    assert stream.getvalue()[len(first) :].startswith("\x1b[4A\r\x1b[Jtrial 0004 starts\n")
-    shown.update(TRIALS, SEEN)
-    shown.close()
-    assert stream.getvalue().endswith("\x1b[4A\r\x1b[J")
-
-
-def test_lines_without_a_terminal(plan, monkeypatch):
-    monkeypatch.setattr(display, "_LINE_S", 0.0)
-    stream = io.StringIO()
-    shown = display.Display(plan, stream)
-    shown.message("trial 0003 starts")
-    shown.update(TRIALS, SEEN)
-    assert stream.getvalue() == "trial 0003 starts\ntrial 0003: epoch 1, step 15, loss 0.9\n"
 
 
 def test_sweep_json(plan, tmp_path):
@@ -104,7 +70,7 @@ def test_trials_of_a_list_with_different_settings(tmp_path):
     trials = [SweepTrial(number, planned.settings, "running") for number, planned in enumerate(plan.trials)]
     results.write(tmp_path / "sweep.json", plan, trials)
     assert [trial["world"] for trial in json.loads((tmp_path / "sweep.json").read_text())["trials"]] == [2, 1]
-    rows = display.table(trials, plan, {0: TrialProgress(5, 1), 1: TrialProgress(5, 1)}, 120)[1:]
+    rows = results.table(trials, plan, {0: TrialProgress(5, 1), 1: TrialProgress(5, 1)}, 120)[1:]
     assert [row.split()[-1] for row in rows] == ["1/9", "1/4"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from harness.tools.sweep.progress import TrialLogReader, final_value
+from harness.tools.sweep.process import TrialLogReader, final_value
 
 
 def lines(*entries: dict) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from harness.tools.sweep import space
+from harness.tools.sweep import spec
 from harness.tools.sweep.spec import SweepSpec
 
 
@@ -19,15 +19,15 @@ def sweep(**content) -> SweepSpec:
 
 
 def test_grid_is_the_product_in_file_order():
-    found = space.grid(sweep(space={"launch.nproc": [1, 2], "optimizer.lr": [0.1, 0.2, 0.3]}))
+    found = spec.grid(sweep(space={"launch.nproc": [1, 2], "optimizer.lr": [0.1, 0.2, 0.3]}))
     assert [tuple(trial.values()) for trial in found] == list(itertools.product([1, 2], [0.1, 0.2, 0.3]))
     assert list(found[0]) == ["launch.nproc", "optimizer.lr"]
 
 
 def test_list_is_kept_and_seeds_vary_fastest():
     trials = [{"optimizer.lr": 0.1}, {"optimizer.name": "adam"}]
-    assert space.grid(sweep(space=trials)) == trials
-    found = space.grid(sweep(space=trials, seeds=[3, 4]))
+    assert spec.grid(sweep(space=trials)) == trials
+    found = spec.grid(sweep(space=trials, seeds=[3, 4]))
     assert found == [{**trial, "seed": seed} for trial in trials for seed in (3, 4)]
 
 
@@ -35,8 +35,8 @@ def test_list_is_kept_and_seeds_vary_fastest():
     st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(), min_size=1, max_size=3, unique=True), min_size=1)
 )
 def test_grid_has_every_combination_once(axes):
-    found = space.grid(sweep(space=axes))
-    assert len({space.identity(trial) for trial in found}) == len(found)
+    found = spec.grid(sweep(space=axes))
+    assert len({spec.identity(trial) for trial in found}) == len(found)
     count = 1
     for values in axes.values():
         count *= len(values)
@@ -44,7 +44,7 @@ def test_grid_has_every_combination_once(axes):
 
 
 def test_corners_of_a_search():
-    found = space.corners(
+    found = spec.corners(
         sweep(sampler="tpe", trials=3, space={"a": {"low": 1, "high": 9}, "b": {"choices": ["u", "v", None]}})
     )
     assert found == [{"a": 1, "b": "u"}, {"a": 9, "b": "u"}, {"a": 1, "b": "v"}, {"a": 1, "b": None}]
@@ -60,7 +60,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_typed_settings_are_read_back_exactly(value):
-    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={space.spelled(value)}"]))["a"]
+    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={spec.spelled(value)}"]))["a"]
     assert json.dumps(read) == json.dumps(value)
 
 
@@ -70,9 +70,9 @@ def test_typed_settings_are_read_back_exactly(value):
      ("1e5", '"1e5"'), ([1, 2], "[1, 2]"), ("", '""'), ("{\U00010000", '"{\U00010000"')],
 )  # fmt: skip
 def test_settings_are_typed_without_needless_quotes(value, text):
-    assert space.spelled(value) == text
+    assert spec.spelled(value) == text
 
 
 def test_headings_are_short_and_unambiguous():
     trials = [{"launch.nproc": 1, "optimizer.lr": 0.1, "model.args.name": 1, "optimizer.name": "sgd"}]
-    assert list(space.columns(trials).values()) == ["world", "lr", "model.args.name", "optimizer.name"]
+    assert list(spec.columns(trials).values()) == ["world", "lr", "model.args.name", "optimizer.name"]
