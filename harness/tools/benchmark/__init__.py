@@ -1,5 +1,4 @@
 """``harness bench``: time and memory of the parallel strategies on this machine, each case in its own processes.
 
-Benchmarks of the project itself are scripts in the top-level folder benchmarks/. Start at strategies.py, which plans
-and runs the cases; case.py measures one case in a process of its own, report.py writes the tables.
+Benchmarks of the project itself are scripts in the top-level folder benchmarks/. Start at strategies.py.
 """

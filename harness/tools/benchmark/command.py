@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.training import console
 
     console.to_terminal(0)
-    written = strategies.strategies(
+    measured = strategies.strategies(
         arguments.config,
         arguments.overrides,
         arguments.world,
@@ -39,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.threads,
         arguments.out,
     )
-    print(*written, sep="\n")
+    print(strategies.text(measured))
     return EXIT_DONE

@@ -10,7 +10,7 @@ HELP = "check whether this machine is ready to train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the list of torch.utils.collect_env")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from harness.errors import EXIT_DONE, EXIT_USAGE
-from harness.tools.doctor import gpus, limits, network, software
-from harness.tools.doctor.findings import Check, System, run_check
+from harness.tools.doctor import limits, network, software
+from harness.tools.doctor.findings import Check, Finding, System, run_check
 from harness.version import __version__
 
 CHECKS: list[Check] = [
@@ -19,8 +19,8 @@ CHECKS: list[Check] = [
     software.torchvision,
     software.apex,
     software.backend,
-    gpus.cuda,
-    gpus.mps,
+    software.cuda,
+    software.mps,
     limits.cpu,
     limits.memory,
     limits.shared_memory,
@@ -38,8 +38,16 @@ CHECKS: list[Check] = [
 TIMEOUT_S = 60.0  # per check; importing torch from a cold network file system takes long
 
 
+def environment(system: System) -> Iterator[Finding]:
+    """What a bug report needs. It takes seconds, so only the JSON has it."""
+    from torch.utils import collect_env
+
+    yield Finding("environment", "ok", str(collect_env.get_pretty_env_info()))
+
+
 def main(environ: Mapping[str, str], as_json: bool, checks: Sequence[Check] = CHECKS) -> int:
     """Print the report; return 2 if there is a problem, otherwise 0."""
+    checks = [*checks, environment] if as_json else checks
     findings = [finding for check in checks for finding in run_check(check, System(environ), TIMEOUT_S)]
     problems, notes = (sum(finding.mark == mark for finding in findings) for mark in ("problem", "note"))
     facts = {"harness": __version__, "host": platform.node(), "system": platform.platform()}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 Mark = Literal["ok", "note", "problem"]
-COMMAND_S = 20.0  # nvidia-smi takes seconds per GPU without persistence mode
 
 
 @dataclass(frozen=True)
@@ -23,22 +21,13 @@ class Finding:
     remedies: tuple[str, ...] = ()
 
 
-def output_of(command: Sequence[str]) -> str:
-    """The output of ``command``; empty if it does not exist, fails or hangs."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 @dataclass(frozen=True)
 class System:
-    """Inputs of the checks: environment variables, the root of the file system, the folder to train in, commands."""
+    """Inputs of the checks: environment variables, the root of the file system, the folder to train in."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path("/")
     folder: Path = Path()
-    output_of: Callable[[Sequence[str]], str] = output_of
 
 
 Check = Callable[[System], Iterator[Finding]]

@@ -1,4 +1,4 @@
-"""Python, the required packages, and the Apex that ``import apex`` would find."""
+"""Python, the required packages, the Apex that ``import apex`` would find, and the GPUs that torch can use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from harness.tools.doctor.findings import Finding, System
+from harness.errors import plural
+from harness.tools.doctor.findings import Finding, Mark, System
 
 DISTRIBUTION = "apex-harness"
 OLDEST_PYTHON = (3, 10)
+GIB = 2**30
 
 
 def python(system: System) -> Iterator[Finding]:
@@ -92,11 +94,6 @@ def _numbers(version: str) -> list[int]:
 
 # Apex: identified from files and metadata, because importing PyPI's apex fails
 
-_PARTS = [
-    *("amp", "parallel", "optimizers", "normalization", "multi_tensor_apply"),
-    *("fp16_utils", "mlp", "fused_dense", "contrib", "transformer"),
-]
-_EXTENSIONS = ["apex_C", "amp_C", "syncbn", "fused_layer_norm_cuda"]
 _SCRIPTS = "python -m harness.apex SCRIPT ARGS  # runs scripts that use `from apex import amp` unmodified"
 
 Kind = Literal["none", "ours", "nvidia", "rocm", "pypi", "folder", "unknown"]
@@ -104,16 +101,16 @@ Kind = Literal["none", "ours", "nvidia", "rocm", "pypi", "folder", "unknown"]
 
 @dataclass(frozen=True)
 class InstalledApex:
-    """The installed ``apex``: its origin, version, folder and parts."""
+    """The installed ``apex``: its origin, version, folder, and the parts that the recipe uses and it lacks."""
 
     kind: Kind
     version: str = "of unknown version"
     folder: str = ""
-    parts: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
 
     @property
     def has_amp(self) -> bool:
-        return "amp" in self.parts and "parallel" in self.parts
+        return self.kind in ("nvidia", "rocm") and not self.lacking
 
 
 def find_apex() -> InstalledApex:
@@ -129,15 +126,15 @@ def find_apex() -> InstalledApex:
     places = list(spec.submodule_search_locations or [])
     folder = Path(places[0] if places else spec.origin or "")
     version, requirements = _metadata()
-    parts = tuple(part for part in _PARTS if (folder / part).is_dir() or (folder / f"{part}.py").is_file())
+    lacking = tuple(part for part in ("amp", "parallel") if not (folder / part).is_dir())
     kind: Kind
-    if "multi_tensor_apply" in parts or "amp" in parts:
+    if "amp" not in lacking or (folder / "multi_tensor_apply").is_dir():
         kind = "rocm" if _is_rocm(folder, version) else "nvidia"
     elif spec.origin is None:
         kind = "folder"
     else:
         kind = "pypi" if "pyramid" in requirements else "unknown"
-    return InstalledApex(kind, version, str(folder), parts)
+    return InstalledApex(kind, version, str(folder), lacking)
 
 
 def _metadata() -> tuple[str, str]:
@@ -174,18 +171,12 @@ def apex(system: System) -> Iterator[Finding]:
             "apex", "note", f"not NVIDIA's Apex but another package ({at})", ("python -m pip uninstall apex",)
         )
     else:
-        yield from _genuine(found, at)
-
-
-def _genuine(found: InstalledApex, at: str) -> Iterator[Finding]:
-    origin = {"nvidia": "NVIDIA's", "rocm": "ROCm's"}[found.kind]
-    extensions = [name for name in _EXTENSIONS if importlib.util.find_spec(name) is not None]
-    text = f"{origin} Apex {at}; has {', '.join(found.parts)}; extensions: {', '.join(extensions) or 'none'}"
-    if found.has_amp:
-        yield Finding("apex", "ok", text)
-    else:
-        absent = " and ".join(part for part in ("amp", "parallel") if part not in found.parts)
-        yield Finding("apex", "note", f"{text}; without {absent}, which NVIDIA removed after 25.05", (_SCRIPTS,))
+        text = f"{'ROCm' if found.kind == 'rocm' else 'NVIDIA'}'s Apex {at}"
+        if found.has_amp:
+            yield Finding("apex", "ok", text)
+        else:
+            absent = " and ".join(found.lacking)
+            yield Finding("apex", "note", f"{text}; without {absent}, which NVIDIA removed after 25.05", (_SCRIPTS,))
 
 
 def backend(system: System) -> Iterator[Finding]:
@@ -200,3 +191,60 @@ def backend(system: System) -> Iterator[Finding]:
     chosen = precision.choose(PrecisionSection(), device).backend
     why = "" if on_cuda else " (the only choice on the CPU)"
     yield Finding("backend", "ok", f"precision.backend=auto uses {chosen}{why}")
+
+
+# GPUs
+
+
+def cuda(system: System) -> Iterator[Finding]:
+    import torch
+
+    from harness.distributed import cuda_driver
+    from harness.distributed.cuda_driver import Reason
+
+    marks: dict[Reason, Mark] = {Reason.NO_DRIVER: "ok", Reason.NO_DEVICE: "note", Reason.HIDDEN: "note"}
+    count, warning = cuda_driver.count_devices()
+    if count:
+        built, driver = cuda_driver.built_for(torch.version), cuda_driver.driver_version(system.root)
+        yield Finding(
+            "cuda", "ok", f"{plural(count, 'device')}; torch is built for {built or 'the CPU only'}, driver {driver}"
+        )
+        for index in range(count):
+            yield _device(torch.cuda, index)
+    else:
+        found = cuda_driver.why_none(warning, system.variables, system.root)
+        then = "does not start" if found.reason is Reason.BROKEN else "runs on the CPU"
+        text = f"{found.text}: training {then}"
+        yield Finding("cuda", marks.get(found.reason, "problem"), text, found.remedies)
+
+
+def _device(torch_cuda: Any, index: int) -> Finding:
+    it = torch_cuda.get_device_properties(index)
+    text = f"cuda:{index} {it.name}, {it.total_memory / GIB:.1f} GiB, compute capability {it.major}.{it.minor}"
+    architectures = torch_cuda.get_arch_list()
+    if architectures and not _runs_on(it.major, it.minor, architectures):
+        text += f", for which this torch has no kernels ({' '.join(architectures)})"
+        return Finding(
+            "cuda", "problem", text, ("install another build: https://pytorch.org/get-started/previous-versions",)
+        )
+    return Finding("cuda", "ok", text)
+
+
+def _runs_on(major: int, minor: int, architectures: list[str]) -> bool:
+    """Binaries run on their major version with an equal or higher minor; ``compute_`` code on any newer device."""
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(architectures)):
+        version = (int(number[:-1]), int(number[-1]))
+        if version <= (major, minor) and (kind == "compute" or version[0] == major):
+            return True
+    return any(architecture.startswith("gfx") for architecture in architectures)  # AMD: torch checks this itself
+
+
+def mps(system: System) -> Iterator[Finding]:
+    import torch
+
+    if torch.backends.mps.is_available():
+        yield Finding(
+            "mps",
+            "note",
+            "the harness does not use Apple GPUs, for which torch has no gloo or nccl: training runs on the CPU",
+        )

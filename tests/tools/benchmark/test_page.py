@@ -49,7 +49,8 @@ def test_documented_checks_pass(place, monkeypatch, capsys):
 def test_documented_benchmark_is_planned(place, monkeypatch):
     monkeypatch.chdir(place)
     cases = []
-    monkeypatch.setattr(strategies.report, "write", lambda found, out: [out / "strategies.md"])
+    monkeypatch.setattr(strategies, "write", lambda found, out: out)
+    monkeypatch.setattr(strategies, "text", lambda found: "")
     monkeypatch.setattr(strategies.log, "info", lambda *_: None)
     monkeypatch.setattr(strategies, "run", lambda case, *_: cases.append(case) or {"train_s": 1.0, "forward_s": 1.0})
     for command in words("harness bench"):
