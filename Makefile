@@ -32,11 +32,9 @@ check: $(VENV)/.dev  ## lint and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
-	$(BIN)/python -m benchmarks.ddp
 	$(BIN)/python -m benchmarks.explain
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
-	$(BIN)/python -m benchmarks.parquet_rows
 	$(BIN)/python -m benchmarks.start
 
 bench-peers: $(VENV)/.peers  ## time per step against hand-written loops, Fabric, Lightning and accelerate, with the goals

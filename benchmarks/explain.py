@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -192,27 +191,13 @@ def train(case: Case, config: Path) -> None:
                 raise RuntimeError(f"{case.name}: exit code {process.returncode}\n{errors.decode()[-2000:]}")
 
 
-def busy_s() -> tuple[float, float]:
-    """CPU seconds of the machine, and of the children of this process that have ended."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-    return total, children.ru_utime + children.ru_stime
-
-
-def disturbance(before: tuple[float, float], seconds: float) -> float:
-    """The share of the cores that programs other than the children of this process used since ``before``."""
-    total, ours = (now - then for now, then in zip(busy_s(), before, strict=True))
-    return max(0.0, total - ours) / seconds / (os.cpu_count() or 1)
-
-
 def wait_for_quiet() -> None:
     """Wait at most 20 s for the other programs to pause."""
     until = time.perf_counter() + 20
     while time.perf_counter() < until:
-        before = busy_s()
+        load = machine.OtherLoad()
         time.sleep(2)
-        if disturbance(before, 2) < _QUIET:
+        if load.share() < _QUIET:
             return
 
 
@@ -245,9 +230,9 @@ def run(case: Case, folder: Path, tasks: Mapping[str, Mapping[str, Any]], tries:
         )
         if tries > 1:
             wait_for_quiet()
-        before, start = busy_s(), time.perf_counter()
+        load = machine.OtherLoad()
         train(case, config)
-        disturbed = disturbance(before, time.perf_counter() - start)
+        disturbed = load.share()
         if disturbed < _QUIET:
             break
     return ask(config.parent / "run"), disturbed

@@ -1,19 +1,21 @@
-"""Describes the machine of a measurement and writes results as Markdown."""
+"""Describes the machine of a measurement and its other load, and writes results as Markdown."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 RESULTS = Path(__file__).with_name("results")
 
 
 def describe() -> str:
     """Processor, cores, memory, versions; no host name."""
+    import torch  # late: it would count as memory of the processes that benchmarks.open_shard measures
+
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -32,6 +34,27 @@ def describe() -> str:
     if torch.cuda.is_available():
         parts.insert(0, torch.cuda.get_device_name())
     return ", ".join(parts)
+
+
+class OtherLoad:
+    """The load of other programs since this object was made."""
+
+    def __init__(self) -> None:
+        self._start, self._before = time.perf_counter(), self._busy_s()
+
+    def share(self) -> float:
+        """The share of the cores that programs other than the children of this process used; children that still run
+        count as others."""
+        total, ours = (now - then for now, then in zip(self._busy_s(), self._before, strict=True))
+        return max(0.0, total - ours) / (time.perf_counter() - self._start) / (os.cpu_count() or 1)
+
+    @staticmethod
+    def _busy_s() -> tuple[float, float]:
+        """Processor seconds of the machine, and of the children of this process that have ended."""
+        ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        total = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return total, children.ru_utime + children.ru_stime
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

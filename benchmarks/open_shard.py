@@ -1,7 +1,7 @@
 """Measures how long ranks take to open their shards of an annotation CSV, and how much memory they need.
 
-    python benchmarks/open_shard.py --rows 10000000 --world 8
-    python benchmarks/open_shard.py --rows 30000000 --world 8 --readers first,warm
+    python -m benchmarks.open_shard --rows 10000000 --world 8
+    python -m benchmarks.open_shard --rows 30000000 --world 8 --readers first,warm
 
 Each reader runs in ``--world`` processes at once. After importing, the processes wait for each other, then open the
 file and read every label and caption of their shard as whole columns. The slowest rank is reported. Readers:
@@ -21,13 +21,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
-import os
-import platform
-import resource
 import shutil
 import statistics
 import tempfile
 import time
+from importlib.metadata import version
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from benchmarks import machine
 
 READERS = ("pandas", "first", "warm")
 COLUMNS = "path,label,x,y,w,h,caption"
@@ -124,32 +124,20 @@ def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
     barrier, results = context.Barrier(world), context.Queue()
     arguments = (world, cache, barrier, results)
     ranks = [context.Process(target=_rank, args=(reader, path, rank, *arguments)) for rank in range(world)]
-    begun, busy, ours = time.perf_counter(), _busy_s(), _children_s()
+    load = machine.OtherLoad()
     for process in ranks:
         process.start()
     found = [results.get(timeout=1200) for _ in ranks]
     for process in ranks:
         process.join()
-    others_s = (_busy_s() - busy) - (_children_s() - ours)
     return {
-        "others": max(0.0, others_s) / (time.perf_counter() - begun) / multiprocessing.cpu_count(),
+        "others": load.share(),
         "seconds": max(r[1] for r in found),
         "seen": tuple(sum(r[2][i] for r in found) for i in range(3)),
         "peak_mb": max(r[3] for r in found),
         "pss_mb": sum(r[4] for r in found),
         "cpu_s": sum(r[5] for r in found),
     }
-
-
-def _busy_s() -> float:
-    """Processor time that all cores have spent on any process, in seconds."""
-    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
-    return (sum(ticks[:8]) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-
-
-def _children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _worker(table: Any, worker: int, workers: int, results: Any) -> None:
@@ -185,41 +173,25 @@ def measure_workers(path: Path, workers: int, cache: Path) -> str:
 
 def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int, world: int) -> str:
     """A Markdown table with ratios to pandas, paired by repetition."""
-    repetitions = len(next(iter(runs.values())))
-    lines = [
-        f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions",
-        "",
-        "| reader | slowest rank, s: median (range) | speed-up | processor time of all ranks, s "
-        "| speed-up in processor time | peak RSS of a rank, MB | PSS of all ranks, MB | memory ratio | other load |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["reader", "slowest rank, s: median (range)", "speed-up", "processor time of all ranks, s",
+              "speed-up in processor time", "peak RSS of a rank, MB", "PSS of all ranks, MB", "memory ratio",
+              "other load"]  # fmt: skip
+    rows = []
     for reader, results in runs.items():
         seconds = [r["seconds"] for r in results]
-        ratio, less, cheaper = "", "", ""
+        ratios = {"seconds": "", "cpu_s": "", "pss_mb": ""}
         if "pandas" in runs and reader != "pandas":
             pairs = list(zip(runs["pandas"], results, strict=True))
-            ratio = f"{statistics.median(p['seconds'] / r['seconds'] for p, r in pairs):.1f}"
-            cheaper = f"{statistics.median(p['cpu_s'] / r['cpu_s'] for p, r in pairs):.1f}"
-            less = f"{statistics.median(p['pss_mb'] / r['pss_mb'] for p, r in pairs):.1f}"
-        peak, pss, busy = (statistics.median(r[k] for r in results) for k in ("peak_mb", "pss_mb", "cpu_s"))
-        others = statistics.median(r["others"] for r in results)
+            ratios = {key: f"{statistics.median(p[key] / r[key] for p, r in pairs):.1f}" for key in ratios}
+        peak, pss, busy, others = (
+            statistics.median(r[key] for r in results) for key in ("peak_mb", "pss_mb", "cpu_s", "others")
+        )
         span = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
-        work = f"{busy:.2f} | {cheaper}"
-        lines.append(f"| {reader} | {span} | {ratio} | {work} | {peak:.0f} | {pss:.0f} | {less} | {others:.0%} |")
-    return "\n".join(lines)
-
-
-def machine() -> str:
-    """CPU model, cores, memory, versions."""
-    import pandas as pd
-
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine())
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    return (
-        f"{model}, {multiprocessing.cpu_count()} cores, {int(memory.split()[1]) / 2**20:.0f} GiB; "
-        f"Python {platform.python_version()}, pandas {pd.__version__}, pyarrow {pa.__version__}"
-    )
+        rows.append([reader, span, ratios["seconds"], f"{busy:.2f}", ratios["cpu_s"], f"{peak:.0f}", f"{pss:.0f}",
+                     ratios["pss_mb"], f"{others:.0%}"])  # fmt: skip
+    repetitions = len(next(iter(runs.values())))
+    title = f"### {num_rows:,} rows ({csv_bytes / 1e9:.2f} GB), world {world}, {repetitions} repetitions"
+    return f"{title}\n\n{machine.table(header, rows)}"
 
 
 def main() -> None:
@@ -242,7 +214,8 @@ def main() -> None:
                 runs[reader].append(measure(reader, path, options.world, cache))
         seen = {run["seen"] for results in runs.values() for run in results}
         assert [rows for rows, _, _ in seen] == [options.rows], f"the readers saw different rows: {seen}"
-        parts = [machine(), report(runs, path.stat().st_size, options.rows, options.world)]
+        versions = f"pandas {version('pandas')}, pyarrow {version('pyarrow')}"
+        parts = [f"{machine.describe()}, {versions}", report(runs, path.stat().st_size, options.rows, options.world)]
         if options.workers:
             parts.append(measure_workers(path, options.workers, cache))
     text = "\n\n".join(parts) + "\n"

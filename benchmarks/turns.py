@@ -11,16 +11,17 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from benchmarks.ranks import free_port
 
 Steps = Callable[[int], float]  # takes that many steps; returns the seconds they took
 Batches = list[tuple[Tensor, Tensor]]
@@ -135,6 +136,15 @@ def _member(make: Callable[[], Steps], rank: int, world: int, port: int, pipe: A
     steps = make()
     while True:
         pipe.send(steps(pipe.recv()))
+
+
+def free_port() -> int:
+    """A free TCP port below 32768, where Linux begins to give ports to outgoing connections."""
+    for port in random.sample(range(20_000, 32_768), 100):
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("", port))
+            return port
+    raise RuntimeError("100 ports from 20000 to 32767 were tried, and all are in use")
 
 
 def world_size() -> int:

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.campaign import trigger
 from benchmarks.campaign.trigger import Kill
-from benchmarks.ranks import free_port
+from benchmarks.turns import free_port
 from harness.cli import command, leave
 from harness.distributed import processes
 
