@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from harness.runs.reader import Record
 
@@ -26,6 +26,12 @@ _MIN_ENTRIES = 5  # needed to judge how even the pace was
 NOT_METRICS = frozenset(  # numbers of an evaluation's entry
     ["step", "epoch", "samples", "skipped", "wall_s", "lr", "loss_scale", "samples_per_s", "data_wait", "rows_used",
      "rows", "bad_rows", *(f"time_{phase}" for phase in PHASES)]
+)  # fmt: skip
+
+
+_EXPECTED = (
+    "step", "epoch", "samples", "samples_per_s", "samples_skipped", "skipped", "loss", "lr", "loss_scale", "wall_s",
+    *(f"time_{phase}" for phase in PHASES),
 )  # fmt: skip
 
 
@@ -80,141 +86,114 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
     table = record.metrics()
     if not len(table):
         return History()
-    train, epochs, evals = (table.filter(pc.equal(table["split"], split)) for split in ("train", "epoch", "eval"))
-    axes = _Axes(train, epochs, evals)
-    trained = axes.curve(train, ["loss", "lr", "loss_scale", "skipped"])
-    evaluated = axes.curve(evals, _metrics(evals), finished_epochs=True)
-    times_s = _window_s(train)
-    scales = trained.values["loss_scale"][~np.isnan(trained.values["loss_scale"])]
-    seconds = np.concatenate([trained.at["seconds"], evaluated.at["seconds"]])
-    skipped = trained.values["skipped"]
+    log = _numbers(table)
+    train, epochs, evals = (log[table["split"].to_pandas() == split] for split in ("train", "epoch", "eval"))
+    ends = _ends_of_epochs(epochs, evals)
+    trained = _curve(train, _epochs(train, ends), train, ["loss", "lr", "loss_scale", "skipped"])
+    metrics = [name for name in evals if name not in NOT_METRICS and evals[name].notna().any()]
+    evaluated = _curve(evals, evals["epoch"], train, metrics)
+    windows = _windows(train)
+    scales = train["loss_scale"].dropna()
     return History(
         train=trained.take(downsample([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
         validation=evaluated.take(downsample(list(evaluated.values.values()), EVAL_POINTS)),
         improvements=_improvements(evaluated, metric, direction),
         last={name: float(values[-1]) for name, values in evaluated.values.items() if len(values)},
-        shares=_shares(train, times_s),
-        rows_per_s=_ratio(_rows(train)[times_s > 0].sum(), times_s.sum()),
-        burst=_burst(_rows(train), times_s),
-        train_s=float(times_s.sum()) or None,
-        wall_s=_last(seconds, largest=True),
-        steps=int(np.nanmax(np.concatenate([trained.steps, evaluated.steps, [0.0]]))),
-        samples=None if (last := _last(trained.at["samples"])) is None else int(last),
-        skipped=None if (last := _last(skipped)) is None else int(last),
-        samples_skipped=None if (last := _last(_numbers(train, "samples_skipped"))) is None else int(last),
+        shares=_shares(train, windows["seconds"]),
+        rows_per_s=_speed(windows[windows["seconds"] > 0]),
+        burst=_burst(windows),
+        train_s=float(windows["seconds"].sum()) or None,
+        wall_s=_known(pd.concat([train["wall_s"], evals["wall_s"]]).max()),
+        steps=int(_known(pd.concat([train["step"], evals["step"]]).max()) or 0),
+        samples=_count(train["samples"]),
+        skipped=_count(train["skipped"]),
+        samples_skipped=_count(train["samples_skipped"]),
         loss_scales=(float(scales.min()), float(scales.max())) if len(scales) else None,
     )
 
 
-class _Axes:
-    """The position of an update in epochs, samples and seconds, interpolated where an entry does not have it."""
-
-    def __init__(self, train: pa.Table, epochs: pa.Table, evals: pa.Table) -> None:
-        self._steps, self._samples = _numbers(train, "step"), _numbers(train, "samples")
-        ends = {0.0: 0.0}
-        for table, offset in ((epochs, 1.0), (evals, 0.0)):  # the entry at the end of epoch e has epoch = e
-            steps, numbers = _numbers(table, "step"), _numbers(table, "epoch") + offset
-            pairs = zip(steps.tolist(), numbers.tolist(), strict=True)
-            ends |= {step: epoch for step, epoch in pairs if epoch > 0 < step}
-        self._ends = np.array(sorted(ends.items()))
-
-    def curve(self, table: pa.Table, names: list[str], finished_epochs: bool = False) -> Curve:
-        steps = _numbers(table, "step")
-        epochs = _numbers(table, "epoch") if finished_epochs else self._epochs(table, steps)
-        seconds = _numbers(table, "wall_s")
-        samples = _between(steps, self._steps, self._samples)
-        at = {"epoch": epochs, "samples": samples, "seconds": seconds}
-        return Curve(steps, at, {name: _numbers(table, name) for name in names})
-
-    def _epochs(self, table: pa.Table, steps: np.ndarray) -> np.ndarray:
-        """Interpolated between the ends of epochs; after the last one, at the pace of the epoch before."""
-        if len(self._ends) < 2:
-            return _numbers(table, "epoch")
-        (before, was), (last, done) = self._ends[-2:]
-        pace = (done - was) / (last - before)
-        behind = np.minimum(done + (steps - last) * pace, done + 1)
-        return np.where(steps > last, behind, np.interp(steps, self._ends[:, 0], self._ends[:, 1]))
+def _numbers(table: pa.Table) -> pd.DataFrame:
+    """The columns of numbers as float64, and those that are expected; NaN where there is no finite number."""
+    kinds = {field.name: field.type for field in table.schema}
+    found = [name for name, kind in kinds.items() if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
+    log = table.select(found).to_pandas().astype(float).reindex(columns=list(dict.fromkeys([*found, *_EXPECTED])))
+    return log.where(np.isfinite(log))
 
 
-def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    """A column as float64; NaN where there is no finite number."""
-    if name not in table.column_names or not _is_number(table.schema.field(name).type):
-        return np.full(len(table), np.nan)
-    values: np.ndarray = table[name].cast(pa.float64()).to_numpy()
-    return values if np.isfinite(values).all() else np.where(np.isfinite(values), values, np.nan)
+def _ends_of_epochs(epochs: pd.DataFrame, evals: pd.DataFrame) -> pd.Series:
+    """{step: number of finished epochs}, ascending, from 0. The log's entry at the end of epoch e has epoch = e."""
+    found = pd.concat([epochs.set_index("step")["epoch"] + 1, evals.set_index("step")["epoch"]])
+    found = found[(found > 0) & (found.index > 0)]
+    return pd.concat([pd.Series({0.0: 0.0}), found.groupby(level=0).last()])
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
+def _epochs(train: pd.DataFrame, ends: pd.Series) -> np.ndarray:
+    """Interpolated between the ends of epochs; after the last one, at the pace of the epoch before."""
+    if len(ends) < 2:
+        return train["epoch"].to_numpy()
+    steps = train["step"].to_numpy()
+    (before, last), (was, done) = ends.index[-2:], ends.iloc[-2:]
+    behind = np.minimum(done + (steps - last) * (done - was) / (last - before), done + 1)
+    return np.where(steps > last, behind, np.interp(steps, ends.index, ends))
 
 
-def _between(at: np.ndarray, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
-    known = ~np.isnan(values)
-    if not known.any():
-        return np.full(len(at), np.nan)
-    return np.interp(at, steps[known], values[known])
-
-
-def _metrics(evals: pa.Table) -> list[str]:
-    """The columns of evaluations that hold a metric, in the order of the log."""
-    return [
-        column.name
-        for column in evals.schema
-        if column.name not in NOT_METRICS and _is_number(column.type)
-        if evals[column.name].null_count < len(evals)
-    ]
+def _curve(entries: pd.DataFrame, epochs: Any, train: pd.DataFrame, names: list[str]) -> Curve:
+    """The columns ``names`` of ``entries``. Samples are interpolated, because only entries of training have them."""
+    steps, known = entries["step"].to_numpy(), train.dropna(subset="samples")
+    samples = np.interp(steps, known["step"], known["samples"]) if len(known) else np.full(len(steps), np.nan)
+    at = {"epoch": np.asarray(epochs), "samples": samples, "seconds": entries["wall_s"].to_numpy()}
+    return Curve(steps, at, {name: entries[name].to_numpy() for name in names})
 
 
 def _improvements(evaluated: Curve, metric: str | None, direction: Direction) -> Curve:
     if metric not in evaluated.values:
         return no_curve()
-    values = evaluated.values[metric]
-    known = ~np.isnan(values)
-    signed = np.where(known, values if direction == "max" else -values, -np.inf)
-    before = np.concatenate([[-np.inf], np.maximum.accumulate(signed)[:-1]]) if len(signed) else signed
-    found = evaluated.take(np.flatnonzero(signed > before))
+    values = pd.Series(evaluated.values[metric])
+    signed = (values if direction == "max" else -values).fillna(-np.inf)
+    found = evaluated.take(np.flatnonzero(signed > signed.cummax().shift(fill_value=-np.inf)))
     return Curve(found.steps, found.at, {"value": found.values[metric]})
 
 
-def _rows(train: pa.Table) -> np.ndarray:
-    """Training rows since the entry before."""
-    return np.diff(np.nan_to_num(_numbers(train, "samples")), prepend=0.0)
+def _windows(train: pd.DataFrame) -> pd.DataFrame:
+    """Rows, and seconds of training, since the entry before; 0 s where an entry has no speed."""
+    rows = train["samples"].fillna(0.0).diff().fillna(train["samples"].fillna(0.0))
+    speed = train["samples_per_s"]
+    return pd.DataFrame({"rows": rows, "seconds": (rows / speed.where(speed > 0)).fillna(0.0)})
 
 
-def _window_s(train: pa.Table) -> np.ndarray:
-    """Seconds of training since the entry before; 0 where an entry has no speed."""
-    speed = np.nan_to_num(_numbers(train, "samples_per_s"))
-    return np.divide(_rows(train), speed, out=np.zeros(len(speed)), where=speed > 0)
+def _speed(windows: pd.DataFrame) -> float | None:
+    """Rows per second."""
+    rows, seconds = windows["rows"].sum(), windows["seconds"].sum()
+    return float(rows / seconds) if seconds > 0 else None
 
 
-def _burst(rows: np.ndarray, times_s: np.ndarray) -> float | None:
+def _burst(windows: pd.DataFrame) -> float | None:
     """Computed from whole windows only: the short one at the end of an epoch has a different speed."""
-    if len(rows) < _MIN_ENTRIES:
+    whole = windows[(windows["seconds"] > 0) & (windows["rows"] >= windows["rows"].median())]
+    mean = _speed(whole)
+    if len(whole) < _MIN_ENTRIES or not mean:
         return None
-    whole = (times_s > 0) & (rows >= np.median(rows))
-    if whole.sum() < _MIN_ENTRIES:
-        return None
-    mean = rows[whole].sum() / times_s[whole].sum()
-    return float(np.quantile(rows[whole] / times_s[whole], 0.9) / mean)
+    return float((whole["rows"] / whole["seconds"]).quantile(0.9) / mean)
 
 
-def _shares(train: pa.Table, times_s: np.ndarray) -> dict[str, float]:
+def _shares(train: pd.DataFrame, seconds: pd.Series) -> dict[str, float]:
     """Shares of the training time by phase: entries weighted by their duration."""
-    phases = {phase: _numbers(train, f"time_{phase}") for phase in PHASES}
-    known = (times_s > 0) & ~np.isnan(np.array(list(phases.values()))).all(axis=0)
+    phases = train[[f"time_{phase}" for phase in PHASES]]
+    known = (seconds > 0) & phases.notna().any(axis=1)
     if not known.any():
         return {}
-    weights = times_s[known] / times_s[known].sum()
-    return {phase: float((np.nan_to_num(values[known]) * weights).sum()) for phase, values in phases.items()}
+    weighted = phases[known].fillna(0.0).mul(seconds[known] / seconds[known].sum(), axis=0).sum()
+    return {phase: float(weighted[f"time_{phase}"]) for phase in PHASES}
 
 
-def _ratio(above: Any, below: Any) -> float | None:
-    return float(above / below) if below > 0 else None
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
-def _last(values: np.ndarray, largest: bool = False) -> float | None:
-    known = values[~np.isnan(values)]
-    return None if not len(known) else float(known.max() if largest else known[-1])
+def _count(values: pd.Series) -> int | None:
+    """The last number."""
+    known = values.dropna()
+    return int(known.iloc[-1]) if len(known) else None
 
 
 def downsample(series: Sequence[np.ndarray], limit: int) -> np.ndarray:
