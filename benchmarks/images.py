@@ -4,8 +4,7 @@
 
 The JPEGs are made: noise whose amplitude falls with the frequency as in photographs, so that files have a
 photograph's size. Each contender has a process of its own with one thread and no loader processes; they take turns as
-in benchmarks/turns.py, and the time is that on a core. nvJPEG takes part on a machine with a GPU, timm where it is
-installed.
+in benchmarks/turns.py, and the time is that on a core. timm takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
-from torchvision.io import ImageReadMode, decode_image, decode_jpeg, read_file
+from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from benchmarks import machine
@@ -166,25 +165,10 @@ def harness(folder: Path, kind: Kind, recipe: str, decode: str = "full", normali
     return endless(batches())
 
 
-def nvjpeg(folder: Path, kind: Kind, recipe: str) -> Steps:
-    steps = v2_steps(recipe)
-    files = sorted((folder / "0").iterdir())
-
-    def batches() -> Iterator[Any]:
-        while True:
-            for start in range(0, kind.count, kind.batch):
-                content = [read_file(str(file)) for file in files[start : start + kind.batch]]
-                yield torch.stack([steps(image) for image in decode_jpeg(content, ImageReadMode.RGB, "cuda")])
-                torch.cuda.synchronize()
-
-    return endless(batches())
-
-
 def case(folder: Path, kind: Kind, recipe: str) -> Case:
     makers: dict[str, Callable[..., Steps]] = {PIL: pil, "torchvision v2": torchvision_v2}
     makers |= {"timm": timm} if find_spec("timm") else {}
     makers |= {FULL: harness, REDUCED: partial(harness, decode="reduced"), UINT8: partial(harness, normalize=False)}
-    makers |= {"nvJPEG, v2 on the GPU": nvjpeg} if torch.cuda.is_available() else {}
     contenders = {name: partial(make, folder / kind.name, kind, recipe) for name, make in makers.items()}
     return Case(f"{kind.name}, {recipe}", contenders, {}, kind.count // kind.batch)
 
@@ -238,7 +222,6 @@ def main() -> None:
     text = f"{'; '.join(sizes)}. {options.rounds} rounds; ratio: speed relative to PIL's in the same round, median and "
     text += f"quartiles. Times are processor times. Load average at the start: {load:.1f}."
     text += "" if find_spec("timm") else " timm was not installed."
-    text += "" if torch.cuda.is_available() else " Without a GPU, nvJPEG was not measured."
     header = ["images", "images/s/core", "ratio", "quartiles", "goal", "reached"]
     parts = [text, machine.table(header, table)]
     if of_training:

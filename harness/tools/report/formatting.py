@@ -20,6 +20,7 @@ NOTHING = "–"
 BEST_DIGITS = 5  # of the deciding metric
 _METRICS = {"top1": "accuracy (top-1)", "top5": "accuracy (top-5)"}
 _SHORT_KEYS = {
+    "launch.nproc": "ranks",
     "batch.global": "batch",
     "batch.per_rank": "batch per rank",
     "optimizer.lr": "lr",

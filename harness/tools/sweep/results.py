@@ -15,7 +15,7 @@ from harness.runs.files import finite, write_atomically
 from harness.tools.report import formatting
 from harness.tools.sweep.plan import Plan
 from harness.tools.sweep.process import TrialProgress
-from harness.tools.sweep.spec import Range, Settings, columns, identity, values_of
+from harness.tools.sweep.spec import Range, Settings, identity, values_of
 
 if TYPE_CHECKING:
     from harness.tools.sweep.study import SweepTrial
@@ -122,9 +122,10 @@ def _without_seed(trial: SweepTrial) -> Settings:
 
 def table(trials: Sequence[SweepTrial], plan: Plan, seen: Mapping[int, TrialProgress], width: int) -> list[str]:
     """The lines of the table with its heading, one row per trial in the given order. ``seen``: progress by number."""
-    varied = columns([trial.settings for trial in trials] or [planned.settings for planned in plan.trials])
-    heading = ["trial", *varied.values(), "state", plan.metric, "epoch", "seconds", ""]
-    rows = [heading, *(_row(trial, list(varied), seen.get(trial.number), plan) for trial in trials)]
+    settings = [trial.settings for trial in trials] or [planned.settings for planned in plan.trials]
+    varied = list(dict.fromkeys(key for each in settings for key in each))
+    heading = ["trial", *map(formatting.key, varied), "state", plan.metric, "epoch", "seconds", ""]
+    rows = [heading, *(_row(trial, varied, seen.get(trial.number), plan) for trial in trials)]
     after_state = len(varied) + 2
     numbers = [
         place for place, key in enumerate(varied, 1)

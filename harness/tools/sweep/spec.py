@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -166,15 +165,3 @@ def _reads_as(text: str, value: Any) -> bool:
     except (OmegaConfBaseException, yaml.YAMLError, ValueError):
         return False
     return type(read) is type(value) and bool(read == value) and text == text.strip()
-
-
-_SHORT = {"launch.nproc": "world", "batch.global": "batch"}
-
-
-def columns(trials: Iterable[Settings]) -> dict[str, str]:
-    """{setting: heading}, as short as is unambiguous."""
-    keys = list(dict.fromkeys(key for trial in trials for key in trial))
-    short = [key.rsplit(".", 1)[-1] for key in keys]
-    return {
-        key: _SHORT.get(key) or (name if short.count(name) == 1 else key) for key, name in zip(keys, short, strict=True)
-    }

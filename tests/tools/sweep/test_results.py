@@ -34,7 +34,7 @@ def plan(tmp_path) -> Plan:
 def test_table(plan):
     lines = results.table(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
     assert [line.split() for line in lines[:3]] == [
-        ["trial", "lr", "name", "state", "top1", "epoch", "seconds"],
+        ["trial", "lr", "optimizer", "state", "top1", "epoch", "seconds"],
         ["0001", "0.2", "sgd", "finished", "0.75"],
         ["0000", "0.1", "sgd", "finished", "0.5", "4/4", "12"],
     ]

@@ -71,8 +71,3 @@ def test_typed_settings_are_read_back_exactly(value):
 )  # fmt: skip
 def test_settings_are_typed_without_needless_quotes(value, text):
     assert spec.spelled(value) == text
-
-
-def test_headings_are_short_and_unambiguous():
-    trials = [{"launch.nproc": 1, "optimizer.lr": 0.1, "model.args.name": 1, "optimizer.name": "sgd"}]
-    assert list(spec.columns(trials).values()) == ["world", "lr", "model.args.name", "optimizer.name"]
