@@ -147,9 +147,7 @@ def test_compatibility_page_shows_the_record():
     assert compatibility.PAGE.read_text() == compatibility.page(compatibility.read()), "type: make compatibility"
     share = re.search(r"resume if the script can\*\* \| \*\*(\d+) of (\d+)", compatibility.PAGE.read_text())
     assert share
-    assert f"Of the other {share[2]} projects, {share[1]} train with a falling loss and" in " ".join(
-        (ROOT / "README.md").read_text().split()
-    )
+    assert f"Of the other {share[2]} projects, {share[1]} train with a falling loss and" in " ".join(PAGE.split())
 
 
 def test_compatibility_counts_what_was_run():

@@ -15,16 +15,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from harness import cli
-from harness.config import loader
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_images
 from tests.end_to_end.processes import shell
 from tests.ranks import run_ranks
 
 README = (ROOT / "README.md").read_text()
+INSTALL = (ROOT / "docs" / "install.md").read_text()
 
 
 def block(language: str, contains: str) -> str:
@@ -33,9 +34,9 @@ def block(language: str, contains: str) -> str:
     return found
 
 
-def commands() -> list[str]:
+def commands(text: str = README) -> list[str]:
     """Every line of every shell block without comments."""
-    lines = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).splitlines()
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.S)).splitlines()
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
@@ -46,31 +47,31 @@ def run_line(words: list[str], folder: Path, **environ: str) -> None:
     assert code == 0, (words, terminal.read_text())
 
 
-def _recipe(text: str) -> float:
-    text = re.sub(r"torch\.distributed\.init_process_group\(.*\).*", "", text)  # run_ranks has created the group
-    names: dict[str, object] = {}
-    exec(text, names)
-    return float(names["loss"].detach())  # type: ignore[attr-defined]
+def _recipe(text: str) -> list[float]:
+    model = torch.nn.Linear(8, 2)
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "inputs": torch.randn(4, 8)}
+    exec(text, {**names, "criterion": torch.nn.functional.cross_entropy, "targets": torch.tensor([0, 1, 0, 1])})
+    return model.weight.flatten().tolist()
 
 
 def test_recipe_runs():
-    losses = run_ranks(2, _recipe, block("python", "amp.initialize"))
-    assert all(loss == loss for loss in losses)
+    """Its ranks, which draw different weights, end with equal ones."""
+    first, second = run_ranks(2, _recipe, block("python", "amp.initialize"))
+    assert first == second
 
 
 def test_every_command_is_tested():
     """A command that is added to the README must be added to a test."""
     programs = {shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))[0] for line in commands()}
-    others = {"kubectl"}  # tests/engines/test_trainjob.py
-    assert programs - others == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh", "pip"}
-    assert len(commands()) == 37
+    assert programs == {"make", "harness", "python", "launch/single_node.sh", "launch/multi_node.sh"}
+    assert len(commands()) == 21
 
 
 def test_launch_commands_are_those_of_the_engines_page():
     """tests/engines/test_page.py renders every command there, and the engines' tests run them."""
     page = (ROOT / "docs" / "engines.md").read_text()
     launches = [line for line in commands() if line.startswith("harness launch")]
-    assert len(launches) == 5
+    assert len(launches) == 2
     for line in launches:
         engine = re.search(r"--engine (\w+)", line)
         assert f"\n## {engine[1] if engine else 'local'}".lower() in page.lower(), line
@@ -78,9 +79,12 @@ def test_launch_commands_are_those_of_the_engines_page():
 
 
 def test_make_targets_exist():
-    for line in commands():
-        if line.startswith("make "):
-            subprocess.run(["make", "-n", line.split()[1]], cwd=ROOT, check=True, capture_output=True, timeout=250)
+    targets = {line.split()[1] for line in commands() if line.startswith("make ")}
+    targets |= set(re.findall(r"`make ([\w-]+)", INSTALL))
+    assert len(targets) > 8
+    for target in targets:
+        words = ["make", "-n", target, "APEX_CHECKOUT=."]
+        subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=250)
 
 
 def test_commands_for_apex_scripts_are_those_of_the_guide():
@@ -101,7 +105,7 @@ def test_from_photos_to_predictions(tmp_path):
         (tmp_path / "photos" / label).mkdir(parents=True, exist_ok=True)
         shutil.copy(source / path, tmp_path / "photos" / label)
     shutil.copytree(source / "images", tmp_path / "new_photos", ignore=shutil.ignore_patterns("train*"))
-    section = README.partition("## From a folder of photos to predictions")[2].partition("\n## ")[0]
+    section = README.partition("**From photos**")[2].partition("\n**")[0]
     lines = [line.split("  #")[0] for line in re.findall(r"^harness .*$", section, re.M)]
     assert [line.split()[1] for line in lines] == [
         "data", "data", "init", "check", "train", "data", "predict", "report"
@@ -118,16 +122,15 @@ def test_from_photos_to_predictions(tmp_path):
 
 @pytest.mark.slow
 def test_own_csv(tmp_path):
-    """The six lines of YAML on another CSV, with the commands below them."""
+    """The YAML on another CSV, with the commands below it."""
     write_images(tmp_path / "pets")
     (tmp_path / "pets.yaml").write_text(block("yaml", "name: pets"))
-    assert len(block("yaml", "name: pets").strip().splitlines()) == 6
     quick = ["train.max_steps=2", "batch.global=16", "data.num_workers=0"]
     for line in commands():
         if "pets.yaml" in line:
             run_line([*shlex.split(line), *quick], tmp_path)
     assert (tmp_path / "runs" / "pets" / "weights.safetensors").exists()
-    assert yaml.safe_load((tmp_path / "runs" / "pets" / "config.yaml").read_text())["optimizer"]["lr"] == 0.0005
+    assert yaml.safe_load((tmp_path / "runs" / "pets" / "config.yaml").read_text())["optimizer"]["lr"] == 0.05
 
 
 @pytest.mark.slow
@@ -138,10 +141,8 @@ def test_launch_scripts(tmp_path):
 
     digits.write(tmp_path / "data" / "digits")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    # tests/tools/benchmark runs the benchmark, tests/tools/compare verify-resume, tests/engines harness launch.
-    elsewhere = ("harness launch", "harness bench", "harness verify-resume")
-    found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith(elsewhere)]
-    assert len(found) == 5
+    found = [line for line in commands() if "configs/digits.yaml" in line and not line.startswith("harness launch")]
+    assert len(found) == 4
     quick = ["train.max_steps=2", "data.num_workers=0", "precision.opt_level=O0"]
     for number, line in enumerate(found):
         environ = dict(re.findall(r"(\w+)=(\S+) (?=.*launch/)", line))
@@ -155,7 +156,7 @@ def test_launch_scripts(tmp_path):
 def test_extras_exist():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    section = README.partition("## Install")[2].partition("\n## ")[0]
+    section = INSTALL.partition("| extra |")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
     assert named | {"trackers", "peers", "test", "dev"} == set(setup["options.extras_require"])
 
@@ -164,7 +165,7 @@ def test_measured_figures_are_those_of_the_results():
     results = "\n".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md"))
     section = README.partition("## Measured")[2].partition("\n## ")[0]
     figures = re.findall(r"\d+\.\d+", "\n".join(line for line in section.splitlines() if line.startswith("|")))
-    assert len(figures) >= 12
+    assert len(figures) >= 8
     assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results)] == []
 
 
@@ -197,7 +198,7 @@ def test_wheel_trains_without_a_clone(tmp_path):
     build = "from setuptools import build_meta; build_meta.build_wheel('.')"
     subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True, timeout=250)
     (wheel,) = clone.glob("*.whl")
-    (install,) = [shlex.split(line) for line in commands() if ".whl[" in line]
+    (install,) = [shlex.split(line) for line in commands(INSTALL) if ".whl[" in line]
     words = [word.replace("dist/", f"{clone}/") for word in install]  # the name and the extras, without a network
     offline = [sys.executable, "-m", *words, "--no-deps", "--no-index", "--dry-run", "--target", str(tmp_path / "none")]
     assert "would install apex-harness-" in subprocess.run(offline, capture_output=True, text=True).stdout.lower()
@@ -223,19 +224,6 @@ def test_wheel_trains_without_a_clone(tmp_path):
     assert (started["pets"]["world_size"], started["0000"]["world_size"]) == (1, 2)
     for start in started.values():
         assert start["command"][1].startswith(str(site / "harness")), start
-
-
-def test_settings_named_in_the_readme_exist():
-    schema = loader.json_schema()
-    for key in re.findall(r"`((?:data|train|runtime|checkpoint|precision|parallel)\.(\w+))", README):
-        assert f'"{key[1]}"' in schema, key[0]
-
-
-def test_links_work():
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
-    assert len(links) >= 8
-    for link in links:
-        assert (ROOT / link).exists(), link
 
 
 def test_every_cell_of_the_peers_page_has_a_source_with_a_date():

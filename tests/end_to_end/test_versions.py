@@ -18,8 +18,8 @@ def test_every_dependency_has_a_floor_that_is_tested():
     assert all(re.fullmatch(r"[a-z]+==[\d.]+", package) for package in packages), packages
 
 
-def test_the_readme_names_the_oldest_versions():
-    section = (ROOT / "README.md").read_text().partition("## Versions")[2].partition("\n## ")[0]
+def test_the_page_names_the_oldest_versions():
+    section = (ROOT / "docs" / "install.md").read_text().partition("## Versions")[2].partition("\n## ")[0]
     python, packages = next(iter(versions.VERSIONS.items()))
     torch = next(package.partition("==")[2] for package in packages if package.startswith("torch=="))
     assert f"Python {python} and torch {torch} are the oldest" in section
