@@ -15,6 +15,7 @@ from harness.training.evaluate import evaluate, is_number, prepare, reported
 from harness.training.fsdp import full
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optim import clear_gradients
+from harness.training.progress import Reading, Used
 from harness.training.run import Run
 from harness.training.step_timer import end_backward_before_exchange
 
@@ -60,15 +61,18 @@ def epoch(run: Run) -> None:
         data.advance(state.segments)
         run.progress.step()
         if logs:
-            run.log_train()
+            run.end_window()
         if left and config.checkpoint.every_steps and number % config.checkpoint.every_steps == 0:
+            settle(run)
             save(run)
         if run.stop.agreed() or number == config.train.max_steps:
             break
+    settle(run)
     run.progress.stop()
     if left == 0 or run.finished():
         if run.meter.steps:
-            run.log_train()
+            run.end_window()
+            settle(run)
         run.health.updates(state, run.writer.complete)
     if left == 0:
         run.log_coverage()
@@ -80,16 +84,16 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
 
     ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
     backward pass. Whether they overflowed is read after that, from gradients that are equal on all ranks, so that it
-    needs no communication.
+    needs no communication. Where the device can skip the step by itself, the host reads it after the next backward pass
+    has been queued (``settle``), before anything depends on it: the learning rate, the moving average, the counts.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
-    run.set_lr()
     losses = []
     timer.start()
     for index, micro in enumerate(group):
         last = index == len(group) - 1
         with run.parallel.sync_gradients(last, counts=micro.num_rows > 0):
-            inputs, own = mixed(train, run.config.seed, run.state.step, prepare(run, micro.batch.inputs))
+            inputs, own = mixed(train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
             outputs = run.parallel.model(inputs)
             loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, own)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight
@@ -100,8 +104,10 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
                 scaled.backward()
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
-    skip = precision.skips(run.optimizer)
-    if run.on_gradients and not skip:
+    settle(run)
+    run.set_lr()
+    skip = precision.overflow(run.optimizer) if train.on_nan == "stop" else precision.skips(run.optimizer)
+    if run.on_gradients and skip is not True:
         run.on_gradients(precision.master_params(run.optimizer), run.state.step)
     if train.clip_norm is not None or train.on_nan == "skip":
         norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
@@ -114,10 +120,8 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
     run.optimizer.step()  # does nothing after an overflow, or without gradients
     clear_gradients(run.optimizer)
-    if run.ema and not skip:
-        run.ema.update(precision.master_params(run.optimizer))
+    end_step(run, losses, skip)
     timer.end("optimizer")
-    count(run, losses, skip)
 
 
 def finite_everywhere(run: Run, norm: Tensor) -> bool:
@@ -126,20 +130,40 @@ def finite_everywhere(run: Run, norm: Tensor) -> bool:
     return not run.runtime.sum((~full(norm).isfinite()).int()).item()
 
 
-def count(run: Run, losses: Losses, skip: bool) -> None:
-    """Count a step, its rows and its loss, which stays on the device."""
-    meter = run.meter
-    meter.steps += 1
-    run.state.add_step(skip)
+def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
+    """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped."""
+    used = Used([], 0, 0)
     for loss, micro in losses:
-        batch = micro.batch
-        meter.bad += min(len(batch.bad), micro.num_rows)  # padding rows are not counted
-        if micro.num_rows:
-            run.coverage.add(micro.rows, skip)
-            if skip:
-                meter.add_skipped(loss if run.config.train.on_nan == "stop" else None, micro.num_rows)
-            else:
-                meter.add_loss(loss, micro.num_rows)
+        if micro.num_rows:  # otherwise it only kept this rank in step
+            bad = min(len(micro.batch.bad), micro.num_rows)  # padding rows are not counted
+            used = Used([*used.rows, micro.rows], used.num_rows + micro.num_rows, used.bad + bad)
+            if run.config.train.on_nan == "stop" or skip is not True:
+                run.meter.add_loss(loss, micro.num_rows, skip)
+    run.last = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
+    if not isinstance(skip, Tensor):
+        settle(run)
+
+
+def settle(run: Run) -> None:
+    """Count the last step, and write its log line, if that is not done. Collective. The host waits until the device has
+    ended that step, not for the work that it was given since."""
+    if run.last is not None:
+        (used, skip), run.last = run.last, None
+        skipped = skip if isinstance(skip, bool) else skip.values()["skip"] != 0
+        if run.ema and not skipped:
+            run.ema.update(run.precision.master_params(run.optimizer))  # which only the next step changes
+        count(run, used, skipped)
+    if run.meter.ended:
+        run.log_train()
+        run.meter.timer.start()  # the line is not part of a step
+
+
+def count(run: Run, used: Used, skip: bool) -> None:
+    """Count a step and its rows."""
+    run.state.add_step(skip)
+    run.meter.count(used, skip)
+    for rows in used.rows:
+        run.coverage.add(rows, skip)
 
 
 def evaluation(run: Run) -> None:

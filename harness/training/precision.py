@@ -62,6 +62,18 @@ class Precision:
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))
 
+    def overflow(self, optimizer: torch.optim.Optimizer) -> bool | Tensor:
+        """``skips``, or, where only the device knows it, the flag by which it skips the step: not 0 after an
+        overflow."""
+        flag: Tensor | None = getattr(getattr(optimizer, "_amp_stash", None), "flag", None)
+        return self.skips(optimizer) if flag is None else flag
+
+    def next_scale(self) -> float | Tensor:
+        """``loss_scale``, or, where only the device knows it, a scalar there."""
+        scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
+        factor = getattr(scalers[0], "factor", None) if scalers else None
+        return factor if isinstance(factor, Tensor) else self.loss_scale()
+
     def loss_scale(self) -> float:
         scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
         return float(scalers[0].loss_scale()) if scalers else 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from harness.distributed.runtime import Runtime
 from harness.training import fsdp
 from harness.training.costs import Costs, summed
 from harness.training.schedule import Plateau
-from harness.training.step_timer import PHASES, step_timer
+from harness.training.step_timer import PHASES, step_timer, wait_for
 
 EXACT_ROWS = 10_000_000  # up to which Coverage marks each row
 _BLOCKS = 1 << 16
@@ -211,6 +211,35 @@ class Coverage:
             self._pending.clear()
 
 
+class Used(NamedTuple):
+    """What a step used on this rank."""
+
+    rows: list[np.ndarray]  # of each micro-batch
+    num_rows: int
+    bad: int  # unreadable ones among them
+
+
+class Reading:
+    """Numbers, of which those on a GPU are copied to the host while it goes on."""
+
+    def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
+        self._numbers = {name: value for name, value in numbers.items() if not isinstance(value, Tensor)}
+        copied = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+        self._names, self._event = list(copied), None
+        if copied:
+            stacked = torch.stack([value.detach().double().reshape(()) for value in copied.values()])
+            self._copy = stacked.to("cpu", non_blocking=True)  # into pinned memory
+            if stacked.is_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(stacked.device))
+
+    def values(self) -> dict[str, float]:
+        """The numbers. The host waits until the device has passed the copy, not for what was queued after it."""
+        if self._event is not None:
+            wait_for(self._event)
+        return {**self._numbers, **(dict(zip(self._names, self._copy.tolist(), strict=True)) if self._names else {})}
+
+
 class Window(NamedTuple):
     """The measurements between two log lines, over all ranks."""
 
@@ -222,10 +251,13 @@ class Window(NamedTuple):
     waited: float  # fraction of the time that hosts waited for data
     shares: dict[str, float]  # fraction of the time by phase, including data and host; they add up to 1
     cost: dict[str, float]  # see harness.training.costs
+    norm: float | None  # of the gradients of the last step, if it was measured
+    scale: float  # of the loss, after the last step
 
 
 class Meter:
-    """Loss and times since the last log line. The loss is summed on the device; only ``tick`` and ``reduce`` wait."""
+    """Loss and times since the last log line. The loss is summed on the device; only ``tick`` and ``reduce`` wait, for
+    what the device had been given by ``end_window``."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # sum over this rank's rows
@@ -238,6 +270,7 @@ class Meter:
         self.norm: Tensor | None = None  # of the gradients of the last step, if it was measured
         self.timer = step_timer(device)
         self.costs = Costs()
+        self._ended: Reading | None = None
         self._mark = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -245,27 +278,39 @@ class Meter:
         self._mark = time.perf_counter()
 
     def tick(self) -> None:
-        """Update the times. The host waits for the device."""
+        """Update the times. The host waits for the device, as the timer's ``settle`` does."""
         self.timer.settle()
         now = time.perf_counter()
         self.time_s, self._mark = self.time_s + now - self._mark, now
 
-    def add_loss(self, mean: Tensor, rows: int) -> None:
-        self.loss.add_(mean.detach(), alpha=rows)
-        self.rows += rows
+    def add_loss(self, mean: Tensor, rows: int, skip: bool | Tensor = False) -> None:
+        """Add the mean loss of ``rows`` rows to the sum. That of a skipped step is left out, unless it is not finite:
+        then it makes the sum NaN, since no loss scale can fix it. ``skip``: not 0 if the step is skipped."""
+        mean = mean.detach()
+        if isinstance(skip, Tensor):
+            self.loss = torch.where(skip != 0, self.loss.add(mean, alpha=0), self.loss.add(mean, alpha=rows))
+        else:
+            self.loss.add_(mean, alpha=0 if skip else rows)
 
-    def add_skipped(self, mean: Tensor | None, rows: int) -> None:
-        """Count rows of a skipped step. Their loss is left out of the sum. A loss that is not finite makes the sum NaN,
-        since no loss scale can fix it; pass None to tolerate it."""
-        self.rows_skipped += rows
-        if mean is not None:
-            self.loss.add_(mean.detach(), alpha=0)
+    def count(self, used: Used, skip: bool) -> None:
+        """Count a step and its rows."""
+        self.steps += 1
+        self.bad += used.bad
+        self.rows_skipped += used.num_rows * skip
+        self.rows += used.num_rows * (not skip)
 
-    def take_norm(self) -> float | None:
-        """The gradient norm of the last step that measured it. Collective if gradients are sharded; the host waits for
-        the device."""
+    def end_window(self, scale: float | Tensor = 1.0) -> None:
+        """End the window of a log line: ``tick`` and ``reduce``, which may come after the next backward pass, read what
+        the device has measured until now. Collective if gradients are sharded."""
         norm, self.norm = self.norm, None
-        return None if norm is None else float(fsdp.full(norm))
+        measured = {} if norm is None else {"norm": fsdp.full(norm)}
+        self._ended = Reading({"loss": self.loss, "scale": scale, **measured})
+        self.timer.end_window()
+
+    @property
+    def ended(self) -> bool:
+        """True between ``end_window`` and ``reduce``."""
+        return self._ended is not None
 
     def peak_mib(self) -> float:
         """The most memory of the device so far, in MiB: that of tensors on CUDA, that of this process on a CPU."""
@@ -282,15 +327,18 @@ class Meter:
         return {"data": data, **steps, "host": between - data}
 
     def reduce(self, runtime: Runtime) -> Window:
-        """Sum the window over all ranks and start a new one. Collective. The host waits for the device."""
+        """Sum the window over all ranks and start a new one. Collective. The host waits for the device to have passed
+        the end of the window."""
+        if self._ended is None:
+            self.end_window()
+        assert self._ended is not None
+        seen, self._ended = self._ended.values(), None
         spent = self.spent_s()
         costs = self.costs.take(runtime, spent)
-        sums: list[float] = [self.rows, self.rows_skipped, self.bad, self.wait_s, *spent.values(), *costs]
-        if runtime.world_size == 1:
-            total, rows, skipped, bad, wait_s, *rest = self.loss.item(), *sums
-        else:
-            host = torch.tensor(sums, dtype=torch.float64).to(self.loss.device)
-            total, rows, skipped, bad, wait_s, *rest = runtime.sum(torch.cat([self.loss.view(1), host])).tolist()
+        sums = [seen["loss"], self.rows, self.rows_skipped, self.bad, self.wait_s, *spent.values(), *costs]
+        if runtime.world_size > 1:
+            sums = runtime.sum_on_host(torch.tensor(sums, dtype=torch.float64)).tolist()
+        total, rows, skipped, bad, wait_s, *rest = sums
         times, costs = rest[: len(spent)], rest[len(spent) :]
         self.loss.zero_()
         self.rows = self.rows_skipped = self.bad = self.steps = 0
@@ -300,7 +348,10 @@ class Meter:
         shares = {phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)}
         loss = total / rows if rows else math.nan
         cost = summed(costs, runtime.world_size)
-        return Window(total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares, cost)
+        return Window(
+            total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares, cost,
+            seen.get("norm"), seen["scale"],
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part as plain numbers, which can be summed over ranks."""

@@ -26,7 +26,7 @@ from harness.training.health import Health
 from harness.training.on_gradients import OnGradients
 from harness.training.optim import Ema
 from harness.training.precision import Precision
-from harness.training.progress import Coverage, Meter, State
+from harness.training.progress import Coverage, Meter, Reading, State, Used
 from harness.training.schedule import Schedule
 from harness.training.strategy import ParallelModel
 from harness.training.task import OpenedTask
@@ -65,6 +65,7 @@ class Run:
     counting: Counting | None = None  # counts the model's arithmetic, on rank 0, with the first log line
     arithmetic: Arithmetic = Arithmetic()  # then known on rank 0, which logs it
     weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
+    last: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted: whether it was skipped
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
     num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
 
@@ -81,6 +82,11 @@ class Run:
 
     def wall_s(self) -> float:
         return time.perf_counter() - self.started
+
+    @property
+    def step(self) -> int:
+        """The number of steps so far, including one that is not counted yet."""
+        return self.state.step + (self.last is not None)
 
     def throughput(self) -> float:
         """Training rows per second over all ranks, including skipped steps, log lines and checkpoints, but not
@@ -112,11 +118,18 @@ class Run:
         self.meter.costs.add(spent_s)
         self.meter.costs.add({"tracker": self.tracker.take_cpu_s()})
 
+    def end_window(self) -> None:
+        """End the steps of a log line, and write it. On a GPU, ``log_train`` writes it after the next backward pass has
+        been queued, so that the device does not run out of work. Collective."""
+        self.collect_waits()
+        self.meter.end_window(self.precision.next_scale())
+        if self.runtime.device.type != "cuda":
+            self.log_train()
+
     def log_train(self) -> None:
         """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
         Collective."""
         state, meter, lr = self.state, self.meter, self.lr
-        self.collect_waits()
         self._notice_threads()
         meter.tick()
         self._count_arithmetic()
@@ -126,12 +139,11 @@ class Run:
         state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
         state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
         self.health.loss(seen.total, steps, state, self.writer.complete)
-        rows_per_s, scale = seen.rows / time_s if time_s else None, self.precision.loss_scale()
-        norm = meter.take_norm()
+        rows_per_s = seen.rows / time_s if time_s else None
         self.tracker.log(
             "train",
             {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **self._group_rates(),
-             "grad_norm": norm, "loss_scale": scale, "skipped": state.skipped, "samples": state.rows,
+             "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
              "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
              **self.arithmetic.rates(rows_per_s or 0.0, self.runtime.world_size), "memory_mib": meter.peak_mib(),
              "data_wait": seen.waited,
@@ -139,7 +151,7 @@ class Run:
              "wall_s": self.wall_s()},
         )  # fmt: skip
         which = "the last step was" if steps == 1 else f"all of the last {steps} steps were"
-        all_skipped = f"{which} skipped, loss scale {scale:g}"
+        all_skipped = f"{which} skipped, loss scale {seen.scale:g}"
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
         meter.costs.add({"log": time.perf_counter() - start})

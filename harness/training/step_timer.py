@@ -30,8 +30,12 @@ class StepTimer(Protocol):
     def end(self, phase: str) -> None:
         """Add the time since the last mark to ``phase``."""
 
+    def end_window(self) -> None:
+        """Let the next ``settle`` stop at the last mark, although further ones may follow before it."""
+
     def settle(self) -> None:
-        """Bring ``spent_s`` up to the last mark. The host waits for the device."""
+        """Bring ``spent_s`` up to the end of the window, or to the last mark. The host waits for the device to pass
+        it."""
 
 
 class HostTimer:
@@ -49,6 +53,9 @@ class HostTimer:
         self.spent_s[phase] += now - self._mark
         self._mark = now
 
+    def end_window(self) -> None:
+        pass
+
     def settle(self) -> None:
         pass
 
@@ -65,6 +72,7 @@ class CudaTimer:
         self._device = device
         self._free: list[Any] = []
         self._pending: deque[tuple[str, Any]] = deque()  # (phase that ends there, event), not read yet
+        self._window_end: Any = None  # event
 
     def start(self) -> None:
         self.end("")
@@ -76,19 +84,31 @@ class CudaTimer:
         event.record(torch.cuda.current_stream(self._device))
         self._pending.append((phase, event))
 
+    def end_window(self) -> None:
+        self._window_end = self._pending[-1][1] if self._pending else None
+
     def settle(self) -> None:
         if self._pending:
-            self._pending[-1][1].synchronize()
+            wait_for(self._window_end or self._pending[-1][1])
             self._read()
+        self._window_end = None
 
     def _read(self) -> None:
-        """Add up the events that the device has passed, without waiting."""
+        """Add up the events of the window that the device has passed, without waiting."""
         while len(self._pending) > 1 and self._pending[1][1].query():
+            if self._pending[0][1] is self._window_end:
+                return
             _, before = self._pending.popleft()
             phase, event = self._pending[0]
             if phase:
                 self.spent_s[phase] += before.elapsed_time(event) / 1000
             self._free.append(before)
+
+
+def wait_for(event: Any) -> None:
+    """Wait until the device has passed ``event``."""
+    if not event.query():
+        event.synchronize()
 
 
 def step_timer(device: torch.device) -> StepTimer:
