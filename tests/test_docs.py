@@ -11,6 +11,7 @@ from harness.config import loader
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SECTIONS = "data|train|runtime|checkpoint|precision|parallel"
 
 
@@ -21,7 +22,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in words}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for link, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())):
         if link.startswith("http"):

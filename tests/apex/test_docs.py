@@ -137,12 +137,6 @@ def test_every_fix_that_is_referred_to_is_explained():
     assert referred <= explained
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        if not link.startswith("http"):
-            assert (ROOT / "docs" / link).exists(), link
-
-
 def test_compatibility_page_shows_the_record():
     assert compatibility.PAGE.read_text() == compatibility.page(compatibility.read()), "type: make compatibility"
     share = re.search(r"resume if the script can\*\* \| \*\*(\d+) of (\d+)", compatibility.PAGE.read_text())

@@ -43,8 +43,3 @@ def test_files_and_commands_of_the_page(tmp_path):
     assert predictions["id"].tolist() == list(range(500))
     error = (predictions["prediction"] - predictions["label"]).abs().mean()
     assert error == pytest.approx(one["best"]["rmse"] * 0.8, rel=0.1)  # of a normal distribution
-
-
-def test_links_exist():
-    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link

@@ -32,8 +32,3 @@ def test_the_table_has_each_cause_and_its_limit():
     ]
     listed = {name: limit for names, limit in rows for name in names.split(", ")}
     assert listed == {cause.name: f"{cause.limit:.0%}" for cause in CAUSES}
-
-
-def test_links_exist():
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link
