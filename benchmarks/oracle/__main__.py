@@ -93,7 +93,7 @@ def page(rows: Sequence[Row], commit: str) -> str:
             "cells of fused optimizers and unscaling kernels, `harness.apex.amp_C` replaces its CUDA kernels.",
             machine.table(["cells", "bitwise equal", "of"], families),
             "## Deliberate differences",
-            "[docs/apex.md](../../docs/apex.md#compared-with-nvidias-apex) explains the reasons.",
+            "[Differences](../../docs/apex_differences.md#compared-with-nvidias-apex) explains the reasons.",
             machine.table(["cell", "reason", "what differs"], listed),
             *(["## To be explained", machine.table(["cell", "what differs"], wrong)] if wrong else []),
         ]

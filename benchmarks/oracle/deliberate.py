@@ -1,4 +1,4 @@
-"""The differences from the original that are meant to be, by cell, with the section of docs/apex.md that explains each.
+"""The deliberate differences from the original, by cell, with the row of docs/apex_differences.md that explains each.
 
 A cell that is listed must differ, and one that differs must be listed: ``python -m benchmarks.oracle`` checks both.
 """

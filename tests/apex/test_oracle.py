@@ -77,7 +77,7 @@ def test_page_counts_and_lists_what_is_wrong():
 
 def test_deliberate_differences_exist_and_are_explained():
     assert [p for p in deliberate.PATTERNS if not any(fnmatchcase(name, p) for name in CELLS)] == []
-    section = (ROOT / "docs" / "apex.md").read_text().partition("## Compared with NVIDIA's Apex")[2]
+    section = (ROOT / "docs" / "apex_differences.md").read_text().partition("## Compared with NVIDIA's Apex")[2]
     explained = set(re.findall(r"^\| (.+?) \|", section, re.M))
     assert set(deliberate.PATTERNS.values()) <= explained
 
@@ -90,7 +90,7 @@ def test_published_count_is_that_of_the_table():
     rows = {family: (same, of) for family, same, of in re.findall(r"^\| ([\w ]+) \| (\d+) \| (\d+) \|$", table, re.M)}
     single = sum(int(rows[family][1]) for family in ("operation", "spelling"))
     assert f" {single} cells test a single operation" in table
-    for file in ("README.md", "docs/apex.md"):
+    for file in ("README.md", "docs/apex_differences.md"):
         text = " ".join((ROOT / file).read_text().split())
         assert set(re.findall(r"(\d+) of (?:the )?(\d+) (?:small )?scripts", text)) == {(equal, total)}, file
         # The text beside the figure says what it counts.
