@@ -68,14 +68,11 @@ class History:
     train: Curve = field(default_factory=no_curve)
     validation: Curve = field(default_factory=no_curve)
     improvements: Curve = field(default_factory=no_curve)
-    last: dict[str, float] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     rows_per_s: float | None = None
     burst: float | None = None
-    train_s: float | None = None
     wall_s: float | None = None
     steps: int = 0
-    samples: int | None = None
     skipped: int | None = None
     samples_skipped: int | None = None
     loss_scales: tuple[float, float] | None = None
@@ -98,14 +95,11 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
         train=trained.take(downsample([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
         validation=evaluated.take(downsample(list(evaluated.values.values()), EVAL_POINTS)),
         improvements=_improvements(evaluated, metric, direction),
-        last={name: float(values[-1]) for name, values in evaluated.values.items() if len(values)},
         shares=_shares(train, windows["seconds"]),
         rows_per_s=_speed(windows[windows["seconds"] > 0]),
         burst=_burst(windows),
-        train_s=float(windows["seconds"].sum()) or None,
         wall_s=_known(pd.concat([train["wall_s"], evals["wall_s"]]).max()),
         steps=int(_known(pd.concat([train["step"], evals["step"]]).max()) or 0),
-        samples=_count(train["samples"]),
         skipped=_count(train["skipped"]),
         samples_skipped=_count(train["samples_skipped"]),
         loss_scales=(float(scales.min()), float(scales.max())) if len(scales) else None,

@@ -55,16 +55,6 @@ class ReportedRun:
         return f"trial {self.record.trial.number}" if self.record.trial else self.path
 
     @property
-    def batch(self) -> int | None:
-        """Rows per optimizer step over all ranks."""
-        return global_batch(self.settings, self.world)
-
-    @property
-    def lr(self) -> float | None:
-        rate = self.settings.get("optimizer.lr")
-        return float(rate) if isinstance(rate, int | float) else None
-
-    @property
     def seed(self) -> Any:
         return self.settings.get("seed")
 
