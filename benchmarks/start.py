@@ -54,17 +54,16 @@ PHASES = [
     ("harness.training.loop", "step", "after", "first step"),
 ]
 HEADER = ["command", "seconds", "quartiles", "ratio", "quartiles", "ratio of processor time", "goal", "reached"]
-IMPORTS = ["Python", "imports", "start of a rank", *(phase for *_, phase in PHASES)]
+IMPORTS = ["Python", "imports", *(phase for *_, phase in PHASES)]
 
 
 def observe(file: str, words: list[str]) -> None:
-    """Run ``harness WORDS`` and append to ``file``, for each rank, when its phases ended. It ends after a step."""
+    """Run ``harness train WORDS`` and append to ``file`` when its phases ended. It ends after a step."""
     from harness import cli
-    from harness.distributed import forked
     from harness.training import train_command
 
     ends = {"Python": time.monotonic()}
-    look, prepare = train_command._look, forked.prepare
+    look = train_command._look
 
     def marked(function: Callable[..., Any], when: str, phase: str) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -84,20 +83,24 @@ def observe(file: str, words: list[str]) -> None:
         return call
 
     def looked(arguments: Any) -> Any:
-        if "imports" in ends:  # in the process that this one is a fork of
-            ends["start of a rank"] = time.monotonic()
         config = look(arguments)
-
         owners = {module: importlib.import_module(module) for module, *_ in PHASES}  # as the caller does next
-        ends.setdefault("imports", time.monotonic())
+        ends["imports"] = time.monotonic()
         for module, name, when, phase in PHASES:
             owner = owners[module]
             setattr(owner, name, marked(getattr(owner, name), when, phase))
         return config
 
     train_command._look = looked
-    forked.prepare = marked(prepare, "after", "imports")
-    cli.command(words)
+    cli.command(["train", *words])
+
+
+def observer(folder: Path, marks: Path) -> Path:
+    """A program for ``launch.python``: ranks that are started with it are observed."""
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m benchmarks.start --observe {marks} "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 def first_step(words: list[str], folder: Path, num_ranks: int) -> dict[str, float]:
@@ -105,7 +108,10 @@ def first_step(words: list[str], folder: Path, num_ranks: int) -> dict[str, floa
     marks = folder / "marks"
     marks.unlink(missing_ok=True)
     start = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.start", "--observe", str(marks), *words]
+    if words[0] == "train":
+        command = [sys.executable, "-m", "benchmarks.start", "--observe", str(marks), *words[1:]]
+    else:
+        command = [sys.executable, "-m", "harness", *words, f"launch.python={observer(folder, marks)}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     ranks = [json.loads(line) for line in marks.read_text().splitlines()] if marks.exists() else []
     if len(ranks) != num_ranks:
@@ -221,7 +227,7 @@ processor times.
 
 {machine.table(HEADER, rows)}
 
-Milliseconds by phase, medians. A launch imports once and forks its ranks; they share {os.cpu_count()} cores.
+Milliseconds by phase, medians. The ranks of a launch share {os.cpu_count()} cores.
 
 {machine.table(["phase", *phases], parts)}"""
     machine.write("start", "From the command to the first step", text)

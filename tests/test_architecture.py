@@ -237,7 +237,7 @@ def test_few_modules_touch_the_environment():
     }
     assert touching <= {
         # pass it on to what they start or call
-        "__main__", "api", "cli", "distributed.forked",
+        "__main__", "api", "cli",
         "inference.predict_command", "tools.benchmark.strategies", "tools.doctor.command", "tools.sweep.main",
         "training.train_command",
         "engines.local", "engines.torchrun.engine", "engines.dask.worker", "engines.flyte.engine", "engines.flyte.task",

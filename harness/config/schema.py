@@ -36,9 +36,8 @@ class TaskSection(Section):
         """Open the data. Called once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``."""
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
 
-    def problems(self, names_only: bool = False) -> Iterable[HarnessError]:
-        """Problems with the data that a check of milliseconds finds without torch. ``names_only``: only
-        look for files and folders, without a library that a fork could not share. A task may override it."""
+    def problems(self) -> Iterable[HarnessError]:
+        """Problems with the data that a check of milliseconds finds without torch. A task may override it."""
         return ()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.errors import EXIT_STOPPED
 
-_SET_PDEATHSIG, _SET_NAME, _SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
@@ -36,12 +36,6 @@ def terminated_with_parent() -> Callable[[], None] | None:
             os._exit(EXIT_STOPPED)
 
     return bind
-
-
-def set_title(name: str) -> None:
-    """Set the name under which ``ps -o comm`` and ``top`` show this process, of at most 15 bytes."""
-    if _libc is not None:
-        _libc.prctl(_SET_NAME, ctypes.create_string_buffer(name.encode()), 0, 0, 0)
 
 
 def adopt_orphans() -> set[int]:

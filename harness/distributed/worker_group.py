@@ -13,10 +13,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from harness.distributed import forked, processes
-from harness.distributed.forked import Forked
+from harness.distributed import processes
 from harness.distributed.launch_env import local_environment
 from harness.distributed.monitor import EngineReport
 from harness.distributed.network import require_loopback
@@ -38,8 +37,6 @@ class Worker:
     cwd: str | None = None
     output: Path | None = None
     """File to append its stdout and stderr to; None: the terminal of this process."""
-    name: str = ""
-    """What ``ps -o comm`` and ``top`` show if it is forked from this process, whose command line they show as well."""
 
 
 class WorkerGroup:
@@ -67,35 +64,20 @@ class WorkerGroup:
         self.num_stops = 0
         self.exits: dict[int, int] = {}
         """Exit codes, or minus the signal number, in the order in which the processes ended."""
-        self.processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, worker in workers.items():
                 with open(worker.output, "ab") if worker.output else nullcontext() as output:
-                    self.processes[rank] = self._started(worker, stdin, output, pass_fds, ends_with_parent)
+                    self.processes[rank] = subprocess.Popen(
+                        worker.command, env=worker.environ, cwd=worker.cwd, stdin=stdin, stdout=output, stderr=output,
+                        pass_fds=pass_fds, start_new_session=True,
+                        preexec_fn=processes.terminated_with_parent() if ends_with_parent else None,
+                    )  # fmt: skip
         except BaseException:
             self.kill()
             for process in self.processes.values():
                 process.wait()
             raise
-
-    @staticmethod
-    def _started(
-        worker: Worker, stdin: int | None, output: IO[bytes] | None, pass_fds: Sequence[int], ends_with_parent: bool
-    ) -> subprocess.Popen[bytes] | Forked:
-        first = processes.terminated_with_parent() if ends_with_parent else None
-        if worker.cwd is not None or pass_fds or not forked.possible(worker.command, worker.environ):
-            return subprocess.Popen(
-                worker.command, env=worker.environ, cwd=worker.cwd, stdin=stdin, stdout=output, stderr=output,
-                pass_fds=pass_fds, start_new_session=True, preexec_fn=first,
-            )  # fmt: skip
-
-        def become() -> None:
-            if worker.name:
-                processes.set_title(worker.name)
-            if first is not None:
-                first()
-
-        return Forked(worker.command, worker.environ, stdin, output, become)
 
     def stop(self) -> None:
         """SIGTERM to all, and SIGKILL after the grace period; the second call sends SIGKILL at once."""
@@ -157,8 +139,7 @@ class WorkerGroup:
 
 class LocalRun(WorkerGroup):
     """The ``world_size`` ranks of ``command`` on this machine. This process holds the store through which they connect,
-    so that it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log;
-    ``modules``: what every rank imports."""
+    so that it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
 
     def __init__(
         self,
@@ -167,18 +148,14 @@ class LocalRun(WorkerGroup):
         environ: Mapping[str, str],
         grace_s: float,
         by: str,
-        modules: Sequence[str] = (),
     ) -> None:
         if world_size > 1:
             require_loopback()
-        forked.prepare(modules, environ)  # before anything else has threads
         listening = socket.create_server(("127.0.0.1", 0))  # at a port that the system picks
         port = listening.getsockname()[1] if world_size > 1 else 0
         places = {rank: local_environment(rank, world_size, port, by) for rank in range(world_size)}
-        workers = {rank: Worker(command, {**environ, **place}, name=f"rank {rank}") for rank, place in places.items()}
-        super().__init__(workers, grace_s)
-        # Only now: the store has threads, which a fork would not have.
-        with listening:
+        super().__init__({rank: Worker(command, {**environ, **place}) for rank, place in places.items()}, grace_s)
+        with listening:  # ranks that are early wait; meanwhile, this process imports torch
             self._store = _store(listening) if world_size > 1 else None
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from harness.config import loader, plugins
+from harness.config import loader
 from harness.config.base import Section
 from harness.config.launch import LaunchSection
 from harness.config.schema import Config
-from harness.config.transforms import TransformsSection
 from harness.distributed.monitor import LaunchedRun
 from harness.errors import ConfigError, LaunchError
 from harness.runs.files import is_url
@@ -86,22 +85,6 @@ def train_command(working: str = "") -> list[str]:
         if driver.is_file() and b"from harness.__main__ import command" in driver.read_bytes():
             return [str(driver)]
     return ["-m", "harness", "train"]
-
-
-def train_modules(config: Config) -> list[str]:
-    """The modules that every rank imports, apart from the user's own code."""
-    task, model = type(config.task).__module__, config.model.name
-    modules = ["harness.training.main", "harness.apex.amp", "harness.apex.optimizers", "harness.apex.parallel"]
-    modules += ["harness.apex.on_cpu.float16_kernels", "numpy.ma", "numpy.random"]
-    modules += [task.replace(".config", ".task")] if task.startswith("harness.tasks.") else []
-    if model in plugins.names("model"):
-        modules.append(f"harness.training.models.{model}")
-    lists = getattr(config.task, "transforms", None)
-    if (isinstance(lists, TransformsSection) and (lists.train or lists.eval)) or not (
-        model in plugins.names("model") or "." in model
-    ):
-        modules.append("torchvision.transforms.v2")
-    return [*modules, "torch._dynamo"]  # which every optimizer imports
 
 
 class Engine(Protocol):

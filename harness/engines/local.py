@@ -8,7 +8,7 @@ from typing import Any
 from harness.distributed.launch_env import local_environment
 from harness.distributed.network import interfaces
 from harness.distributed.worker_group import LocalRun
-from harness.engines.base import Job, refuse, shell, train_modules
+from harness.engines.base import Job, refuse, shell
 from harness.errors import LaunchError
 
 _BY = "harness launch, engine local"
@@ -29,10 +29,10 @@ def render(job: Job) -> str:
 
 def start(job: Job) -> LocalRun:
     _check(job)
-    for error in job.config.task.problems(names_only=True):
+    for error in job.config.task.problems():
         raise error
     environ = {**os.environ, **job.environ()}
-    return LocalRun(job.command(), job.world_size, environ, job.settings.grace_s, _BY, train_modules(job.config))
+    return LocalRun(job.command(), job.world_size, environ, job.settings.grace_s, _BY)
 
 
 def _check(job: Job) -> None:

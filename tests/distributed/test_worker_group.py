@@ -52,14 +52,13 @@ def test_children_of_a_killed_process_are_killed(tmp_path):
 
 
 def test_failed_start_leaves_nothing_running(monkeypatch):
-    begun = []
+    begun, start = [], subprocess.Popen
 
-    def start(*arguments):
-        begun.append(started(*arguments))
+    def started(*arguments, **options):
+        begun.append(start(*arguments, **options))
         return begun[-1]
 
-    started = WorkerGroup._started
-    monkeypatch.setattr(WorkerGroup, "_started", staticmethod(start))
+    monkeypatch.setattr(worker_group.subprocess, "Popen", started)
     with pytest.raises(FileNotFoundError):
         WorkerGroup({0: shell("exec sleep 60"), 1: Worker(["/no/such/file"], {})}, 60)
     assert [process.poll() for process in begun] == [-signal.SIGKILL]

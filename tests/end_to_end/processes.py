@@ -6,35 +6,29 @@ environment, which survives a launcher that is killed.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import inspect
 import multiprocessing
 import os
-import re
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.distributed import forked
 from tests.conftest import ROOT
+from tests.forked import fork_commands, run_python
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 START_S = 60  # limit until a launcher's ranks train, on a slow machine
 END_S = 30  # limit until all ranks have exited, whatever happened to their peers
 _MARK = "TEST_PROCESS_MARK"
 _OWN = {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}  # PYTHON: for the scripts of launch/
-_PYTHON = forked._python
 
 
 def wait_until(happened: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -53,14 +47,6 @@ def environment_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
-
-
-def name_of(pid: int) -> str:
-    """The name of process ``pid``, which the local engine sets for ranks that it forks; empty if it has exited."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 class Started:
@@ -90,10 +76,8 @@ class Started:
     def ranks(self) -> list[int]:
         """Process ids of the ranks that the launcher started, by rank, without the loader workers they fork."""
         ranks = {}
-        for pid, environ in sorted(self.alive().items(), reverse=True):  # a worker, which has its rank's name, is later
-            if forked := re.fullmatch(r"rank (\d+)", name_of(pid)):
-                ranks[int(forked[1])] = pid
-            elif "RANK" in environ:
+        for pid, environ in sorted(self.alive().items(), reverse=True):  # a loader worker is later than its rank
+            if "RANK" in environ:
                 ranks[int(environ["RANK"])] = pid
         return [ranks[rank] for rank in sorted(ranks)]
 
@@ -155,10 +139,12 @@ class _Handle:
 
 def _follow(command: list[str], terminal: str, network: str, connection: Any) -> None:
     """Fork ``command``, in the network namespace ``network``; send its process id, and its exit code when it ends."""
-    environ = dict(os.environ)
     fork_commands()
     with open(terminal, "wb") as output:
-        child = forked.Forked(command, environ, subprocess.DEVNULL, output, partial(_enter, network))
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=partial(_enter, network),
+        )  # fmt: skip
     connection.send(child.pid)
     connection.send(child.wait())
 
@@ -274,66 +260,7 @@ def _python_in_terminal(words: list[str], terminal: str, cwd: str) -> None:
     os.chdir(cwd)
     fork_commands()
     try:
-        _run_python(words)
+        run_python(words)
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
-
-
-def fork_commands() -> None:
-    """Let this process fork itself for each ``python -m MODULE`` or ``python FILE`` that it starts from now on, as
-    ``harness launch`` does for its ranks. Commands with other environment variables still start Python."""
-    any_threads = 1000  # the store of torch's launchers has some, which no rank needs
-    read_at_import, start_program = forked._read_at_import, subprocess.Popen.__init__
-    set_environ, original = forked._set_environ, environment_of(os.getpid())
-
-    def set_and_show(environ: Mapping[str, str]) -> None:
-        set_environ(environ)
-        _show_environ(original)
-
-    def read(environ: Mapping[str, str]) -> dict[str, str]:
-        """Without the variables that torch's launchers set, and no import on a CPU reads."""
-        of_launchers = ("TORCH", "ROLE_", "GROUP_")
-        return {name: value for name, value in read_at_import(environ).items() if not name.startswith(of_launchers)}
-
-    def start_or_fork(self: Any, args: Any, *rest: Any, **options: Any) -> None:
-        if isinstance(args, list | tuple) and forked.possible(args, options.get("env")):
-            first = options.get("preexec_fn") or (lambda: None)
-            words = [word for place, word in enumerate(args) if (place, word) != (1, "-u")]  # unbuffered
-            options |= {"start_new_session": False, "preexec_fn": partial(_become, words, first, options)}
-        start_program(self, args, *rest, **options)
-
-    forked._read_at_import, forked._set_environ, forked._python = read, set_and_show, _run_python
-    forked._prepared = forked._Prepared(read(os.environ), {}, any_threads)
-    tempfile.tempdir = None  # TMPDIR may have changed
-    inspect.stack = partial(inspect.stack, context=0)  # torch's launchers call it often, for a name only
-    subprocess.Popen.__init__ = start_or_fork  # type: ignore[method-assign]
-
-
-def _run_python(words: list[str]) -> None:
-    try:
-        _PYTHON(words)
-    finally:
-        atexit._run_exitfuncs()  # commands of the harness call them; os._exit does not
-
-
-def _show_environ(original: Mapping[str, str]) -> None:
-    """Let /proc/PID/environ show ``os.environ``: first what differs from ``original``, then what there is room for. The
-    memory that the kernel reads (proc(5), env_start) holds no variable any more, since all were set anew."""
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    entries = sorted(os.environ.items(), key=lambda item: original.get(item[0]) == item[1])
-    text = "".join(f"{name}={value}\0" for name, value in entries).encode()[: end - begin]
-    ctypes.memmove(begin, text[: text.rindex(0) + 1].ljust(end - begin, b"\0"), end - begin)
-
-
-def _become(command: Sequence[str], first: Callable[[], None], options: dict[str, Any]) -> None:
-    """In the child of a fork, whose streams are open: run ``command`` instead of the program that would follow."""
-    close = forked.close_files
-
-    def close_others() -> None:
-        forked.close_files = close
-        close(options.get("pass_fds", ()))
-
-    forked.close_files = close_others  # type: ignore[assignment]
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the other process
-    forked._run(command, dict(options.get("env") or os.environ), None, None, first, [])

@@ -16,7 +16,6 @@ from tests.end_to_end.processes import (
     END_S,
     START_S,
     environment_of,
-    name_of,
     python,
     start_python,
     wait_for_steps,
@@ -61,7 +60,7 @@ def test_sweep_killed_in_all_its_parts_ends_in_the_same_table(tmp_path, data):
     try:
         pid, left = sweep[0].pid, []
         wait_for_training(broken, 0, 5)
-        os.kill(next(rank for rank in descendants(pid) if name_of(rank).startswith("rank")), signal.SIGKILL)
+        os.kill(next(rank for rank in descendants(pid) if "RANK" in environment_of(rank)), signal.SIGKILL)
         wait_for_training(broken, 1, 5)
         os.kill(descendants(pid)[0], signal.SIGKILL)  # its first child: the launcher
         wait_until(lambda: "trial 0001 resumes" in terminal.read_text(), 2 * START_S, "the second trial starts again")

@@ -15,7 +15,6 @@ import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -97,12 +96,6 @@ def require_root(root: str) -> None:
         meaning = "image paths are relative to task.root, which is itself relative to the working folder"
         hint = f"{did_you_mean(folder, os.path.isdir)} {meaning}".strip()
         raise DataError(found, where="task.root", hint=hint)
-
-
-def absent(places: Iterable[str], root: str = "") -> Iterator[DataError]:
-    """The annotation files among ``places`` that cannot be found, and ``root``. URLs are not asked."""
-    checks = [partial(locate, place) for place in places if not is_url(place)]
-    yield from failures([*checks, partial(require_root, root)])
 
 
 def failures(checks: Iterable[Callable[[], object]]) -> Iterator[DataError]:

@@ -85,16 +85,10 @@ class Task(TableTask):
     def channels(self) -> int:
         return _CHANNELS[self.color]
 
-    def problems(self, names_only: bool = False) -> Iterator[DataError]:
-        tables = (self.train_csv, self.eval_csv)
-        if names_only:
-            from harness.data.table import source
+    def problems(self) -> Iterator[DataError]:
+        from harness.data.table import convert
 
-            yield from source.absent(tables, self.root)
-        else:
-            from harness.data.table import convert
-
-            yield from convert.problems(tables, self.columns, self.root)
+        yield from convert.problems((self.train_csv, self.eval_csv), self.columns, self.root)
 
     def open(self, seed: int, cache_dir: Path | None) -> ImageCsv:
         """Open the annotation tables, converting them first if necessary. Raises DataError."""

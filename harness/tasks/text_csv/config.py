@@ -71,16 +71,10 @@ class Task(TableTask):
     def input_columns(self) -> dict[str, str]:
         return {self.text_column: "task.text_column"}
 
-    def problems(self, names_only: bool = False) -> Iterator[DataError]:
-        tables = (self.train_csv, self.eval_csv)
-        if names_only:
-            from harness.data.table import source
+    def problems(self) -> Iterator[DataError]:
+        from harness.data.table import convert
 
-            yield from source.absent(tables)
-        else:
-            from harness.data.table import convert
-
-            yield from convert.problems(tables, self.columns)
+        yield from convert.problems((self.train_csv, self.eval_csv), self.columns)
 
     def open(self, seed: int, cache_dir: Path | None) -> TextCsv:
         """Open the annotation tables, converting them first if necessary. Raises DataError."""
