@@ -101,15 +101,8 @@ def page(record: dict[str, Any]) -> str:
                 "## By project",
                 record["about projects"],
                 table(["project", "commit", "result", "steps", "loss", "resumed", "date"], [_row(r) for r in projects]),
-                "## Commands",
-                "Each command follows `python -m harness.apex --device cpu`. Runs on two ranks use a torch launcher.",
-                table(
-                    ["project or library", "command"],
-                    [[r.name, f"`{r.command}`"] for r in (*libraries, *projects) if r.command],
-                ),
-                "## What was missing",
-                "Earlier versions of `harness.apex` did not run these projects, or ran them too slowly.",
-                table(["problem", "projects", "now"], record["missing"]),
+                "[The record](../benchmarks/compatibility.json) has the command of each run, as it follows `python -m "
+                "harness.apex --device cpu`.",
             ]
         )
         + "\n"
