@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.apex import amp, amp_C
-from harness.apex.parallel import DistributedDataParallel
+from harness.apex.parallel import DistributedDataParallel, syncbn_statistics
 from harness.apex.parallel.LARC import LARC
 from tests.apex.optimizer_cases import BFLOAT, CASES, HALF, copied, every_case, params_of
 from tests.apex.shared import Numbers, backward
@@ -199,3 +199,27 @@ def _accumulated() -> None:
 
 def test_reducing_what_amp_has_set_aside():
     run_ranks(2, _accumulated, timeout_s=60)
+
+
+def _batch_norm_over_ranks() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+
+    def passed(device: str) -> list[torch.Tensor]:
+        x = (torch.arange(24.0).view(4, 3, 2) * (rank + 1)).to(device).requires_grad_()
+        weight, bias = (torch.full((3,), value, device=device, requires_grad=True) for value in (2.0, 1.0))
+        result = syncbn_statistics.normalize(
+            x, weight, bias, *syncbn_statistics.global_statistics(x, group), 1e-5, group
+        )
+        (result * torch.full_like(result, rank + 1.0)).cos().sum().backward()
+        return [result.detach(), x.grad, weight.grad, bias.grad]
+
+    expected = passed("cpu")
+    with counted_syncs() as syncs:
+        found = passed("cuda:0")
+        waits = [sync for sync in syncs if "syncbn" in sync.line]
+        assert not waits, waits
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+def test_batch_norm_over_ranks():
+    run_ranks(2, _batch_norm_over_ranks, timeout_s=60)

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.apex import amp
+from harness.apex.parallel import DistributedDataParallel
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import TrainingError
 from harness.runs.run_dir import RunFolder
 from harness.training import build, compiled
 from tests.fixtures import make_config, write_rows
+from tests.ranks import run_ranks
 
 
 class Mixed(nn.Module):
@@ -96,6 +99,53 @@ def shapes():
 
     with compiled.fresh_compiler(True):
         yield backend, seen
+
+
+def _resumed_on_four_ranks() -> tuple[bool, list[list[int]], list[list[int]]]:
+    """(whether a step of a new start has the gradients of the run that went on; the sizes of the buckets of torch's
+    wrapper in its first and in its third step)."""
+    rank = dist.get_rank()
+
+    def built(weights: dict[str, torch.Tensor] | None = None) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+        model.load_state_dict(weights or model.state_dict())
+        return model
+
+    def step(wrapped: nn.Module, number: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(4 * number + rank)
+        wrapped.zero_grad()
+        wrapped(torch.randn(6, 16, generator=generator)).square().sum().backward()
+        gradients = [param.grad.clone() for param in wrapped.parameters()]
+        with torch.no_grad():
+            for param, gradient in zip(wrapped.parameters(), gradients, strict=True):
+                param.sub_(gradient, alpha=0.01)
+        return gradients
+
+    def ours(model: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(model, delay_allreduce=False, message_size=300)
+        compiled.compile_whole(model, backend="eager")
+        return wrapped
+
+    model = built()
+    going_on = ours(model)
+    for number in range(2):
+        step(going_on, number)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    same = all(map(torch.equal, step(going_on, 2), step(ours(built(saved)), 2)))
+    torchs = nn.parallel.DistributedDataParallel(built(), bucket_cap_mb=0.0012)
+    sizes = []
+    for number in range(3):
+        step(torchs, number)
+        sizes.append([bucket.buffer().numel() for bucket in torchs.reducer._get_zeros_like_grad_buckets()])
+    return same, sizes[0], sizes[2]
+
+
+@pytest.mark.slow
+def test_overlapped_ddp_of_a_compiled_model_resumes_exactly_where_torchs_changes_its_buckets():
+    for same, first, later in run_ranks(4, _resumed_on_four_ranks, timeout_s=120):
+        assert same
+        assert first != later, "torch's wrapper no longer rebuilds its buckets: it could be used for compiled models"
 
 
 def texts(rows: int) -> torch.Tensor:
