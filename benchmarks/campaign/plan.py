@@ -20,8 +20,9 @@ COMPILED = 0.06  # share of the chains with torch.compile, whose first steps tak
 OF_EVERY_START = ("start-up", "end")  # also of a run that has nothing left to train
 _SCHEDULES: list[dict[str, Any]] = [
     {"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}, {"name": "one_cycle"},
-    {"name": "plateau", "patience": 0, "threshold": 0.1, "factor": 0.5}, {"name": "cosine_restarts", "cycle_epochs": 1},
-    {"name": "wsd", "warmup_steps": 2, "decay_ratio": 0.5},
+    {"name": "plateau", "args": {"patience": 0, "threshold": 0.1, "factor": 0.5}},
+    {"name": "cosine_restarts", "args": {"cycle_epochs": 1}},
+    {"name": "wsd", "warmup_steps": 2, "args": {"decay_ratio": 0.5}},
 ]  # fmt: skip
 _WAYS = [("ddp", 1), ("ddp", 2), ("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 2), ("dp", 1), ("none", 1)]
 

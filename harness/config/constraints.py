@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from harness.config import targets
-from harness.config.schedule import USED_BY, ScheduleSection
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask
 from harness.errors import plural
@@ -79,23 +78,7 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
 
 
 def _schedule(config: Config) -> Iterator[Conflict]:
-    schedule, epochs = config.schedule, config.train.epochs
-    if (schedule.name == "step") != bool(schedule.milestones):
-        yield Conflict(
-            ("schedule.name", "schedule.milestones"),
-            f"schedule.name={schedule.name} contradicts schedule.milestones={list(schedule.milestones)}",
-            "use both or neither: schedule.name=step with milestones, such as schedule.milestones=[30,60]",
-        )
-    if list(schedule.milestones) != sorted(set(schedule.milestones)):
-        yield Conflict(("schedule.milestones",), "milestones must increase", "sort them and remove duplicates")
-    yield from _unused(schedule)
-    if (schedule.name == "cosine_restarts") != (schedule.cycle_epochs is not None):
-        yield Conflict(
-            ("schedule.name", "schedule.cycle_epochs"),
-            f"schedule.name={schedule.name} contradicts schedule.cycle_epochs={schedule.cycle_epochs}",
-            "use both or neither: schedule.name=cosine_restarts with the length of a period, such as "
-            "schedule.cycle_epochs=10",
-        )
+    schedule, epochs, args = config.schedule, config.train.epochs, dict(config.schedule.args)
     warmups = [f"schedule.{key}" for key in ("warmup_epochs", "warmup_steps") if getattr(schedule, key)]
     if len(warmups) == 2:
         yield Conflict(tuple(warmups), "both are set, but there is only one warm-up", "set one of them to 0")
@@ -103,16 +86,21 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             (warmups[0], "schedule.name"),
             "one_cycle has a warm-up of its own",
-            "set this one to 0, and use schedule.pct_start, the share of all updates that one_cycle's warm-up takes",
+            "set this one to 0, and use schedule.args.pct_start, the share of all updates in which one_cycle rises",
         )
-    if schedule.name == "one_cycle" and schedule.cycle_momentum:
-        yield from _cycled_momentum(config)
-    if schedule.name == "plateau" and config.train.patience and config.train.patience <= schedule.patience:
+    if schedule.name == "one_cycle" and args["cycle_momentum"] and config.optimizer.momentum is not None:
         yield Conflict(
-            ("schedule.patience", "train.patience"),
+            ("optimizer.momentum", "schedule.args.cycle_momentum"),
+            f"one_cycle varies the momentum from {args['max_momentum']} to {args['base_momentum']} and back, so "
+            f"{config.optimizer.momentum} would not be used",
+            "use optimizer.momentum=null, or schedule.args.cycle_momentum=false",
+        )
+    if schedule.name == "plateau" and config.train.patience and config.train.patience <= args["patience"]:
+        yield Conflict(
+            ("schedule.args.patience", "train.patience"),
             f"the run stops after {plural(config.train.patience, 'evaluation')} without a better metric, but the "
-            f"learning rate would fall only after {schedule.patience + 1}",
-            f"raise train.patience above {schedule.patience}, or lower schedule.patience",
+            f"learning rate would fall only after {args['patience'] + 1}",
+            f"raise train.patience above {args['patience']}, or lower schedule.args.patience",
         )
     if schedule.warmup_epochs > epochs:
         yield Conflict(
@@ -120,42 +108,11 @@ def _schedule(config: Config) -> Iterator[Conflict]:
             f"a warm-up of {schedule.warmup_epochs} epochs is longer than the run of {epochs}",
             "lower schedule.warmup_epochs or raise train.epochs",
         )
-    if schedule.min_lr > config.optimizer.lr:
+    if "." not in schedule.name and args.get("min_lr", 0.0) > config.optimizer.lr:
         yield Conflict(
-            ("schedule.min_lr", "optimizer.lr"),
-            f"schedule.min_lr {schedule.min_lr} is above optimizer.lr {config.optimizer.lr}",
-            "lower schedule.min_lr",
-        )
-
-
-def _unused(schedule: ScheduleSection) -> Iterator[Conflict]:
-    """Settings of other schedules. milestones and cycle_epochs have messages of their own."""
-    fields = type(schedule).model_fields
-    for key, names in USED_BY.items():
-        value = getattr(schedule, key)
-        unused = schedule.name not in names and key not in ("milestones", "cycle_epochs")
-        if unused and value != fields[key].default:
-            yield Conflict(
-                (f"schedule.{key}", "schedule.name"),
-                f"schedule {schedule.name} does not use {key}={value}",
-                f"remove schedule.{key}, or use schedule.name={' or '.join(names)}",
-            )
-
-
-def _cycled_momentum(config: Config) -> Iterator[Conflict]:
-    schedule, optimizer = config.schedule, config.optimizer
-    low, high = schedule.base_momentum, schedule.max_momentum
-    if low > high:
-        yield Conflict(
-            ("schedule.base_momentum", "schedule.max_momentum"),
-            f"base_momentum {low} is above max_momentum {high}",
-            "swap them",
-        )
-    if optimizer.momentum is not None:
-        yield Conflict(
-            ("optimizer.momentum", "schedule.cycle_momentum"),
-            f"one_cycle varies the momentum from {high} to {low} and back, so {optimizer.momentum} would not be used",
-            "use optimizer.momentum=null, or schedule.cycle_momentum=false",
+            ("schedule.args.min_lr", "optimizer.lr"),
+            f"schedule.args.min_lr {args['min_lr']} is above optimizer.lr {config.optimizer.lr}",
+            "lower schedule.args.min_lr",
         )
 
 

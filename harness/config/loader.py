@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, TypeVar, Union
 
 import yaml
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
-from harness.config import plugins
+from harness.config import plugins, signatures
 from harness.config.constraints import Conflict, conflicts
 from harness.config.merge import COMMAND_LINE, merged, origin_of
 from harness.config.problems import Problem, described, not_finite
-from harness.config.schema import Config, TaskSection
+from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.errors import ConfigError
 
 __all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "section", "to_text"]
 
+_SCHEDULES = "harness.training.schedule"  # imported when a configuration is loaded, as the module of a task is
 Content = TypeVar("Content", bound=BaseModel)
 
 
@@ -105,13 +106,22 @@ def as_tree(config: Config) -> dict[str, Any]:
 
 def json_schema() -> str:
     """JSON Schema of an experiment with any built-in task, for editors and ``configs/schema.json``."""
+    schedules = tuple(
+        signatures.section_of(ScheduleSection, name, function, name == "constant")
+        for name, function in signatures.functions(_SCHEDULES).items()
+    )
     tasks = tuple(plugins.find("task", name, "task.name") for name in plugins.names("task"))
-    schema = config_class(Union[tasks]).model_json_schema(by_alias=True)  # noqa: UP007 - a union made at run time
+    cls = config_class(Union[tasks], Union[schedules])  # noqa: UP007 - unions made at run time
+    schema = cls.model_json_schema(by_alias=True)
     schema["title"] = "apex-harness experiment"
-    name = {"pattern": r"\.", "description": TaskSection.model_fields["name"].description}
-    own = {"properties": {"name": name}, "required": ["name"], "type": "object"}
-    schema["properties"]["task"]["description"] = Config.model_fields["task"].description
-    schema["properties"]["task"]["anyOf"].append(own)  # a task of the user's own may have any options
+    for key, base in (
+        ("task", TaskSection),
+        ("schedule", ScheduleSection),
+    ):  # the user's own may have any
+        name = {"pattern": r"\.", "description": base.model_fields["name"].description}
+        own = {"properties": {"name": name}, "required": ["name"], "type": "object"}
+        schema["properties"][key]["description"] = Config.model_fields[key].description
+        schema["properties"][key]["anyOf"].append(own)
     schema["properties"]["extends"] = {
         "description": "A YAML file or a preset (preset:modern), or a list of them, that this file starts from. Paths "
         "are relative to this file.",
@@ -121,26 +131,52 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
-@functools.cache  # so that two configurations of one task have the same class and can be compared
-def config_class(task: Any) -> type[Config]:
-    """Config with ``task``, a TaskSection, as its section ``task``."""
-    return create_model("Config", __base__=Config, __doc__="One experiment.", task=(task, ...))
+def config_class(task: Any, schedule: Any = None) -> type[Config]:
+    """Config with ``task``, a TaskSection, as its section ``task``, and ``schedule``: by default the constant one."""
+    return _config_class_of(task, schedule or schedule_class(None)[0])
+
+
+@functools.cache  # so that two configurations of one task and schedule have the same class and can be compared
+def _config_class_of(task: Any, schedule: Any) -> type[Config]:
+    constant = schedule_class(None)[0]
+    description = Config.model_fields["schedule"].description
+    return create_model(
+        "Config", __base__=Config, __doc__="One experiment.", task=(task, ...),
+        schedule=(schedule, Field(default_factory=constant, description=description)),
+    )  # fmt: skip
 
 
 def _config_class(raw: dict[str, Any]) -> tuple[type[Config], list[Problem]]:
-    """Config with the section of the task that ``raw`` names; plain Config and the reason if there is none."""
+    """Config with the sections of the task and the schedule that ``raw`` names, and the reasons where there is none."""
+    schedule, problems = schedule_class(raw.get("schedule"))
+    task, found = _task_class(raw)
+    return (config_class(task, schedule) if task else Config), [*found, *problems]
+
+
+def schedule_class(raw: Any) -> tuple[type[ScheduleSection], list[Problem]]:
+    name = raw.get("name", "constant") if isinstance(raw, dict) else "constant"
+    if not isinstance(name, str):
+        return ScheduleSection, []  # which reports the type
+    try:
+        function = signatures.find("schedule", name, "schedule.name", signatures.functions(_SCHEDULES))
+        return signatures.section_of(ScheduleSection, name, function, name == "constant"), []
+    except ConfigError as error:
+        return ScheduleSection, [("schedule.name", f"{error.message}; {error.hint}")]
+
+
+def _task_class(raw: dict[str, Any]) -> tuple[type[TaskSection] | None, list[Problem]]:
     task = raw.get("task")
     name = task.get("name") if isinstance(task, dict) else None
     if not isinstance(name, str):
-        return Config, [("task.name", f"required, but not set; use one of {', '.join(plugins.names('task'))}")]
+        return None, [("task.name", f"required, but not set; use one of {', '.join(plugins.names('task'))}")]
     try:
         found = plugins.find("task", name, "task.name")
     except ConfigError as error:
-        return Config, [("task.name", f"{error.message}; {error.hint}")]
+        return None, [("task.name", f"{error.message}; {error.hint}")]
     if not (isinstance(found, type) and issubclass(found, TaskSection)):
         seen = f"Task of {name} is not a subclass of harness.config.schema.TaskSection"
-        return Config, [("task.name", f"{seen}; docs/add_a_task.md has an example")]
-    return config_class(found), []
+        return None, [("task.name", f"{seen}; docs/add_a_task.md has an example")]
+    return found, []
 
 
 def _as_problem(conflict: Conflict) -> Problem:

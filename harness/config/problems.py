@@ -80,9 +80,9 @@ def _path(loc: Iterable[Any], raw: Any) -> list[str]:
     path: list[str] = []
     node, last = raw, list(loc)[-1]
     for part in loc:
-        if isinstance(node, dict) and (part in node or part == last):
+        if isinstance(node, dict) and (part in node or part in (last, "args")):  # args that are left out are checked
             path.append(str(part))
-            node = node.get(part)
+            node = node.get(part) or {}
         elif isinstance(node, list) and isinstance(part, int):
             path.append(str(part))
             node = node[part] if part < len(node) else None

@@ -16,7 +16,6 @@ from pydantic import BeforeValidator, Field
 
 from harness.config.base import Arguments, LocalPlace, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.launch import LaunchSection
-from harness.config.schedule import ScheduleSection
 from harness.errors import plural
 
 if TYPE_CHECKING:
@@ -161,6 +160,20 @@ class OptimizerSection(Section):
     """
     larc: LarcSection | None = None
     """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""
+
+
+class ScheduleSection(Section):
+    name: str = "constant"
+    """Shape of the learning rate after the warm-up (constant, cosine, cosine_restarts, one_cycle, plateau, polynomial,
+    step, wsd), or your own package.module.function. The schedule counts applied updates: a step that the loss scaler
+    skips does not advance it.
+    """
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    """Epochs of linear warm-up from almost zero; may be a fraction. Cannot be combined with warmup_steps."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Updates of linear warm-up."""
+    args: Arguments = {}
+    """Keyword arguments of the schedule, such as {min_lr: 0.001} (docs/schedules.md); null: none."""
 
 
 _LEVELS = {  # by the names of other tools

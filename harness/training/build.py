@@ -187,9 +187,9 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     total = steps * config.train.epochs
     num_steps_of_run = min(total, config.train.max_steps or total)
     lr = optim.scaled_lr(config.optimizer, per_rank * world_size)
-    floor = config.schedule.min_lr * lr / config.optimizer.lr  # scaled as lr is
-    schedule = Schedule(config.schedule, lr, floor, steps, num_steps_of_run)
+    schedule = Schedule(config.schedule, config.optimizer.lr, lr / config.optimizer.lr, steps, num_steps_of_run)
     schedule.require_fit(total)
+    schedule.require_call()
     return Sizes(
         per_rank=per_rank,
         micro_batch=-(-min(per_rank, -(-num_rows // world_size)) // batch.accumulate),

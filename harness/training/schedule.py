@@ -1,4 +1,10 @@
-"""The learning rate as a function of the applied updates, and of the evaluations for ``plateau``."""
+"""The learning rate over time: the schedules, one function each, and what applies them to an optimizer.
+
+A schedule returns the learning rate at a ``Point`` of the training, or the pair (learning rate, momentum). Its further
+parameters are its settings, ``schedule.args``. Every public function of this module is a schedule by its name, and
+``package.module.function`` is one of the user's own. Torch is not imported: the arguments are checked with the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +13,167 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
+from pydantic import AfterValidator, Field
 
-from harness.config.schedule import ScheduleSection
-from harness.errors import ConfigError, plural
+from harness.config import signatures
+from harness.config.base import Positive
+from harness.config.schema import ScheduleSection
+from harness.errors import ConfigError, first_line, plural
 
-_DECAYS: dict[str, Callable[[float], float]] = {  # progress from 0 to 1 -> share of the way that is left
-    "linear": lambda progress: 1 - progress,
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
-    "sqrt": lambda progress: 1 - math.sqrt(progress),  # https://arxiv.org/abs/2405.18392
-}
+if TYPE_CHECKING:
+    import torch
+
+Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+AtLeast1 = Annotated[float, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The next update of a run, for which a schedule returns the learning rate.
+
+    lr: ``optimizer.lr``, before ``optimizer.lr_scaling``, which also applies to what the schedule returns
+    applied: updates so far, without steps that the loss scaler skipped
+    warmup: updates of the warm-up, during which a schedule is not called
+    total: updates of the whole run, if no step is skipped; ``applied`` exceeds it if a run is extended
+    reductions: how often the evaluations have lowered the rate of ``plateau``
+    """
+
+    lr: float
+    applied: int
+    warmup: int
+    total: int
+    steps_per_epoch: int
+    reductions: int = 0
+
+    @property
+    def update(self) -> int:
+        """Updates since the warm-up."""
+        return self.applied - self.warmup
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the run after the warm-up, at least 1."""
+        return max(1, self.total - self.warmup)
+
+    @property
+    def progress(self) -> float:
+        """From 0 at the end of the warm-up to 1 at the end of the run."""
+        return min(1.0, self.update / self.num_updates)
+
+
+def constant(at: Point) -> float:
+    """The learning rate stays."""
+    return at.lr
+
+
+def cosine(at: Point, *, min_lr: AtLeast0 = 0.0) -> float:
+    """Half a cosine down to min_lr: https://arxiv.org/abs/1608.03983, one period."""
+    return min_lr + (at.lr - min_lr) * _half_cosine(at.progress)
+
+
+def cosine_restarts(at: Point, *, cycle_epochs: Above0, cycle_mult: Positive = 1, min_lr: AtLeast0 = 0.0) -> float:
+    """Half cosines down to min_lr, the first of cycle_epochs, each cycle_mult times as long as the one before."""
+    step, length = at.update, max(1, round(cycle_epochs * at.steps_per_epoch))
+    while cycle_mult > 1 and step >= length:
+        step, length = step - length, length * cycle_mult
+    return min_lr + (at.lr - min_lr) * _half_cosine(step % length / length)
+
+
+def one_cycle(
+    at: Point,
+    *,
+    pct_start: Share = 0.3,
+    div_factor: AtLeast1 = 25.0,
+    final_div_factor: AtLeast1 = 1e4,
+    cycle_momentum: bool = True,
+    base_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.85,
+    max_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95,
+) -> float | tuple[float, float]:
+    """Up from optimizer.lr / div_factor in the share pct_start of all updates, then down to that / final_div_factor.
+    The momentum (beta1 of Adam) falls from max_momentum to base_momentum and rises again.
+
+    Two half cosines, https://arxiv.org/abs/1708.07120, whose turning points are those of torch's OneCycleLR.
+    """
+    turn, last = pct_start * at.total - 1, at.total - 1
+
+    def between(start: float, middle: float, end: float) -> float:
+        phases = [(0.0, start), (turn, middle), (last, end)]
+        for (begins, before), (ends, after) in pairwise(phases):
+            if at.applied <= ends and ends > begins:
+                return after + (before - after) * _half_cosine((at.applied - begins) / (ends - begins))
+        return end
+
+    start = at.lr / div_factor
+    lr = between(start, at.lr, start / final_div_factor)
+    return (lr, between(max_momentum, base_momentum, max_momentum)) if cycle_momentum else lr
+
+
+def plateau(
+    at: Point,
+    *,
+    factor: Share = 0.1,
+    patience: Count = 10,
+    threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-4,
+    cooldown: Count = 0,
+    min_lr: AtLeast0 = 0.0,
+) -> float:
+    """The learning rate is multiplied by factor, down to min_lr, after more than patience evaluations in a row whose
+    checkpoint.best_metric is not better than the best by the share threshold. After each reduction, cooldown
+    evaluations are ignored.
+
+    ``Schedule.evaluated`` counts.
+    """
+    return max(at.lr * factor**at.reductions, min_lr) if at.reductions else at.lr
+
+
+def polynomial(at: Point, *, power: Above0 = 1.0, min_lr: AtLeast0 = 0.0) -> float:
+    """Down to min_lr; with power 1, a straight line."""
+    return float(min_lr + (at.lr - min_lr) * (1 - at.progress) ** power)
+
+
+def _increasing(milestones: tuple[float, ...]) -> tuple[float, ...]:
+    if not milestones or list(milestones) != sorted(set(milestones)):
+        raise ValueError(f"it should be epochs that increase, such as [30, 60] (found: {list(milestones)})")
+    return milestones
+
+
+def step(
+    at: Point,
+    *,
+    milestones: Annotated[tuple[Above0, ...], Field(strict=False), AfterValidator(_increasing)],
+    gamma: Share = 0.1,
+) -> float:
+    """The learning rate is multiplied by gamma at each of the milestones, in epochs."""
+    return at.lr * gamma ** sum(at.applied >= round(epoch * at.steps_per_epoch) for epoch in milestones)
+
+
+def wsd(
+    at: Point,
+    *,
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1,
+    decay_type: Literal["linear", "cosine", "sqrt"] = "linear",
+    min_lr: AtLeast0 = 0.0,
+) -> float:
+    """Warm-up, stable, decay: constant, then down to min_lr in the share decay_ratio of the updates after the warm-up.
+    sqrt is 1 - sqrt(progress): https://arxiv.org/abs/2405.18392. https://arxiv.org/abs/2404.06395
+    """
+    length = max(1, round(decay_ratio * at.num_updates))
+    progress = min(1.0, max(0, at.update - (at.num_updates - length)) / length)
+    if decay_type == "cosine":
+        left = _half_cosine(progress)
+    else:
+        left = 1 - (progress if decay_type == "linear" else math.sqrt(progress))
+    return min_lr + (at.lr - min_lr) * left
+
+
+def _half_cosine(progress: float) -> float:
+    """From 1 to 0 while ``progress`` goes from 0 to 1."""
+    return (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass
@@ -36,85 +192,74 @@ class Plateau:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate, a pure function of the number of applied updates and of a plateau's reductions.
+    """The learning rate as a pure function of the number of applied updates and of a plateau's reductions.
 
-    ``floor`` is ``min_lr``, scaled as ``peak`` is.
+    ``base`` is ``optimizer.lr``, and ``scale`` the factor of ``optimizer.lr_scaling``.
     """
 
     section: ScheduleSection
-    peak: float
-    floor: float
+    base: float
+    scale: float
     steps_per_epoch: int
     total_steps: int
+
+    @cached_property
+    def _function(self) -> Callable[..., float | tuple[float, float]]:
+        return signatures.find("schedule", self.section.name, "schedule.name", signatures.functions(__name__))
+
+    @cached_property
+    def _args(self) -> dict[str, Any]:
+        return dict(self.section.args)
 
     @cached_property
     def warmup_steps(self) -> int:
         return self.section.warmup_steps or round(self.section.warmup_epochs * self.steps_per_epoch)
 
-    @cached_property
-    def _decay_steps(self) -> int:
-        return round(self.section.decay_ratio * self.total_steps) if self.section.name == "wsd" else 0
-
     def require_fit(self, num_updates: int) -> None:
-        """Raise ConfigError if the warm-up is longer than the ``num_updates`` of all epochs, or meets the decay."""
-        warmup, decay = self.warmup_steps, self._decay_steps
-        if warmup + decay > num_updates:
-            parts = f"a warm-up of {plural(warmup, 'update')}" + (f" and a decay of {decay}" if decay else "")
+        """Raise ConfigError if the warm-up is longer than the ``num_updates`` of all epochs."""
+        if self.warmup_steps > num_updates:
             raise ConfigError(
-                f"{parts} take longer than the {plural(num_updates, 'update')} of the run" if decay else
-                f"{parts} is longer than the run of {num_updates}",
+                f"a warm-up of {plural(self.warmup_steps, 'update')} is longer than the run of {num_updates}",
                 where="schedule.warmup_steps" if self.section.warmup_steps else "schedule.warmup_epochs",
                 hint="shorten the warm-up, or raise train.epochs",
-            )  # fmt: skip
+            )
+
+    def require_call(self) -> None:
+        """Raise ConfigError if the user's own function fails for the first update after the warm-up, or returns
+        anything but a learning rate."""
+        try:
+            rate, momentum = self._at(self.warmup_steps)
+            usable = math.isfinite(rate) and rate >= 0 and (momentum is None or math.isfinite(momentum))
+        except Exception as error:  # of the user's own code
+            raise self._unusable(f"fails: {type(error).__name__}: {first_line(error)}") from error
+        if not usable:
+            raise self._unusable(f"returns {rate if momentum is None else (rate, momentum)}")
+
+    def _unusable(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"the schedule {self.section.name} {what}",
+            where="schedule.name",
+            hint="it is called with a harness.training.schedule.Point and schedule.args, and returns a learning rate "
+            "or (learning rate, momentum)",
+        )
 
     def lr(self, applied: int, reductions: int = 0) -> float:
         """The learning rate of the update after ``applied`` others and ``reductions`` of a plateau."""
-        section, warmup = self.section, self.warmup_steps
-        if section.name == "one_cycle":
-            start = self.peak / section.div_factor
-            return self._cycle(applied, start, self.peak, start / section.final_div_factor)
-        if applied < warmup:
-            return self.peak * (applied + 1) / warmup
-        if section.name == "step":
-            passed = sum(applied >= round(epoch * self.steps_per_epoch) for epoch in section.milestones)
-            return self.peak * section.gamma**passed
-        if section.name == "plateau":
-            return max(self.peak * section.factor**reductions, self.floor) if reductions else self.peak
-        return self.floor + (self.peak - self.floor) * self._left(applied - warmup, self.total_steps - warmup)
-
-    def _left(self, step: int, total: int) -> float:
-        """The share of the way from the peak to the floor that is left at ``step`` of ``total`` after the warm-up."""
-        section, progress = self.section, min(1.0, step / max(1, total))
-        if section.name == "cosine":  # https://arxiv.org/abs/1608.03983, one period
-            return _DECAYS["cosine"](progress)
-        if section.name == "cosine_restarts":  # and with restarts
-            length = max(1, round((section.cycle_epochs or 1.0) * self.steps_per_epoch))
-            while section.cycle_mult > 1 and step >= length:
-                step, length = step - length, length * section.cycle_mult
-            step %= length
-            return _DECAYS["cosine"](step / length)
-        if section.name == "polynomial":
-            return float((1 - progress) ** section.power)
-        if section.name == "wsd":  # https://arxiv.org/abs/2404.06395
-            decay = max(1, min(self._decay_steps, total))
-            return _DECAYS[section.decay_type](min(1.0, max(0, step - (total - decay)) / decay))
-        return 1.0
+        if applied < self.warmup_steps:
+            return self.base * self.scale * (applied + 1) / self.warmup_steps
+        return self._at(applied, reductions)[0]
 
     def momentum(self, applied: int) -> float | None:
         """The momentum of the update after ``applied`` others; None if the schedule leaves it alone."""
-        section = self.section
-        if section.name != "one_cycle" or not section.cycle_momentum:
-            return None
-        return self._cycle(applied, section.max_momentum, section.base_momentum, section.max_momentum)
+        return None if applied < self.warmup_steps else self._at(applied)[1]
 
-    def _cycle(self, applied: int, start: float, middle: float, end: float) -> float:
-        """Two half cosines, https://arxiv.org/abs/1708.07120, whose turning points are those of torch's OneCycleLR."""
-        turn, last = self.section.pct_start * self.total_steps - 1, self.total_steps - 1
-        phases = [(0.0, start), (turn, middle), (last, end)]
-        for (begins, before), (ends, after) in pairwise(phases):
-            if applied <= ends and ends > begins:
-                return after + (before - after) * _DECAYS["cosine"]((applied - begins) / (ends - begins))
-        return end
+    def _at(self, applied: int, reductions: int = 0) -> tuple[float, float | None]:
+        found = self._function(
+            Point(self.base, applied, self.warmup_steps, self.total_steps, self.steps_per_epoch, reductions),
+            **self._args,
+        )
+        rate, momentum = found if isinstance(found, tuple) else (found, None)
+        return rate * self.scale, momentum
 
     def set_lr(self, optimizer: torch.optim.Optimizer, applied: int, reductions: int = 0) -> float:
         """Set the learning rate of each group, and the momentum; return the rate of the parameters without a group of
@@ -132,11 +277,12 @@ class Schedule:
     def require_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ConfigError if the schedule changes a momentum that ``optimizer`` does not have."""
         group = optimizer.param_groups[0]
-        if self.momentum(0) is not None and not group.keys() & {"betas", "momentum"}:
+        if self.momentum(self.warmup_steps) is not None and not group.keys() & {"betas", "momentum"}:
             raise ConfigError(
-                f"one_cycle changes the momentum, but {type(optimizer).__name__} has none",
-                where="schedule.cycle_momentum",
-                hint="set schedule.cycle_momentum=false, or use an optimizer with momentum or betas, such as sgd",
+                f"{self.section.name} changes the momentum, but {type(optimizer).__name__} has none",
+                where="schedule.name",
+                hint="use an optimizer with momentum or betas, such as sgd; or, with one_cycle, "
+                "schedule.args.cycle_momentum=false",
             )
 
     def evaluated(self, plateau: Plateau, value: float, increases: bool, applied: int) -> bool:
@@ -144,33 +290,34 @@ class Schedule:
 
         As torch's ReduceLROnPlateau, with a relative threshold. Evaluations during the warm-up are left out.
         """
-        section = self.section
-        if section.name != "plateau" or applied < self.warmup_steps:
+        if self.section.name != "plateau" or applied < self.warmup_steps:
             return False
-        if _better(value, plateau.best, increases, section.threshold):
+        if _better(value, plateau.best, increases, self._args["threshold"]):
             plateau.best, plateau.num_bad = value, 0
         else:
             plateau.num_bad += 1
         if plateau.cooldown:
             plateau.cooldown, plateau.num_bad = plateau.cooldown - 1, 0
-        if plateau.num_bad <= section.patience:
+        if plateau.num_bad <= self._args["patience"]:
             return False
         before = self.lr(applied, plateau.reductions)
-        plateau.num_bad, plateau.cooldown, plateau.reductions = 0, section.cooldown, plateau.reductions + 1
+        plateau.num_bad, plateau.cooldown, plateau.reductions = 0, self._args["cooldown"], plateau.reductions + 1
         return self.lr(applied, plateau.reductions) < before
 
     def described(self) -> str:
         """The learning rate at the start, at its peak and at the end, for the log and ``harness check``."""
-        section, total = self.section, self.total_steps
-        if section.name == "constant" and not self.warmup_steps:
+        name, total = self.section.name, self.total_steps
+        if name == "constant" and not self.warmup_steps:
             return "constant"
         peak = next(step for step in range(total) if step + 1 == total or self.lr(step + 1) <= self.lr(step))
         points = [f"{self.lr(0):.3g} at the start"]
         points += [f"{self.lr(peak):.3g} at the peak (update {peak + 1})"] if peak else []
-        points += [f"{self.lr(total - 1):.3g} at the end (update {total})"] if section.name != "plateau" else [
-            f"multiplied by {section.factor:g} after {plural(section.patience + 1, 'evaluation')} without improvement"
-        ]  # fmt: skip
-        return f"{section.name}, {', '.join(points)}"
+        if name == "plateau":
+            evaluations = plural(self._args["patience"] + 1, "evaluation")
+            points.append(f"multiplied by {self._args['factor']:g} after {evaluations} without improvement")
+        else:
+            points.append(f"{self.lr(total - 1):.3g} at the end (update {total})")
+        return f"{name}, {', '.join(points)}"
 
 
 def _better(value: float, best: float | None, increases: bool, threshold: float) -> bool:

@@ -72,8 +72,9 @@ def test_extends_is_relative_and_later_files_win(tmp_path):
 
 
 def test_lists_are_replaced_not_joined(tmp_path):
-    write_yaml(tmp_path / "base.yaml", GOOD + "schedule: {name: step, milestones: [1, 2, 3]}\n")
-    assert load(tmp_path, "extends: base.yaml\nschedule: {milestones: [5]}\n").schedule.milestones == (5.0,)
+    write_yaml(tmp_path / "base.yaml", GOOD + "schedule: {name: step, args: {milestones: [1, 2, 3]}}\n")
+    config = load(tmp_path, "extends: base.yaml\nschedule: {args: {milestones: [5]}}\n")
+    assert dict(config.schedule.args) == {"milestones": (5.0,), "gamma": 0.1}
 
 
 def test_interpolation(tmp_path):
@@ -86,11 +87,11 @@ def test_overrides_win_and_are_parsed_as_yaml(tmp_path):
         tmp_path,
         GOOD,
         *("train.epochs=3", "optimizer.lr=2e-3", "optimizer.args={nesterov: true}", "optimizer.momentum=0.9"),
-        *("schedule.milestones=[1,2]", "schedule.name=step", "task.root=a=b"),
+        *("schedule.args.milestones=[1,2]", "schedule.name=step", "task.root=a=b"),
         *("train.clip_norm=1.0", "train.clip_norm=null"),
     )
     assert (config.train.epochs, config.optimizer.lr, config.optimizer.args) == (3, 2e-3, {"nesterov": True})
-    assert config.schedule.milestones == (1.0, 2.0)
+    assert dict(config.schedule.args)["milestones"] == (1.0, 2.0)
     assert config.task.root == "a=b"
     assert config.train.clip_norm is None
 
@@ -170,8 +171,8 @@ def test_references_that_cannot_be_resolved(tmp_path, text, hint):
 def test_references_in_lists_and_through_others(tmp_path):
     through = GOOD + "seed: ${optimizer.lr}\noptimizer: {lr: '${no.such}'}\n"
     assert "the configuration does not set no.such" in refused(tmp_path, through)
-    in_list = GOOD + "schedule: {name: step, milestones: [1, '${x']}\n"
-    assert refused(tmp_path, in_list).startswith("x.yaml:8: schedule.milestones[1]: '${x' cannot be read")
+    in_list = GOOD + "schedule: {name: step, args: {milestones: [1, '${x']}}\n"
+    assert refused(tmp_path, in_list).startswith("x.yaml:8: schedule.args.milestones[1]: '${x' cannot be read")
 
 
 def test_circular_extends_names_the_chain(tmp_path):
@@ -275,8 +276,8 @@ train:
 parallel: {strategy: fsdpp}
 precision:
   loss_scale: dynamite
-schedule:
-  milestones: [1, a]
+schedule: {name: step, args:
+  {milestones: [1, a]}}
 trackers: [wandbb]
 """
     message = refused(tmp_path, text)
@@ -293,7 +294,7 @@ trackers: [wandbb]
         16: "train.on_nan: 'stopp' is not allowed; use 'stop' or 'skip'; did you mean stop?",
         17: "parallel.strategy: 'fsdpp' is not allowed; use 'ddp', 'dp', 'fsdp' or 'none'; did you mean fsdp?",
         19: "precision.loss_scale: 'dynamite' is not allowed",
-        21: "schedule.milestones.1: ",
+        21: "schedule.args.milestones.1: ",
         22: "trackers.0: unknown tracker 'wandbb'; did you mean wandb?",
     }
     for line, problem in expected.items():
@@ -314,7 +315,7 @@ optimizer:
   args:
     betas: [0.9, -.inf]
 model: {{args: {{nested: {{deep: [{{x: .NaN}}]}}}}}}
-schedule: {{milestones: [1.0, .inf]}}
+schedule: {{name: step, args: {{milestones: [1.0, .inf]}}}}
 train: {{clip_norm: {"9" * 400}}}
 """
     )
@@ -324,7 +325,7 @@ train: {{clip_norm: {"9" * 400}}}
         ("task.mean.1", "  mean", "nan"), ("task.transforms.train.0.RandomRotation", "  transforms", "inf"),
         ("optimizer.lr", "  lr", "inf"), ("optimizer.weight_decay", "  weight_decay", "inf"),
         ("optimizer.args.betas.1", "    betas", "-inf"), ("model.args.nested.deep.0.x", "model", "nan"),
-        ("schedule.milestones.1", "schedule", "inf"), ("train.clip_norm", "train", "more than 300 digits"),
+        ("schedule.args.milestones.1", "schedule", "inf"), ("train.clip_norm", "train", "more than 300 digits"),
     ]:  # fmt: skip
         number = next(number for number, line in enumerate(lines, 1) if line.startswith(start))
         assert f"x.yaml:{number}: {key}: it should be a finite number (found: {found})" in message, message
@@ -457,10 +458,7 @@ optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay 
 optimizer.groups optimizer.groups.match optimizer.groups.lr_scale optimizer.groups.weight_decay
 optimizer.implementation optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
 optimizer.larc.eps
-schedule schedule.name schedule.warmup_epochs schedule.min_lr schedule.milestones schedule.gamma schedule.power
-schedule.warmup_steps schedule.cycle_epochs schedule.cycle_mult schedule.decay_ratio schedule.decay_type schedule.factor
-schedule.patience schedule.threshold schedule.cooldown schedule.pct_start schedule.div_factor schedule.final_div_factor
-schedule.cycle_momentum schedule.base_momentum schedule.max_momentum
+schedule schedule.name schedule.warmup_epochs schedule.warmup_steps schedule.args
 precision precision.opt_level precision.backend precision.loss_scale precision.min_loss_scale precision.max_loss_scale
 precision.tf32 precision.keep_batchnorm_fp32 precision.master_weights precision.cast_model_type
 precision.cast_model_outputs

@@ -17,7 +17,8 @@ VALID = {
 
 
 def make(**sections) -> Config:
-    return loader.config_class(Task).model_validate({**VALID, **sections})
+    schedule, _ = loader.schedule_class(sections.get("schedule"))
+    return loader.config_class(Task, schedule).model_validate({**VALID, **sections})
 
 
 def test_frozen():

@@ -152,8 +152,8 @@ def test_norm_that_overflows_on_one_rank_only_skips_the_step_on_all(tmp_path, da
 
 @pytest.mark.parametrize(
     ("schedule", "rate"),
-    [({"name": "constant"}, 0.05), ({"name": "cosine", "min_lr": 0.001}, 0.001), ({"name": "wsd"}, 0.025),
-     ({"name": "one_cycle", "warmup_epochs": 0.0, "final_div_factor": 2.0}, 0.001)],
+    [({"name": "constant"}, 0.05), ({"name": "cosine", "args": {"min_lr": 0.001}}, 0.001), ({"name": "wsd"}, 0.025),
+     ({"name": "one_cycle", "warmup_epochs": 0.0, "args": {"final_div_factor": 2.0}}, 0.001)],
 )  # fmt: skip
 def test_schedules_end_at_their_rate(tmp_path, data, schedule, rate):
     settings = {"model": {"channels_last": True}, "schedule": schedule, "optimizer": {"momentum": None}}

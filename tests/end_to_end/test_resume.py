@@ -102,7 +102,7 @@ def test_compiled_model_is_resumed_exactly(tmp_path, data, level, strategy, worl
 def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
     """A rate too small to learn from is lowered at every second evaluation, equally on both ranks."""
     settings = {
-        "schedule": {"name": "plateau", "patience": 1, "warmup_epochs": 0.5}, "optimizer": {"lr": 1e-6},
+        "schedule": {"name": "plateau", "args": {"patience": 1}, "warmup_epochs": 0.5}, "optimizer": {"lr": 1e-6},
         "checkpoint": {"every_steps": 3}, "train": {"epochs": 7},
     }  # fmt: skip
     unbroken = train(tmp_path / "unbroken", data, 2, **settings)

@@ -31,7 +31,9 @@ def contrary(outputs: Tensor, targets: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "schedule", [{"name": "constant"}, {"name": "plateau", "patience": 0, "factor": 0.5}], ids=["patience", "plateau"]
+    "schedule",
+    [{"name": "constant"}, {"name": "plateau", "args": {"patience": 0, "factor": 0.5}}],
+    ids=["patience", "plateau"],
 )
 def test_ranks_whose_metrics_differ_train_to_the_end_by_those_of_rank_0(tmp_path, schedule):
     """Otherwise rank 0 alone keeps the best weights, or rank 1 alone stops for patience, and waits for the other."""

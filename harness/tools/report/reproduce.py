@@ -11,12 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness.config.schedule import SPAN_THE_RUN
 from harness.errors import plural
 from harness.runs import layout
 from harness.runs.reader import over_starts, ranks
 from harness.tools.report import formatting
 from harness.tools.report.run_set import ReportedRun, devices
+
+_SPAN_THE_RUN = ("cosine", "one_cycle", "polynomial", "wsd")  # the other schedules do not depend on its length
 
 
 def commands(run: ReportedRun) -> list[str]:
@@ -65,7 +66,7 @@ def caveats(run: ReportedRun) -> list[str]:
         text = f"The run was resumed from a checkpoint ({plural(len(run.record.provenance), 'start')})"
         changed = len(run.record.world_sizes) > 1
         found.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
-    if (schedule := run.settings.get("schedule.name")) in SPAN_THE_RUN:
+    if (schedule := run.settings.get("schedule.name")) in _SPAN_THE_RUN:
         for key, lengths in run.record.lengths.items():
             for (_, before), (step, after) in pairwise(lengths):
                 change = f"from {formatting.setting(before)} to {formatting.setting(after)} at step {step}"
