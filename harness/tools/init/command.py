@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file and print what it was derived from. Raises ConfigError, also if the file exists."""
-    from harness.training import first_config
+    from harness.tools.init import first_config
 
     print(first_config.write(arguments.csv, arguments.out))
     return EXIT_DONE

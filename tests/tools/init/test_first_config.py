@@ -13,7 +13,8 @@ from torchvision.io import write_jpeg, write_png
 from harness import cli
 from harness.config import loader
 from harness.errors import DataError
-from harness.training import first_config, preflight
+from harness.tools.init import first_config
+from harness.training import preflight
 
 
 @pytest.fixture

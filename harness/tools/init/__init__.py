@@ -1,0 +1,4 @@
+"""``harness init``: a first configuration for annotations, with the reason for each value.
+
+Start at ``first_config``.
+"""
