@@ -201,11 +201,11 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
     """Our loop with all that it does for a user: it sets the learning rate in each step, adds up the loss and the times
     of the phases, counts rows, writes a log line every 50 steps and checks for stops."""
     from harness.config import loader
-    from harness.data import digits
     from harness.distributed.launch_env import detect
     from harness.distributed.runtime import open_runtime
     from harness.distributed.stop import Stop
     from harness.runs.run_dir import RunFolder
+    from harness.tools.data import digits
     from harness.training import build, loop
 
     multiprocessing.set_start_method("fork", force=True)

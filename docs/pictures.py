@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from benchmarks.turns import free_port
-from harness.data import digits
+from harness.tools.data import digits
 from harness.tools.report import page as report_page
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def write_idx(raw: Path, split: str, num_rows: int, size: int = 28) -> None:
 
 def images(folder: Path, kind: str) -> Path:
     """Fill ``folder`` for task.root of mnist or fashion_mnist with the real data, else with generated data."""
-    from harness.data import published
+    from harness.tools.data import published
 
     if SHARED_DATA.is_dir():
         getattr(published, kind)(folder, str(SHARED_DATA / kind))

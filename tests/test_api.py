@@ -153,7 +153,7 @@ def test_two_ranks(path):
 
 @pytest.fixture
 def digits(tmp_path, monkeypatch):
-    from harness.data import digits
+    from harness.tools.data import digits
 
     digits.write(tmp_path / "data" / "digits")
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -1,6 +1,6 @@
 """Download published files into a folder: verified by hash, completely or not at all, by one process at a time.
 
-``harness.data.published`` lists the files of each dataset.
+``harness.tools.data.published`` lists the files of each dataset.
 """
 
 from __future__ import annotations

@@ -5,10 +5,7 @@ A character's code is its index in ALPHABET. BLANK pads the start of a name, STO
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import json
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,17 +32,6 @@ def clean(name: str) -> str:
     tidied = " ".join(part for part in name.lower().split(" ") if part)
     usable = set(tidied) <= _IN_NAMES and any(character.isalpha() for character in tidied)
     return tidied if usable else ""
-
-
-def of_csv(content: bytes, column: str) -> list[str]:
-    """The cleaned names in a column of a CSV, in order."""
-    rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""))
-    return [name for row in rows if (name := clean(row[column] or ""))]
-
-
-def of_json(content: bytes) -> list[str]:
-    """The cleaned names of a JSON list, in order."""
-    return [name for given in json.loads(content) if (name := clean(given))]
 
 
 def read(path: Path, hint: str) -> tuple[list[str], int]:

@@ -26,8 +26,8 @@ from harness.data.loader import BatchRequest, Loader
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import DataError
-from tests.data.test_command import write_table, write_tar
 from tests.fixtures import write_rows
+from tests.tools.data.test_command import write_table, write_tar
 
 ROWS = 12
 

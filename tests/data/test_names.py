@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from harness.data import names as data_names
 from harness.data.names import ALPHABET, BLANK, STOP, clean, encode, is_validation, read, split, whole, windows
 from harness.errors import DataError
 
@@ -30,12 +29,6 @@ def text(codes) -> str:
 def test_clean(given_name, cleaned):
     assert clean(given_name) == cleaned
     assert clean(cleaned) == cleaned
-
-
-def test_csv_and_json_files():
-    csv = b'\xef\xbb\xbfSpecies,Animal\'s Name\r\nDog,Rex\r\nCat,"Kit, Kat"\r\nCat,\r\nDog\r\nDog, REX \r\n'
-    assert data_names.of_csv(csv, "Animal's Name") == ["rex", "rex"]
-    assert data_names.of_json(b'["rex", "zo\\u00eb", " kit"]') == ["rex", "kit"]
 
 
 def test_read(tmp_path):

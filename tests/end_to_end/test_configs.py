@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness import cli
-from harness.data import digits
+from harness.tools.data import digits
 from tests import datasets
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import of_split

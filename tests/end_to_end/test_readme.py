@@ -136,7 +136,7 @@ def test_own_csv(tmp_path):
 @pytest.mark.slow
 def test_launch_scripts(tmp_path):
     """Every command that trains the digits on one machine, two steps each; test_nodes.py has several nodes."""
-    from harness.data import digits
+    from harness.tools.data import digits
     from tests.ranks import free_port
 
     digits.write(tmp_path / "data" / "digits")

@@ -124,7 +124,7 @@ def test_missing_images_name_the_download_command(task, tmp_path):
 
 @pytest.mark.slow
 def test_mean_and_std_are_those_of_the_training_images(shared_data, tmp_path):
-    from harness.data import published
+    from harness.tools.data import published
 
     for cls, name in TASKS:
         getattr(published, name)(tmp_path / name, str(shared_data / name))

@@ -177,7 +177,7 @@ def test_models_for_other_data_are_rejected(path):
 
 def test_real_names_are_in_one_set_each(shared_data, tmp_path):
     """The tutorial splits rows instead: lucy, which occurs 468 times, is then in both sets."""
-    from harness.data import published
+    from harness.tools.data import published
 
     published.pet_names(tmp_path, str(shared_data / "pet_names"))
     task = opened(str(tmp_path / "names.txt"))

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from harness import cli
 from harness.config import loader, plugins
-from harness.data import digits
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError
 from harness.runs.run_dir import RunFolder
+from harness.tools.data import digits
 from harness.training import build, determinism, model_builder, preflight
 from harness.training.determinism import OPERATIONS, Audit
 from harness.training.exit_report import explained

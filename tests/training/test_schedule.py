@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler as of_torch
 from harness.cli import main
 from harness.config import loader, signatures
 from harness.config.schema import ScheduleSection
-from harness.data import digits
 from harness.errors import ConfigError
+from harness.tools.data import digits
 from harness.training.schedule import Plateau, Schedule
 from tests.conftest import ROOT
 

@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from harness.cli import main
-from harness.data import digits
 from harness.tools.benchmark import strategies
+from harness.tools.data import digits
 from tests.conftest import ROOT
 from tests.end_to_end.processes import shell
 from tests.ranks import free_port

@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from harness.cli import main
-from harness.data import digits
+from harness.tools.data import digits
 from tests.conftest import ROOT
 from tests.end_to_end.processes import python
 from tests.ranks import start, wait_for

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import yaml
 
-from harness.data import digits
+from harness.tools.data import digits
 from harness.tools.sweep.slots import Machine
 from tests import datasets
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ from torchvision.io import encode_jpeg, write_jpeg
 from harness import cli
 from harness.config import loader
 from tests.conftest import ROOT
-from tests.data.test_command import rows_of, write_table, write_tar
+from tests.tools.data.test_command import rows_of, write_table, write_tar
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 BLOCKS = re.findall(r"<!-- test: (.*?) -->\n```(\w+)\n(.*?)```", PAGE, re.S)

@@ -93,14 +93,14 @@ def _run(given: argparse.Namespace) -> str:
     if given.dataset in _PUBLISHED:
         return _download(given.dataset, given.folder, given.source)
     if given.dataset == "split":
-        from harness.data import split
+        from harness.tools.data import split
 
         return split.split(given.source, given.eval, given.by, given.stratify, given.seed, given.out, given.force)
     if given.dataset == "huggingface":
-        from harness.data import from_huggingface
+        from harness.tools.data import from_huggingface
 
         return from_huggingface.write(given.name, given.folder, given.split, given.label, given.force)
-    from harness.data import from_folder, from_tars, table_file
+    from harness.tools.data import from_folder, from_tars, table_file
 
     table_file.suffix_of(given.out)
     table_file.require_new([given.out], given.force)
@@ -111,14 +111,14 @@ def _run(given: argparse.Namespace) -> str:
 
 def _download(dataset: str, folder: Path, source: str | None) -> str:
     if dataset == "digits":
-        from harness.data import digits
+        from harness.tools.data import digits
 
         if source is not None:
             raise ConfigError(
                 "the digits come with scikit-learn and have no other source", where="--from", hint="remove --from"
             )
         return digits.write(folder)
-    from harness.data import published
+    from harness.tools.data import published
 
     written: str = getattr(published, dataset)(folder, source)
     return written

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.data.table_file import write_rows
 from harness.errors import ConfigError, DataError, did_you_mean, plural, reason, remedy
+from harness.tools.data.table_file import write_rows
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # that torchvision decodes
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}

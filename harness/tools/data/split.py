@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from harness.data import table_file
 from harness.data.table import convert
 from harness.data.table.convert import require_columns
 from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError, plural
+from harness.tools.data import table_file
 
 _NAMED = 5  # labels in a message
 

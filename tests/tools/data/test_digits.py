@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from torchvision.io import ImageReadMode, decode_image, read_file
 
-from harness.data import digits
 from harness.errors import ConfigError, DataError
+from harness.tools.data import digits
 
 
 @pytest.fixture(scope="module")

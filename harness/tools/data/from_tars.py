@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import tars
-from harness.data.from_folder import IMAGES, skips
-from harness.data.table_file import write_rows
 from harness.errors import DataError, did_you_mean, plural, reason, remedy
 from harness.runs.files import cache_folder
+from harness.tools.data.from_folder import IMAGES, skips
+from harness.tools.data.table_file import write_rows
 
 _Parts = dict[str, tuple[str, int, int]]  # {ending: (name, offset, size)}
 

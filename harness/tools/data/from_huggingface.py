@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.data.table_file import require_new, write_rows
 from harness.errors import ConfigError, DataError, first_line, plural
+from harness.tools.data.table_file import require_new, write_rows
 
 _LABELS = ("label", "labels", "target", "class")
 _ENDINGS = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"RIFF": "webp"}
