@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,11 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from harness.data.table.cache import read_json
+from harness.data.table.cache import read_checked, write_checked
 from harness.data.table.table import Table
 from harness.errors import DataError
-from harness.runs.files import cache_folder, write_atomically
+from harness.runs.files import cache_folder
 from harness.runs.locks import locked
+
+log = logging.getLogger("harness")
 
 UNKNOWN = 1  # the id of every word that is not in the vocabulary
 RULE = "NFD, lower case; a word is a run of letters, marks, digits and underscores"
@@ -119,9 +122,11 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
     with contextlib.suppress(OSError):  # without a cache, each process counts
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{path}.lock"), _LOCK_S):
-            if (found := read_json(path)) is None:
+            if (found := read_checked(path)) is None:
+                if path.exists():
+                    log.warning("%s: the list of words in the cache is damaged; counting again", _name(table))
                 found = {"words": _most_frequent(table, column, max_words)}
-                write_atomically(path, json.dumps(found, ensure_ascii=False), secrets.token_hex(8))
+                write_checked(path, found, secrets.token_hex(8))
         return Words(tuple(found["words"]))
     return Words(tuple(_most_frequent(table, column, max_words)))
 
@@ -135,7 +140,11 @@ def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
     if not counts:
         raise DataError(
             f"no row has a word in column {column!r}",
-            where=table.where(0).rpartition(":")[0],
+            where=_name(table),
             hint="set task.text_column to the column of texts, or use task.tokenizer.name=bytes",
         )
     return sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
+
+
+def _name(table: Table) -> str:
+    return table.where(0).rpartition(":")[0]

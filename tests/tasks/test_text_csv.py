@@ -75,6 +75,18 @@ def test_vocabulary_is_of_the_training_texts_only(folder):
     assert opened(folder).learned == task.learned  # from the cache
 
 
+def test_a_damaged_list_of_words_is_counted_again(folder, caplog):
+    learned = opened(folder).learned
+    (path,) = (folder / "cache" / "words").glob("*.json")
+    intact = path.read_bytes()
+    path.write_bytes(intact.replace(b"bad", b"bae"))  # one bit, and still JSON
+    assert path.read_bytes() != intact
+    assert opened(folder).learned == learned
+    said = [record.getMessage() for record in caplog.records if "list of words" in record.getMessage()]
+    assert said == [f"{folder}/train.csv: the list of words in the cache is damaged; counting again"]
+    assert path.read_bytes() == intact
+
+
 def test_padding_and_length(folder):
     task = opened(folder, tokenizer={"max_length": 5})
     batch = task.train.batch(np.asarray([1, 3, 0]), 0)

@@ -101,7 +101,7 @@ class CacheEntry:
         Sizes are checked because mapping a truncated file ends in SIGBUS; the rest of the content is checked when it is
         used.
         """
-        manifest = _read_manifest(self.manifest)
+        manifest = read_checked(self.manifest)
         if manifest is None or manifest["format"] != FORMAT or manifest["id"] == damaged:
             return None
         try:
@@ -111,8 +111,7 @@ class CacheEntry:
 
     def publish(self, manifest: dict[str, Any], mark: str) -> None:
         """Write the manifest, which makes the entry complete. ``mark``: of the temporary names of this conversion."""
-        text = json.dumps(manifest | {"format": FORMAT}, ensure_ascii=False)
-        write_atomically(self.manifest, f"{text}\n{_digest(text)}\n", mark)
+        write_checked(self.manifest, manifest | {"format": FORMAT}, mark)
 
     def discard(self, source: Source) -> None:
         """Remove a damaged conversion. The files that processes have mapped stay until they unmap them."""
@@ -130,7 +129,7 @@ class CacheEntry:
             other = CacheEntry(self.folder, path.name.split(".")[0])
             if path != other.manifest or other.key == self.key:
                 continue
-            is_current = (_read_manifest(path) or {}).get("version") == list(source.version)
+            is_current = (read_checked(path) or {}).get("version") == list(source.version)
             if is_current or _age_s(path) < UNUSED_S:
                 keep |= {p.name for p in (other.manifest, *other.files)}
         for path in self.folder.iterdir():
@@ -201,8 +200,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest in ``path``, which has a line of JSON and one with its digest; None if it is damaged or missing."""
+def write_checked(path: Path, content: dict[str, Any], mark: str) -> None:
+    """Write ``content`` as a line of JSON and a line with its digest. ``mark``: of the temporary name."""
+    text = json.dumps(content, ensure_ascii=False)
+    write_atomically(path, f"{text}\n{_digest(text)}\n", mark)
+
+
+def read_checked(path: Path) -> dict[str, Any] | None:
+    """What ``write_checked`` has written; None if the file is damaged or missing."""
     try:
         text, digest, _ = path.read_text(encoding="utf-8").split("\n")
         return parse_json(text) if digest == _digest(text) else None
