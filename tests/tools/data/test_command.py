@@ -149,7 +149,7 @@ def test_tar(tmp_path, capsys):
     rows = rows_of(out)
     assert [row["label"] for row in rows] == ["cat", "dog", "cat"] * 2
     assert rows[4]["path"] == "train-000001.tar/1b.v2.jpg"
-    assert len(list((tmp_path / "cache" / "tars").glob("*/*.npy"))) == 2
+    assert len(list((tmp_path / "cache" / "tars").glob("*/*.index"))) == 2
     assert data("tar", tmp_path / "shards", out, "--label", "kind", "--force") == 0
     assert {row["label"] for row in rows_of(out)} == {"7"}
     capsys.readouterr()
