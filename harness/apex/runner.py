@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     sys.argv = [script.path if command.is_module else command.name, *given, *command.args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if command.is_module else os.path.dirname(os.path.realpath(script.path))
-    _run(script, suggest=not command.modernize)
+    _run(script)
 
 
 def parse(argv: list[str]) -> Command | None:
@@ -164,11 +164,8 @@ def _module(name: str) -> Script:
     return Script(spec.origin, spec.loader.get_data(spec.origin), spec)
 
 
-def _run(script: Script, suggest: bool) -> None:
-    """Run ``script`` as ``__main__``. Its exceptions pass through; their tracebacks start at the script.
-
-    With ``suggest``, the traceback of an error that ``--modernize`` prevents is followed by a line that suggests it.
-    """
+def _run(script: Script) -> None:
+    """Run ``script`` as ``__main__``. Its exceptions pass through; their tracebacks start at the script."""
     main = ModuleType("__main__")
     main.__dict__.update(
         __file__=script.path,
@@ -183,11 +180,11 @@ def _run(script: Script, suggest: bool) -> None:
     try:
         exec(script.code(), main.__dict__)
     except BaseException:
-        _hide_own_frames(suggest)
+        _hide_own_frames()
         raise
 
 
-def _hide_own_frames(suggest: bool) -> None:
+def _hide_own_frames() -> None:
     """Remove this package's frames from the traceback of the exception that ends the script."""
     original = sys.excepthook  # python's, or one that the script installed
 
@@ -198,10 +195,6 @@ def _hide_own_frames(suggest: bool) -> None:
         error.__traceback__ = trace
         sys.last_traceback = trace
         original(kind, error, trace)
-        if suggest and isinstance(error, Exception):
-            from harness.apex.modernize.suggestion import suggestion
-
-            print(suggestion(error) or "", end="", file=sys.stderr)
 
     sys.excepthook = excepthook
 

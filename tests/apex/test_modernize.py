@@ -1,4 +1,4 @@
-"""``--modernize``: every row of its table, the suggestion of it, and a script that needs a lot of it."""
+"""``--modernize``: every row of its table, and a script that needs a lot of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from PIL import ImageDraw
 
 import harness.apex
 from harness.apex import call_counter
 from harness.apex.modernize import modernize
-from harness.apex.modernize.python import load_source
-from harness.apex.modernize.suggestion import suggestion
 from harness.apex.modernize.table import CALLS, NAMES
 from tests.apex.forked import run_apex
 from tests.apex.test_runner import run, write
@@ -33,15 +32,6 @@ BRIDGES = {
         assert isinstance([], Iterable) and issubclass(dict, Mapping)
     """,
     "time.clock": "import time; assert 0 <= time.clock() <= time.process_time()",
-    "fractions.gcd": """
-        from fractions import gcd
-        assert (gcd(12, 8), gcd(12, -8), gcd(0, -3), gcd(7.5, 2.5)) == (4, -4, -3, 2.5)
-    """,
-    "threading.Thread.isAlive": "import threading; assert not threading.Thread().isAlive()",
-    "base64.encodestring": """
-        import base64
-        assert base64.encodestring(b"a") == b"YQ==\\n" and base64.decodestring(b"YQ==") == b"a"
-    """,
     "inspect.getargspec": """
         import inspect
         spec = inspect.getargspec(lambda a, b=1, *c, **d: 0)
@@ -70,12 +60,6 @@ BRIDGES = {
         import io, json
         assert json.loads("[1]", encoding="utf-8") == json.load(io.StringIO("[1]"), encoding="utf-8") == [1]
     """,
-    "random.sample of a set": """
-        import random
-        items = {"a", "b", "c"}
-        assert random.Random(1).sample(items, 2) == random.Random(1).sample(tuple(items), 2)
-        assert sorted(random.sample(items, k=3)) == sorted(items)
-    """,
     "yaml.load without a loader": """
         import yaml
         assert yaml.load("a: [1, !!python/tuple [2]]") == {"a": [1, (2,)]}
@@ -96,13 +80,7 @@ BRIDGES = {
     "numpy.product": "import numpy as np; assert np.product([2, 3]) == 6 and np.alltrue([1]) and np.round_(2.6) == 3",
     "numpy.asscalar": """
         import numpy as np
-        assert np.asscalar(np.ones((1, 1))) == 1 == np.alen(3) == np.alen([2])
-    """,
-    "numpy.cast": """
-        import numpy as np
-        assert np.cast[np.uint8]([1.5]).dtype == np.uint8 and np.asfarray([1]).dtype == np.float64 and np.math.pi > 3
-        assert np.msort([[2, 0], [1, 3]]).tolist() == [[1, 0], [2, 3]]
-        assert np.lib.pad([1], 1, "edge").tolist() == [1, 1, 1]
+        assert np.asscalar(np.ones((1, 1))) == 1
     """,
     "numpy.in1d": """
         import numpy as np
@@ -125,52 +103,6 @@ BRIDGES = {
     "numpy.linspace with a float": """
         import numpy as np
         assert len(np.linspace(0.5, 0.95, np.round(0.45 / 0.05) + 1)) == 10
-    """,
-    "torch.qr": """
-        import torch
-        a = torch.randn(4, 2)
-        for q, r in (torch.qr(a), a.qr(), torch.qr(a, some=False)):
-            assert torch.allclose(q @ r, a, atol=1e-5)
-        assert torch.qr(a).Q.shape == (4, 2) and q.shape == (4, 4)
-    """,
-    "torch.symeig": """
-        import torch
-        a = torch.tensor([[2.0, 1.0], [99.0, 3.0]])  # the upper triangle counts
-        values, vectors = torch.symeig(a, eigenvectors=True)
-        assert torch.allclose(vectors @ values.diag() @ vectors.t(), torch.tensor([[2.0, 1.0], [1.0, 3.0]]), atol=1e-5)
-        assert torch.symeig(a).eigenvectors.numel() == 0 and torch.allclose(a.symeig().eigenvalues, values)
-    """,
-    "torch.solve": """
-        import torch
-        a, b = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.ones(2, 1)
-        assert torch.allclose(a @ torch.solve(b, a).solution, b) and torch.allclose(b.solve(a)[0], torch.solve(b, a)[0])
-    """,
-    "torch.cholesky": """
-        import torch
-        a = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
-        assert torch.allclose(torch.cholesky(a), a.cholesky(upper=True).t())
-    """,
-    "torch.matrix_rank": """
-        import torch
-        assert torch.matrix_rank(torch.ones(2, 2)) == 1 == torch.matrix_rank(torch.diag(torch.tensor([5.0, 1.0])), 2.0)
-    """,
-    "torch.rfft": """
-        import torch
-        x = torch.randn(2, 5, 6)
-        full, half = torch.rfft(x, 2, onesided=False), torch.rfft(x, 2, normalized=True)
-        assert full.shape == (2, 5, 6, 2) and half.shape == (2, 5, 4, 2)
-        assert torch.allclose(half, full[:, :, :4] / 30**0.5, atol=1e-5)
-        assert torch.allclose(torch.irfft(half, 2, normalized=True, signal_sizes=(5, 6)), x, atol=1e-5)
-        assert torch.allclose(torch.irfft(full, 2, onesided=False), x, atol=1e-5)
-        assert torch.allclose(torch.ifft(full.fft(1), 1), full, atol=1e-5)
-    """,
-    "torch.stft of real tensors": """
-        import torch
-        x = torch.randn(100)
-        y = torch.stft(x, 16, window=torch.ones(16))
-        again = torch.istft(y, 16, window=torch.ones(16), length=100)
-        assert y.shape == (9, 26, 2) and torch.allclose(again, x, atol=1e-5)
-        assert torch.istft(torch.view_as_complex(y), 16).dim() == 1
     """,
     "Tensor.view of a non-contiguous bool tensor": """
         import torch
@@ -293,14 +225,9 @@ BRIDGES = {
     "torchvision.ops.misc": """
         import torch
         from torchvision.ops import _new_empty_tensor
-        from torchvision.ops.misc import Conv2d, _output_size, interpolate
-        import torchvision.ops.misc as misc
-        assert _new_empty_tensor(torch.ones(1), [0, 3]).shape == (0, 3) and Conv2d is torch.nn.Conv2d
-        assert _output_size(2, torch.ones(1, 1, 5, 4), None, 1.5) == [7, 6] and misc.BatchNorm2d is torch.nn.BatchNorm2d
-    """,
-    "torchvision.datasets.utils.makedir_exist_ok": """
-        from torchvision.datasets.utils import makedir_exist_ok
-        makedir_exist_ok("."); makedir_exist_ok(".")
+        from torchvision.ops.misc import _output_size
+        assert _new_empty_tensor(torch.ones(1), [0, 3]).shape == (0, 3)
+        assert _output_size(2, torch.ones(1, 1, 5, 4), None, 1.5) == [7, 6]
     """,
     "PIL.Image.ANTIALIAS": """
         from PIL import PILLOW_VERSION, Image
@@ -318,21 +245,16 @@ BRIDGES = {
         assert ImageFont.load_default_imagefont().getsize("ab") == (12, 11)
     """,
     "matplotlib.backends.backend_agg.FigureCanvasAgg.tostring_rgb": """
-        import matplotlib.cm
-        import numpy as np
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         canvas = FigureCanvasAgg(Figure(figsize=(1, 1), dpi=10, facecolor="red"))
         canvas.draw()
-        assert canvas.tostring_rgb() == canvas.renderer.tostring_rgb() == bytes([255, 0, 0]) * 100
-        jet = matplotlib.cm.get_cmap("jet", 5)
-        assert (jet.name, jet.N, matplotlib.cm.get_cmap(jet)) == ("jet", 5, jet)
-        assert matplotlib.cm.get_cmap().name == "viridis"
+        assert canvas.tostring_rgb() == bytes([255, 0, 0]) * 100
     """,
     "scipy.misc.imresize": """
         import numpy as np
         from PIL import Image
-        from scipy.misc import imread, imresize, imsave, logsumexp
+        from scipy.misc import imread, imresize, imsave
         import scipy.misc
         image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
         imsave("x.png", image)
@@ -341,37 +263,12 @@ BRIDGES = {
         assert imresize(image, (2, 8)).shape == (2, 8, 3) and imresize(image, 50).shape == imresize(image, 0.5).shape
         assert (imresize(image, (8, 8), "nearest") == image.repeat(2, 0).repeat(2, 1)).all()
         assert scipy.misc.bytescale(np.array([0.0, 1.0, 2.0])).tolist() == [0, 128, 255]
-        assert imresize(np.array([[0.0, 1.0]]), (1, 2)).tolist() == [[0, 255]] and logsumexp([0]) == 0
+        assert imresize(np.array([[0.0, 1.0]]), (1, 2)).tolist() == [[0, 255]]
         assert scipy.misc.toimage(image.transpose(2, 0, 1)).size == (4, 4)
         assert scipy.misc.toimage(image[..., 0], mode="P").convert("L").getpixel((1, 0)) == 3
         assert scipy.misc.toimage(image[..., 0], mode="F").mode == "F"
     """,
-    "scipy.signal.gaussian": """
-        import scipy.integrate, scipy.signal
-        assert scipy.signal.gaussian(3, 1)[1] == 1 and scipy.signal.hann(3)[1] == 1
-        assert scipy.integrate.trapz([1, 1]) == 1 == scipy.integrate.cumtrapz([1, 1])[0]
-    """,
-    "pandas.DataFrame.append": """
-        import pandas as pd
-        df = pd.DataFrame({"a": [1]}, index=["x"])
-        assert df.append({"a": 2}, ignore_index=True).a.tolist() == [1, 2] == df.append([{"a": 2}]).a.tolist()
-        assert df.append(pd.Series({"a": 2}, name="y")).index.tolist() == ["x", "y"]
-        assert df.append([df, df], ignore_index=True).shape == (3, 1) and df.append(df).a.dtype == "int64"
-        assert df.append({"b": 0.5}, ignore_index=True).columns.tolist() == ["a", "b"]
-        log = pd.DataFrame(columns=["epoch", "loss"]).append({"epoch": 1, "loss": 0.5}, ignore_index=True)
-        log = log.append({"epoch": 2, "loss": None}, ignore_index=True)
-        assert (log.loss.dtype, log.epoch.tolist(), log.loss.sum()) == ("float64", [1, 2], 0.5)
-        assert pd.Series(dtype=object).append(pd.Series([1])).dtype == "int64"
-        for wrong in ({"a": 2}, pd.Series({"a": 2})):
-            try: df.append(wrong)
-            except TypeError: pass
-            else: raise AssertionError
-        assert df.a.append(df.a, ignore_index=True).tolist() == [1, 1]
-        assert df.as_matrix().tolist() == [[1]] == df.as_matrix(["a"]).tolist() == df.applymap(int).values.tolist()
-        assert [name for name, _ in df.iteritems()] == ["a"] and list(df.a.iteritems()) == [("x", 1)]
-    """,
 }
-NO_SUGGESTION = ("numpy.linspace", "Sampler")  # their errors have many other causes
 
 
 @pytest.fixture
@@ -391,18 +288,14 @@ def test_bridge(name, undone, tmp_path, monkeypatch):
     code = compile(path.read_text(), path, "exec")
     try:
         exec(code, {"__name__": "train"})
-    except (AttributeError, ImportError, TypeError, ValueError, RuntimeError) as error:
-        line = suggestion(error)
+    except (AttributeError, ImportError, TypeError, ValueError, RuntimeError):
+        pass
     else:
         pytest.skip(f"the installed versions still have {name}")
-    assert (line is None) == name.startswith(NO_SUGGESTION)
     modernize()
     exec(code, {"__name__": "train"})
     counted = call_counter.counts(call_counter.MODERNIZE)
     assert any(label.startswith(name) for label in counted), counted
-    if line is not None:
-        assert line.startswith("harness.apex: --modernize bridges this: ")
-        assert line.split(": ")[2].split(" (")[0] in [*counted, *(row.owner for row in NAMES)] or "view" in line
 
 
 def test_every_name_of_the_table_means_something(undone, monkeypatch):
@@ -420,12 +313,12 @@ def test_every_name_of_the_table_means_something(undone, monkeypatch):
             if name != "*" and (name, sys.version_info < (3, 14)) != ("ByteString", False):
                 assert getattr(owner, name) is not None, (row.owner, name)
                 checked += 1
-    assert checked > 150
+    assert checked > 100
     harness.apex.uninstall()
     for absent in ("torch._six", "torchvision.models.utils"):
         assert absent not in sys.modules
     assert not hasattr(np, "float")
-    assert not hasattr(torch.Tensor, "rfft")
+    assert not hasattr(ImageDraw.ImageDraw, "textsize")
     assert not hasattr(torchvision.models, "utils")
 
 
@@ -497,56 +390,21 @@ def test_installed_libraries_keep_the_errors_of_today(undone):
         np.array([[1, 2], [3]], dtype=float)
 
 
-def test_load_source_of_imp(tmp_path):
-    """``imp`` exists until Python 3.11, so the table only adds it later."""
-    path = write(tmp_path, "config_of_script.py", "import sys\nlr = 0.1\nassert __name__ in sys.modules")
-    module = load_source("config_of_script", str(path))
-    path.write_text("lr = 0.25")
-    assert load_source("config_of_script", str(path)) is module is sys.modules.pop("config_of_script")
-    assert module.lr == 0.25
-
-
 def test_scripting_is_not_disturbed(undone):
     modernize()
 
     @torch.jit.script
-    def spectrum(x: torch.Tensor) -> torch.Tensor:
-        y = torch.stft(x, 4, window=torch.ones(4), return_complex=True)
-        z = torch.istft(y, 4, window=torch.ones(4), length=8)
-        return torch.masked_fill(z.view(-1), z > 9, 1.0)
+    def clipped(x: torch.Tensor) -> torch.Tensor:
+        return torch.masked_fill(x.view(-1), x > 9, 1.0)
 
-    assert torch.allclose(spectrum(torch.ones(8)), torch.ones(8))
+    assert torch.equal(clipped(torch.tensor([1.0, 10.0])), torch.ones(2))
     rotated = torch.jit.script(torchvision.transforms.RandomRotation((90.0, 90.0)))(torch.eye(4)[None])
     assert torch.equal(rotated[0], torch.eye(4).flip(0))
 
 
-@pytest.mark.parametrize(
-    ("error", "bridged"),
-    [
-        (
-            RuntimeError("\n\n-- Process 0 terminated\nAttributeError: module 'numpy' has no attribute 'int'."),
-            "numpy.int",
-        ),
-        (ModuleNotFoundError("No module named 'torch._six'"), "torch._six"),
-        (ModuleNotFoundError("No module named 'torch._seven'"), None),
-        (ImportError("cannot import name 'imread' from 'scipy.misc' (/x.py)"), "scipy.misc.imread"),
-        (ImportError("cannot import name 'imred' from 'scipy.misc' (/x.py)"), None),
-        (AttributeError("'MyFrame' object has no attribute 'append'"), None),
-        (AttributeError("'DataFrame' object has no attribute 'append'"), "pandas.DataFrame.append"),
-        (AttributeError("No librosa attribute output"), "librosa.output"),
-        (RuntimeError("view size is not compatible with input tensor's size and stride"), None),
-        (ValueError("second"), None),
-    ],
-)
-def test_suggestions(error, bridged):
-    line = suggestion(error)
-    assert (line is None) == (bridged is None)
-    assert line is None or f"bridges this: {bridged} (" in line
-
-
 SCRIPT = """\
     import sys
-    assert not {"torch", "numpy", "PIL", "pandas", "scipy", "yaml"} & set(sys.modules) or "--cpu" in sys.argv
+    assert not {"torch", "numpy", "PIL", "scipy", "yaml"} & set(sys.modules) or "--cpu" in sys.argv
     from collections import Iterable
     import torch.multiprocessing as mp
     import numpy as np
@@ -554,7 +412,7 @@ SCRIPT = """\
     from apex import amp
     from PIL import Image
     from torch._six import string_classes
-    from torch.utils.data import DataLoader, Sampler
+    from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
     from torchvision import transforms
 
@@ -616,24 +474,15 @@ def test_script_of_2019(tmp_path):
     assert "collections.Iterable" in listed
     assert listed["Tensor.view of a non-contiguous bool tensor (copied)"] == "1"
     assert listed["integer betas of Adam"] == "1"
-    assert listed["DistributedSampler without set_epoch (only a warning)"] == "1"
     assert (
         "harness.apex --modernize: names and calls bridged, because newer libraries lack or reject them (this "
         "process and" in done.stderr
     )
-    (warning,) = [line for line in done.stderr.splitlines() if "set_epoch(epoch)" in line]
-    (line,) = [n for n, text in enumerate(SCRIPT.splitlines(), 1) if "in DataLoader(data" in text]
-    assert warning.startswith(f"{tmp_path}/train.py:{line}: UserWarning: ")
     assert "--device cpu" not in done.stderr
 
     done = run("-m", "harness.apex", "train.py", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-2].startswith("ImportError: cannot import name 'Iterable'")
-    assert done.stderr.splitlines()[-1] == (
-        "harness.apex: --modernize bridges this: collections.Iterable (removed in Python 3.10). "
-        "Put the option before the script; "
-        "see docs/apex.md."
-    )
+    assert done.stderr.splitlines()[-1].startswith("ImportError: cannot import name 'Iterable'")
     done = run_apex("--device", "cpu", "--modernize", "train.py", "--cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = (done.stderr.index(f"harness.apex {option}: ") for option in ("--device cpu", "--modernize"))
@@ -641,21 +490,11 @@ def test_script_of_2019(tmp_path):
     assert "Tensor.cuda" in done.stderr
 
 
-def test_suggestion_after_a_view_of_a_comparison():
-    mask = torch.ones(2, 4).t() > 0  # also in scope, but not what is viewed
-    for dtype, expected in ((torch.bool, True), (torch.float, False)):
-        correct = torch.ones(4, 2, dtype=dtype).t()
-        with pytest.raises(RuntimeError) as failed:
-            correct[:2].view(-1).float().sum(0)
-        assert (suggestion(failed.value) is not None) == expected
-    assert not mask.is_contiguous()
-
-
 def test_docs_name_every_bridge():
     page = (ROOT / "docs" / "apex.md").read_text()
     table = page.split("### What other libraries removed\n")[1].split("Not bridged:")[0]
     words = set(re.findall(r"\w+", table))
-    general = ("collections", "scipy.signal", "torchvision.ops")  # the page names some, and "the other" ones
+    general = ("collections",)  # the page names some, and "the other" ones
     missing = {name for row in NAMES if row.owner not in general for name in row.names if name not in words} - {"*"}
     assert not missing
     assert {row.owner for row in NAMES if "*" in row.names} <= set(re.findall(r"[\w.]+", table))
@@ -664,7 +503,6 @@ def test_docs_name_every_bridge():
     transforms = {"RandomRotation", "RandomAffine", "rotate", "affine"}
     assert {name.rstrip("_") for name in functions - schedulers - transforms} - words <= {
         "__rsub",
-        "__iter",
         "view",
         "parse",
     }

@@ -17,8 +17,6 @@ from harness.apex import call_counter
 from harness.apex.modernize.table import CALLS, NAMES, Names
 from harness.apex.patches import is_imported, patches
 
-_REMOVED = ("imp",)  # modules of Python
-
 
 def modernize() -> None:
     """Restore what the table lists in this process, until ``harness.apex.uninstall``. Calling it again does nothing."""
@@ -48,7 +46,7 @@ class _Finder(MetaPathFinder):
         finally:
             self._search.name = None
         if spec is None:  # the library removed the whole module, or is not installed
-            return ModuleSpec(name, _RemovedModule()) if "." in name or name in _REMOVED else None
+            return ModuleSpec(name, _RemovedModule()) if "." in name else None
         if spec.loader is not None and not inspect.isclass(spec.loader):
             _apply_after(spec.loader, name)
         return spec

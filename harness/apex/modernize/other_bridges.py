@@ -1,8 +1,162 @@
-"""What Pillow, matplotlib, scipy.misc and librosa had."""
+"""What Python, numpy, PyYAML, Pillow, scipy.misc, matplotlib, librosa and transformers had or accepted.
+
+A function with ``original`` and ``used`` makes the replacement of ``original``; see ``table.Call``.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
+import os
+import re
+import sys
+import sysconfig
+from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
+
+Used = Callable[[], None]
+
+# Python, and PyYAML
+
+ArgSpec = namedtuple("ArgSpec", "args varargs keywords defaults")
+logger = logging.getLogger("transformers")  # what ``from transformers import logger`` gave
+
+
+def getargspec(function: Any) -> ArgSpec:
+    """``inspect.getargspec``: raises ValueError for keyword-only parameters and annotations, as it did."""
+    spec = inspect.getfullargspec(function)
+    if spec.kwonlyargs or spec.annotations:
+        raise ValueError("Function has keyword-only parameters or annotations: use inspect.signature()")
+    return ArgSpec(*spec[:4])
+
+
+def json_loads(original: Any, used: Used) -> Any:
+    """``json.loads`` and ``json.load``, which calls it: ``encoding`` had no effect in Python 3."""
+
+    @functools.wraps(original)
+    def loads(s: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("encoding", loads) is not loads:
+            used()
+        return original(s, **kwargs)
+
+    return loads
+
+
+def yaml_load(original: Any, used: Used) -> Any:
+    """``yaml.load`` and ``load_all`` without a loader: PyYAML 5.1 to 5.4 took FullLoader, which runs no code."""
+
+    @functools.wraps(original)
+    def load(stream: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and "Loader" not in kwargs:
+            used()
+            kwargs["Loader"] = original.__globals__["FullLoader"]
+        return original(stream, *args, **kwargs)
+
+    return load
+
+
+def strict_version(original: Any, used: Used) -> Any:
+    """``StrictVersion``, of versions such as torch's 2.10.0+cu130, which it refuses: only the part that it knows."""
+
+    @functools.wraps(original)
+    def parse(self: Any, vstring: str) -> None:
+        known = re.match(r"\d+\.\d+(\.\d+)?([ab]\d+)?", vstring)
+        try:
+            original(self, vstring)
+        except ValueError:
+            if known is None:
+                raise
+            original(self, known[0])
+            used()
+
+    return parse
+
+
+# numpy
+
+NINF = float("-inf")
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+def asscalar(a: Any) -> Any:
+    return a.item()
+
+
+def in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False, **kwargs: Any) -> Any:
+    """``np.isin`` of the flattened ``ar1``."""
+    import numpy as np
+
+    return np.isin(np.asarray(ar1).ravel(), ar2, assume_unique=assume_unique, invert=invert, **kwargs)
+
+
+def numpy_array(original: Any, used: Used) -> Any:
+    """``np.array`` and its kin: unequal rows make an array of objects, and ``copy=False`` copies if necessary.
+
+    Only for the script's own files: installed libraries may rely on today's errors.
+    """
+
+    @functools.wraps(original)
+    def array(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except ValueError as error:
+            reason = str(error)
+            if "inhomogeneous shape" in reason and len(args) < 2 and kwargs.get("dtype") is None:
+                instead: dict[str, Any] = {"dtype": object}
+            elif "Unable to avoid copy" in reason and kwargs.get("copy") is False:
+                instead = {"copy": None}
+            else:
+                raise
+            if not _is_called_by_script():
+                raise
+        used()
+        return original(*args, **{**kwargs, **instead})
+
+    return array
+
+
+def numpy_fromstring(original: Any, used: Used) -> Any:
+    """``np.fromstring`` of bytes without ``sep``: a copy of the memory."""
+
+    @functools.wraps(original)
+    def fromstring(string: Any, dtype: Any = float, count: int = -1, **kwargs: Any) -> Any:
+        try:
+            return original(string, dtype, count, **kwargs)
+        except ValueError as error:
+            if "binary mode of fromstring" not in str(error) or isinstance(string, str):
+                raise
+        import numpy as np
+
+        used()
+        return np.frombuffer(string, dtype, count).copy()
+
+    return fromstring
+
+
+def numpy_linspace(original: Any, used: Used) -> Any:
+    """``np.linspace`` with a number of points that is a float: it is cut off."""
+
+    @functools.wraps(original)
+    def linspace(start: Any, stop: Any, num: Any = 50, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(num, float):  # also numpy.float64
+            used()
+            num = int(num)
+        return original(start, stop, num, *args, **kwargs)
+
+    return linspace
+
+
+def _is_called_by_script() -> bool:
+    """True if the function above was called by code that is not installed, directly or through numpy."""
+    frame: Any = sys._getframe(2)
+    numpy_folder = os.path.dirname(sys.modules["numpy"].__file__ or "") + os.sep
+    while frame is not None and frame.f_code.co_filename.startswith(numpy_folder):
+        frame = frame.f_back
+    path = frame.f_code.co_filename if frame is not None else _STANDARD_LIBRARY
+    return not (path.startswith(_STANDARD_LIBRARY) or "site-packages" in path or "dist-packages" in path)
+
 
 # Pillow and matplotlib
 
@@ -43,16 +197,6 @@ def tostring_rgb(self: Any) -> bytes:
     import numpy as np
 
     return np.asarray(self.buffer_rgba())[..., :3].tobytes()
-
-
-def get_cmap(name: Any = None, lut: int | None = None) -> Any:
-    """``matplotlib.cm.get_cmap``: a color map, by default the one of the settings, with ``lut`` entries."""
-    import matplotlib
-
-    if isinstance(name, matplotlib.colors.Colormap):
-        return name
-    found = matplotlib.colormaps[matplotlib.rcParams["image.cmap"] if name is None else name]
-    return found if lut is None else found.resampled(lut)
 
 
 # scipy.misc, on Pillow as it was

@@ -1,0 +1,180 @@
+"""What torch and torchvision had or accepted.
+
+A function with ``original`` and ``used`` makes the replacement of ``original`` (see ``table.Call``). It tries the
+original first where it can, so a version that accepts the call is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+Used = Callable[[], None]
+Bridge = Callable[[Any, Used], Any]
+
+string_classes, int_classes, PY3, PY37 = (str, bytes), int, True, True  # names of torch._six
+SCHEDULERS = (
+    *("LRScheduler", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "OneCycleLR"),
+    *("SequentialLR", "PolynomialLR", "CosineAnnealingLR", "ChainedScheduler", "ReduceLROnPlateau", "CyclicLR"),
+    *("CosineAnnealingWarmRestarts", "ExponentialLR"),
+)
+MODELS_WITH_URLS = (
+    *("alexnet", "densenet", "googlenet", "inception", "mnasnet", "mobilenet", "mobilenetv2", "resnet", "squeezenet"),
+    "vgg",
+)
+_BETAS = "betas must be either both floats or both Tensors"
+
+
+def __getattr__(name: str) -> Any:
+    """``_backend`` of ``torch.distributed``, which changed with the process group, and ``urls_of_resnet`` and so on."""
+    if name == "_backend":
+        from torch import distributed
+
+        return distributed.get_backend() if distributed.is_initialized() else distributed.Backend.UNDEFINED
+    if name.startswith("urls_of_"):
+        return _model_urls(name.removeprefix("urls_of_"))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _model_urls(module: str) -> dict[str, str]:
+    """``model_urls`` of ``torchvision.models.MODULE``: the addresses of the same weights."""
+    import torchvision
+
+    defined_in = "mobilenetv2" if module == "mobilenet" else module
+    urls = {}
+    for model in torchvision.models.list_models(module=torchvision.models):
+        if torchvision.models.get_model_builder(model).__module__ == f"torchvision.models.{defined_in}":
+            weights = torchvision.models.get_model_weights(model).__members__
+            if "IMAGENET1K_V1" in weights:
+                urls["inception_v3_google" if model == "inception_v3" else model] = weights["IMAGENET1K_V1"].url
+    return urls
+
+
+def _new_empty_tensor(x: Any, shape: Any) -> Any:
+    return x.new_empty(shape)
+
+
+def _output_size(dim: int, input: Any, size: Any, scale_factor: Any) -> Any:
+    """The size of the result of ``interpolate``, from exactly one of ``size`` and ``scale_factor``; ``dim`` is 2."""
+    if (size is None) == (scale_factor is None):
+        raise ValueError("exactly one of size and scale_factor must be given")
+    if size is not None:
+        return size
+    factors = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * dim
+    return [math.floor(input.size(i + 2) * factors[i]) for i in range(dim)]
+
+
+def _retried(errors: Any, symptom: str, again: Callable[..., Any]) -> Bridge:
+    """The bridge that calls ``again(original, *args, **kwargs)`` after an error with ``symptom`` in its text.
+
+    ``again`` returns NotImplemented to raise the error after all.
+    """
+
+    def wrap(original: Any, used: Used) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except errors as error:
+                if symptom not in str(error):
+                    raise
+                result = again(original, *args, **kwargs)
+                if result is NotImplemented:
+                    raise
+            used()
+            return result
+
+        return wrapper
+
+    return wrap
+
+
+def _viewed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A copy, for comparisons only: since torch 1.5 to 1.7 they keep the strides of their inputs."""
+    import torch
+
+    return self.reshape(*args, **kwargs) if self.dtype is torch.bool else NotImplemented
+
+
+def _with_bool_masks(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same call with masks of zeros and ones, which comparisons gave before torch 1.2, as bool."""
+    import torch
+
+    def converted(value: Any) -> Any:
+        is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.uint8
+        return value.bool() if is_mask else value
+
+    source, *others = args
+    return original(source, *map(converted, others), **{name: converted(value) for name, value in kwargs.items()})
+
+
+def _subtracted(original: Any, self: Any, other: Any) -> Any:
+    """``1 - mask``: with masks of zeros and ones, as comparisons gave before torch 1.2, the inverse mask."""
+    import torch
+
+    return original(self.to(torch.uint8), other) if self.dtype is torch.bool else NotImplemented
+
+
+def _float_betas(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Adam.__init__`` with ``betas=(0, 0.999)``."""
+    if "betas" in kwargs:
+        kwargs["betas"] = tuple(float(each) for each in kwargs["betas"])
+    else:
+        args = (*args[:2], tuple(float(each) for each in args[2]), *args[3:])
+    return original(self, *args, **kwargs)
+
+
+view = _retried(RuntimeError, "view size is not compatible", _viewed)
+uint8_mask = _retried(RuntimeError, "mask", _with_bool_masks)
+mask_subtraction = _retried(RuntimeError, "with a bool tensor is not supported", _subtracted)
+integer_betas = _retried(ValueError, _BETAS, _float_betas)
+
+
+def verbose_scheduler(original: Any, used: Used) -> Any:
+    """``__init__`` of a scheduler, which printed each change of the learning rate with ``verbose=True``."""
+    parameters = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "verbose" not in parameters:
+            found = len(args) + len(kwargs)
+            kwargs.pop("verbose", None)
+            args = args[: len(parameters) - 1]
+            if type(self).__name__ == "ReduceLROnPlateau" and len(args) > 4 and isinstance(args[4], bool):
+                args = (*args[:4], *args[5:])  # until torch 1.6, verbose came before threshold
+            if len(args) + len(kwargs) < found:
+                used()
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def sampler(original: Any, used: Used) -> Any:
+    """``Sampler.__init__``, which ignored its argument."""
+
+    def __init__(self: Any, data_source: Any = None) -> None:
+        if data_source is not None:
+            used()
+
+    return __init__
+
+
+def renamed(**new_names: str) -> Bridge:
+    """The bridge for renamed keyword arguments, ``old="new"``."""
+
+    def wrap(original: Any, used: Used) -> Any:
+        accepted = inspect.signature(original).parameters
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for old in [each for each in kwargs if each in new_names and each not in accepted]:
+                used()
+                kwargs[new_names[old]] = kwargs.pop(old)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    return wrap
