@@ -9,7 +9,7 @@ import builtins
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -35,19 +35,6 @@ With a launcher:
 """
 
 
-@dataclass(frozen=True)
-class Command:
-    """A parsed command line: a script's path or a module's name, its arguments, and how to run it."""
-
-    name: str
-    is_module: bool
-    args: list[str]
-    on_cpu: bool = False
-    local_rank: str | None = None
-    trust_checkpoints: bool = False
-    modernize: bool = False
-
-
 _FLAGS = {"--trust-checkpoints": "trust_checkpoints", "--modernize": "modernize"}
 
 
@@ -61,48 +48,49 @@ def main(argv: list[str]) -> None:
     Exits with 2 if the command line is wrong or the script does not exist.
     """
     try:
-        command = parse(argv)
-        if command is None:
+        parsed = parse(argv)
+        if parsed is None:
             print(USAGE, end="")
             return
-        script = _module(command.name) if command.is_module else _file(command.name)
+        context, args = parsed
+        script = _module(context.name) if context.is_module else _file(context.name)
     except UsageError as error:
         print(f"harness.apex: {error}\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(2)
-    name = command.name if command.is_module else script.path
-    ScriptContext(
-        name, command.is_module, command.on_cpu, command.local_rank, command.trust_checkpoints, command.modernize
-    ).set_up()
-    listed = {call_counter.ON_CPU: command.on_cpu, call_counter.MODERNIZE: command.modernize}
+    replace(context, name=context.name if context.is_module else script.path).set_up()
+    listed = {call_counter.ON_CPU: context.on_cpu, call_counter.MODERNIZE: context.modernize}
     if any(listed.values()):
-        is_first = (command.local_rank or local_rank.from_environment() or "0") == "0"
+        is_first = (context.local_rank or local_rank.from_environment() or "0") == "0"
         call_counter.print_at_exit(verbose=is_first, options=[option for option in listed if listed[option]])
-    given = [] if command.local_rank is None else [f"{local_rank.spelling_for(script.text)}={command.local_rank}"]
-    sys.argv = [script.path if command.is_module else command.name, *given, *command.args]
+    given = [] if context.local_rank is None else [f"{local_rank.spelling_for(script.text)}={context.local_rank}"]
+    sys.argv = [script.path if context.is_module else context.name, *given, *args]
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd() if command.is_module else os.path.dirname(os.path.realpath(script.path))
+        sys.path[0] = os.getcwd() if context.is_module else os.path.dirname(os.path.realpath(script.path))
     _run(script)
 
 
-def parse(argv: list[str]) -> Command | None:
-    """The command in ``argv``; None if it asks for help. All arguments after the script belong to the script."""
-    words, on_cpu, rank, flags = list(argv), False, None, {option: False for option in _FLAGS.values()}
+def parse(argv: list[str]) -> tuple[ScriptContext, list[str]] | None:
+    """Return how to run the script that ``argv`` names, and the script's own arguments; None if it asks for help.
+
+    The context's ``name`` is as typed. All arguments after the script belong to the script.
+    """
+    words, options = list(argv), dict[str, Any]()
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
         if word in ("-h", "--help"):
             return None
         if word in _FLAGS:
-            flags[_FLAGS[word]] = True
+            options[_FLAGS[word]] = True
             continue
         if word == "-m":
             if not words:
                 raise UsageError("-m needs the name of a module")
-            return Command(words[0], True, words[1:], on_cpu, rank, **flags)
+            return ScriptContext(words[0], is_module=True, **options), words[1:]
         if option not in ("--device", "--local-rank", "--local_rank"):
             if word.startswith("-"):
                 raise UsageError(f"unknown option {word!r}; options of the script go after the script")
-            return Command(word, False, words, on_cpu, rank, **flags)
+            return ScriptContext(word, is_module=False, **options), words
         if not equals:
             if not words:
                 raise UsageError(f"{option} needs a value")
@@ -112,11 +100,11 @@ def parse(argv: list[str]) -> Command | None:
                 raise UsageError(
                     f"--device accepts only cpu, not {value!r}; leave it out to run on the script's device"
                 )
-            on_cpu = True
+            options["on_cpu"] = True
         elif not value.isdecimal():
             raise UsageError(f"{option} must be a number, not {value!r}")
         else:
-            rank = value
+            options["local_rank"] = value
     raise UsageError("no script given")
 
 

@@ -29,8 +29,8 @@ class ScriptContext:
 
     name: str
     is_module: bool
-    on_cpu: bool
-    local_rank: str | None
+    on_cpu: bool = False
+    local_rank: str | None = None
     trust_checkpoints: bool = False
     modernize: bool = False
     counts_directory: str | None = None  # only in spawned processes

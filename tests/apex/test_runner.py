@@ -165,13 +165,14 @@ def test_usage_errors_on_the_terminal(tmp_path):
 
 
 def test_options_after_the_script_are_the_scripts():
-    command = parse(["--local-rank=1", "--device", "cpu", "train.py", "--device", "cuda", "--local_rank", "7"])
-    assert (command.name, command.local_rank, command.on_cpu, command.is_module) == ("train.py", "1", True, False)
-    assert command.args == ["--device", "cuda", "--local_rank", "7"]
-    command = parse(["--trust-checkpoints", "--local_rank", "2", "-m", "package.train", "-m", "x"])
-    assert (command.name, command.local_rank, command.is_module) == ("package.train", "2", True)
-    assert command.trust_checkpoints
-    assert command.args == ["-m", "x"]
+    context, args = parse(["--local-rank=1", "--device", "cpu", "train.py", "--device", "cuda", "--local_rank", "7"])
+    assert (context.name, context.local_rank, context.on_cpu, context.is_module) == ("train.py", "1", True, False)
+    assert args == ["--device", "cuda", "--local_rank", "7"]
+    context, args = parse(["--trust-checkpoints", "--local_rank", "2", "-m", "package.train", "-m", "x"])
+    assert (context.name, context.local_rank, context.is_module) == ("package.train", "2", True)
+    assert context.trust_checkpoints
+    assert not context.modernize
+    assert args == ["-m", "x"]
     assert parse(["-h", "train.py"]) is None
 
 
