@@ -21,6 +21,7 @@ from harness.config.constraints import Conflict, conflicts
 from harness.config.merge import COMMAND_LINE, merged, origin_of
 from harness.config.problems import Problem, described, not_finite
 from harness.config.schema import Config, ScheduleSection, TaskSection
+from harness.config.seals import sealed_text
 from harness.errors import ConfigError
 
 __all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "section", "to_text"]
@@ -81,8 +82,8 @@ def _validated(cls: type[Content], raw: Any) -> tuple[Content | None, list[Probl
 
 
 def to_text(config: Config) -> str:
-    """The resolved configuration as YAML, itself a valid configuration file."""
-    return yaml.dump(as_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML with a seal, itself a valid configuration file."""
+    return sealed_text(yaml.dump(as_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 class _Dumper(yaml.SafeDumper):

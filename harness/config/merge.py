@@ -22,6 +22,7 @@ from omegaconf.errors import (
 
 from harness.config import presets
 from harness.config.schema import flatten
+from harness.config.seals import require_intact
 from harness.errors import ConfigError, did_you_mean, first_line, require_regular_file, similar
 
 _Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -166,13 +167,18 @@ def _text(path: Path) -> str:
         if path.stat().st_size > _MAX_BYTES:
             message = f"this file is larger than {_MAX_BYTES >> 20} MiB, so it is not a configuration"
             raise ConfigError(message, where=str(path), hint=_NAME)
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        require_intact(text)
     except UnicodeDecodeError:
         hint = "save it as UTF-8, if it is a configuration"
         raise ConfigError("this file is not UTF-8 text", where=str(path), hint=hint) from None
+    except ValueError as error:
+        hint = "restore the file; if you edited it, remove its last line"
+        raise ConfigError(f"this configuration cannot be trusted: {error}", where=str(path), hint=hint) from None
     except OSError as error:
         hint = did_you_mean(path, lambda file: file.suffix in (".yaml", ".yml")) or _NAME
         raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path), hint=hint) from None
+    return text
 
 
 def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
@@ -195,8 +201,9 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def load(text: str) -> Any:
-    """The content of a YAML file that may be a stranger's. Raises YAMLError, RecursionError, or ValueError if its
-    aliases expand to more than MAX_VALUES."""
+    """The content of a YAML file that may be a stranger's. Raises YAMLError, RecursionError, or ValueError if its seal
+    does not match or its aliases expand to more than MAX_VALUES."""
+    require_intact(text)
     loader = (yaml.SafeLoader if text.count("[") + text.count("{") > _DEEP else _Fast)(text)
     try:
         node = loader.get_single_node()

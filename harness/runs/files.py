@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from harness.config import seals
 from harness.config.places import is_url as is_url
 from harness.errors import ConfigError, HarnessError, did_you_mean, reason, remedy, require_regular_file
 from harness.runs import layout
@@ -148,6 +149,16 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError if it cannot be read, ValueError if it is not JSON."""
     return parse_json(read_text(path))
+
+
+def write_sealed(path: Path, fields: dict[str, Any]) -> None:
+    """Replace ``path`` by a JSON object with ``fields`` and a seal."""
+    write_atomically(path, json.dumps(seals.sealed(fields), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_sealed(path: Path) -> Any:
+    """``read_json`` without the seal. Raises ValueError as well if that does not match."""
+    return seals.unsealed(read_json(path))
 
 
 def parse_json(text: str | bytes) -> Any:

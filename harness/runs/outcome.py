@@ -31,7 +31,7 @@ from harness.errors import (
 )
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
-from harness.runs.files import identity, read_json, write_atomically
+from harness.runs.files import identity, read_sealed, write_atomically
 from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
@@ -262,6 +262,6 @@ def _text(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        content = read_json(path)
+        content = read_sealed(path)
         return content if isinstance(content, dict) else None
     return None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import yaml
 
-from harness.config import merge
+from harness.config import merge, seals
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, did_you_mean, first_line, similar
 from harness.runs import exit_files, layout
@@ -279,7 +279,11 @@ def run_hint(path: Path, wanted: str = "a run folder") -> str:
 # Reading
 
 
-def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = parse_json) -> Any:
+def _parse(text: str) -> Any:
+    return seals.unsealed(parse_json(text))
+
+
+def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = _parse) -> Any:
     """The content of ``path``; empty if there is no such file, or if its type is not ``kind``."""
     try:
         content = parse(read_text(path))

@@ -20,7 +20,16 @@ from harness.config.schema import Config, recipe_difference
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
-from harness.runs.files import finite, is_url, make_folder, read_json, read_text, write_atomically
+from harness.runs.files import (
+    finite,
+    is_url,
+    make_folder,
+    read_json,
+    read_sealed,
+    read_text,
+    write_atomically,
+    write_sealed,
+)
 from harness.runs.locks import Lock, forget_marker
 
 _OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
@@ -234,12 +243,31 @@ class RunFolder:
             return [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
         return []
 
+    def repair(self, finished: bool) -> list[str]:
+        """Warnings about damaged files that this start writes again. Raises ConfigError for summary.json if the run is
+        ``finished``: only an evaluation writes that file."""
+        warnings = []
+        for name, when in ((layout.SUMMARY, "at the next evaluation"), (layout.TASK, "now")):
+            try:
+                read_sealed(self.path / name)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                if finished and name == layout.SUMMARY:
+                    raise ConfigError(
+                        f"the summary of this finished run cannot be trusted: {reason(error)}",
+                        where=str(self.path / name),
+                        hint=f"restore it; or raise train.epochs, which writes it again; or {FROM_SCRATCH}",
+                    ) from None
+                warnings.append(f"{name} is written again {when}: {reason(error)}")
+        return warnings
+
     def learned(self, facts: dict[str, Any]) -> None:
         """``task.json``: what the task took from the training data, for predictions without them."""
-        write_atomically(self.path / layout.TASK, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_sealed(self.path / layout.TASK, facts)
 
     def summary(self, values: dict[str, Any]) -> None:
-        write_atomically(self.path / layout.SUMMARY, json.dumps(finite(values), indent=1) + "\n")
+        write_sealed(self.path / layout.SUMMARY, finite(values))
 
     def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
         """``confusion.csv``: a row for each true class, a column for each prediction, counts in the cells."""

@@ -15,7 +15,7 @@ from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout, ownership
-from harness.runs.files import read_json
+from harness.runs.files import read_sealed
 from harness.runs.reader import run_hint
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def best(run: Path) -> dict[str, Tensor]:
 def learned(run: Path) -> dict[str, Any]:
     """What the task recorded about its training data. Raises ConfigError if they cannot be read."""
     try:
-        facts = read_json(run / layout.TASK)
+        facts = read_sealed(run / layout.TASK)
         if not isinstance(facts, dict):
             raise ValueError(f"it holds a value of type {type(facts).__name__}, not an object")
     except (OSError, ValueError) as error:

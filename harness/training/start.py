@@ -217,7 +217,7 @@ def announce(run: Run) -> None:
             }
             if run.weights:
                 start["weights"] = run.weights
-            for warning in run.folder.add_start(start):
+            for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():

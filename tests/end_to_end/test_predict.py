@@ -21,6 +21,7 @@ from harness.errors import HarnessError
 from harness.inference import export
 from harness.inference import predict as predict_module
 from harness.runs.checkpoint import save_weights
+from harness.runs.files import read_sealed
 from harness.training import prediction_writer
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
@@ -445,7 +446,7 @@ def test_export_needs_the_data_of_the_training(trained, tmp_path, capsys):
 def test_facts_of_a_wrong_type(trained, tmp_path, capsys, wrong):
     folder, data = trained
     damaged = shutil.copytree(folder, tmp_path / "run")
-    facts = json.loads((damaged / "task.json").read_text())
+    facts = read_sealed(damaged / "task.json")
     (damaged / "task.json").write_text(json.dumps(facts | wrong))
     out = str(tmp_path / "out")
     for words in (
@@ -486,3 +487,64 @@ def test_onnx_without_its_packages(trained, tmp_path, monkeypatch):
         export.export(folder, "onnx", tmp_path / "x.onnx")
     assert "missing packages: onnxruntime" in str(error.value)
     assert "pip install 'apex-harness[onnx]'" in str(error.value)
+
+
+# Flipped bits in the files that commands trust
+
+
+@pytest.fixture
+def flipped(trained, tmp_path):
+    """A function that copies the run and flips a bit of a digit after ``words`` in one of its files."""
+
+    def flip(name, words):
+        folder = shutil.copytree(trained[0], tmp_path / "runs" / "run")
+        content = bytearray((folder / name).read_bytes())
+        place = content.index(words.encode()) + len(words)
+        while not chr(content[place]).isdigit():
+            place += 1
+        content[place] ^= 1
+        (folder / name).write_bytes(content)
+        return folder
+
+    return flip
+
+
+@pytest.mark.parametrize(("name", "words"), [("config.yaml", "momentum: "), ("task.json", "image_size")])
+def test_a_flipped_bit_is_refused_by_predict_and_export(trained, flipped, tmp_path, capsys, name, words):
+    folder, out = flipped(name, words), str(tmp_path / "out")
+    for command in (
+        ["predict", str(folder), "--csv", str(trained[1] / "train.csv"), "--out", f"{out}.csv"],
+        ["export", str(folder), "--format", "safetensors", "--out", out],
+    ):
+        assert cli.main([*command, "--trust"]) == 2
+        error = capsys.readouterr().err
+        assert name in error
+        assert "damaged or edited" in error
+
+
+@pytest.mark.parametrize(("name", "words"), [("config.yaml", "momentum: "), ("summary.json", '"top1"')])
+def test_a_flipped_bit_is_refused_by_compare_and_listed_by_report(trained, flipped, tmp_path, capsys, name, words):
+    folder = flipped(name, words)
+    assert cli.main(["compare", str(trained[0]), str(folder)]) == 2
+    assert f"{name} cannot be read: it was damaged or edited" in capsys.readouterr().err
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert f"{name} cannot be read: it was damaged or edited" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "more", "code", "line"),
+    [
+        ("config.yaml", "momentum: ", 0, 2, "the configuration of the earlier run in this folder is damaged"),
+        ("summary.json", '"top1"', 0, 2, "the summary of this finished run cannot be trusted"),
+        ("summary.json", '"top1"', 1, 0, "summary.json is written again at the next evaluation"),
+        ("task.json", "image_size", 0, 0, "task.json is written again now"),
+    ],
+)
+def test_a_flipped_bit_is_refused_or_repaired_by_a_resume(trained, flipped, tmp_path, name, words, more, code, line):
+    folder = flipped(name, words)
+    config = shutil.copy(trained[0].parent.parent / "config.yaml", tmp_path)
+    assert run(Path(config), 1, f"output={tmp_path / 'runs'}", f"train.epochs={12 + more}") == [code]
+    assert line in (tmp_path / "terminal-0.txt").read_text()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+    if code == 0:
+        read_sealed(folder / name)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from harness.config import loader
+from harness.config import loader, seals
 from harness.errors import CheckpointError, ConfigError
 from harness.runs import run_dir
+from harness.runs.files import identity, read_sealed
 from harness.runs.run_dir import RunFolder
 from tests.fixtures import make_config
 
@@ -191,7 +196,32 @@ def test_summary_has_null_for_numbers_that_are_not_finite(tmp_path):
     run = RunFolder(tmp_path)
     run.summary({"best": {"loss": math.nan}, "history": [{"loss": math.inf}, {"loss": 1.0}], "n": (1, "x", None, True)})
     content = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert content == {"best": {"loss": None}, "history": [{"loss": None}, {"loss": 1.0}], "n": [1, "x", None, True]}
+    assert seals.unsealed(content) == {
+        "best": {"loss": None},
+        "history": [{"loss": None}, {"loss": 1.0}],
+        "n": [1, "x", None, True],
+    }
+
+
+def _write_for_ever(folder):
+    run = RunFolder(folder)
+    for number in itertools.count():
+        run.summary({"step": number})
+        run.learned({"classes": [number]})
+
+
+def test_a_kill_between_two_writes_leaves_readable_files(tmp_path):
+    for _ in range(10):
+        writer = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(tmp_path,))
+        writer.start()
+        before, limit = identity(tmp_path / "task.json"), time.monotonic() + 30
+        while identity(tmp_path / "task.json") == before and time.monotonic() < limit:
+            pass
+        writer.kill()
+        writer.join(30)
+        assert writer.exitcode == -signal.SIGKILL
+        assert read_sealed(tmp_path / "task.json").keys() == {"classes"}
+        assert read_sealed(tmp_path / "summary.json").keys() == {"step"}
 
 
 def test_confusion_is_a_table(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.config import seals
 from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.reader import Record, find
@@ -59,8 +60,13 @@ def seed(record: Record) -> Any:
 
 
 def side(path: Path) -> Side:
-    """The run at ``path``, or the finished runs of a folder. Raises ConfigError if those differ by more than seed."""
+    """The run at ``path``, or the finished runs of a folder. Raises ConfigError if those differ by more than seed,
+    or if a file with a seal is damaged."""
     records = find([path])
+    for record in records:
+        if damaged := next((problem for problem in record.problems if seals.DAMAGED in problem), ""):
+            hint = "restore the file; if you edited it, remove the digest at its end"
+            raise ConfigError(damaged, where=str(record.path), hint=hint)
     if len(records) == 1:
         return Side(path, records, list(records[0].problems))
     runs = [record for record in records if record.state == "finished"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.config import seals
 from harness.errors import CheckpointError, first_line, require_regular_file
 from harness.runs import checkpoint, layout
 from harness.runs.files import parse_json
@@ -78,7 +79,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        content = parse_json(text)
+        content = seals.unsealed(parse_json(text))
     except ValueError:
         content = None
     return content if isinstance(content, dict) else {"damaged line": text}

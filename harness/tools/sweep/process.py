@@ -23,7 +23,7 @@ from harness.distributed.stack import signal_name
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
 from harness.runs import layout
-from harness.runs.files import identity, read_json
+from harness.runs.files import identity, read_json, read_sealed
 from harness.tools.sweep.spec import typed
 
 How = Literal["done", "interrupted", "failed"]
@@ -189,6 +189,6 @@ def final_value(run: Path, metric: str, direction: str) -> float | None:
 
 def summary_of(run: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        content = read_json(run / layout.SUMMARY)
+        content = read_sealed(run / layout.SUMMARY)
         return content if isinstance(content, dict) else {}
     return {}

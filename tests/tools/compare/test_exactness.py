@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.runs.checkpoint import Checkpoints
+from harness.runs.files import read_sealed, write_sealed
 from harness.tools.compare.exactness import differences
 from tests.end_to_end.experiment import train, write_images
 
@@ -114,8 +115,7 @@ def test_times_do_not_count(trained, tmp_path):
 
     edit_checkpoint(copy, later)
     edit_lines(copy, lambda lines: [line.update(wall_s=9.0) for line in lines])
-    summary = json.loads((copy / "summary.json").read_text())
-    (copy / "summary.json").write_text(json.dumps({**summary, "wall_s": 9.0}))
+    write_sealed(copy / "summary.json", {**read_sealed(copy / "summary.json"), "wall_s": 9.0})
     assert differences(trained, copy) == []
 
 
