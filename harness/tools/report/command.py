@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from harness.runs import fetched
+    from harness.runs import fetched, layout
     from harness.tools.report import page
 
-    fetched.require_out(arguments.paths[0], arguments.out, "report.html")
+    fetched.require_out(arguments.paths[0], arguments.out, layout.REPORT)
     paths = [fetched.local_copy(place) for place in arguments.paths]
     print(page.write(paths, arguments.out, arguments.target, arguments.trust))
     return EXIT_DONE

@@ -20,6 +20,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from harness.errors import ConfigError, plural
+from harness.runs import layout
 from harness.runs.files import output_error, require_output, write_atomically
 from harness.runs.reader import find
 from harness.tools.report import charts, curves, formatting, reproduce, run_set, scaling, sections, tables
@@ -42,7 +43,7 @@ def write(paths: Sequence[Path], out: Path | None = None, target: float | None =
     plotly is not installed.
     """
     records = find(paths)
-    out = out or paths[0] / "report.html"
+    out = out or paths[0] / layout.REPORT
     require_output(out, paths)
     runs = run_set.build(records, trust=trust)
     text = render(runs, scaling.choose_target(runs, target))
