@@ -1,5 +1,5 @@
-"""Python commands that a process of a test forks from itself, with all that it has imported, instead of starting Python
-anew. That saves each of them the seconds of CPU time for imports."""
+"""Python commands that a process of a test forks from itself, with all that it has imported, instead of starting a new
+Python, which would spend seconds of CPU time on imports."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _shown_environ() -> dict[str, str]:
 
 def _show_environ(original: Mapping[str, str]) -> None:
     """Let /proc/PID/environ show ``os.environ``: first what differs from ``original``, then what there is room for. The
-    memory that the kernel reads (proc(5), env_start) holds no variable any more, since all were set anew."""
+    memory that the kernel reads (proc(5), env_start) holds no variable any more, since all were set again."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
     entries = sorted(os.environ.items(), key=lambda item: original.get(item[0]) == item[1])
     text = "".join(f"{name}={value}\0" for name, value in entries).encode()[: end - begin]

@@ -52,16 +52,16 @@ def test_children_of_a_killed_process_are_killed(tmp_path):
 
 
 def test_failed_start_leaves_nothing_running(monkeypatch):
-    begun, start = [], subprocess.Popen
+    children, start = [], subprocess.Popen
 
     def started(*arguments, **options):
-        begun.append(start(*arguments, **options))
-        return begun[-1]
+        children.append(start(*arguments, **options))
+        return children[-1]
 
     monkeypatch.setattr(worker_group.subprocess, "Popen", started)
     with pytest.raises(FileNotFoundError):
         WorkerGroup({0: shell("exec sleep 60"), 1: Worker(["/no/such/file"], {})}, 60)
-    assert [process.poll() for process in begun] == [-signal.SIGKILL]
+    assert [process.poll() for process in children] == [-signal.SIGKILL]
 
 
 PARENT = """
