@@ -17,6 +17,7 @@ from benchmarks.campaign.job import End
 from benchmarks.campaign.plan import Chain
 from benchmarks.campaign.trigger import Kill
 from harness.runs import checkpoint
+from harness.runs.files import read_sealed
 from harness.trackers.metrics_log import TIMES
 
 _KILLED, _STOPPED, _LOST = -signal.SIGKILL, 75, 70
@@ -32,7 +33,7 @@ def digests(run: Path) -> dict[str, str]:
     found = {f"checkpoint: {part}": _digest(_timeless(value)) for part, value in content.items()}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found["metrics.jsonl"] = _digest([{k: v for k, v in line.items() if k not in TIMES} for line in lines])
-    found["summary.json"] = _digest(_timeless(json.loads((run / "summary.json").read_text())))
+    found["summary.json"] = _digest(_timeless(read_sealed(run / "summary.json")))
     for name in ("weights.safetensors", "predictions.csv", "confusion.csv", "task.json"):
         if (run / name).exists():
             found[name] = hashlib.sha256((run / name).read_bytes()).hexdigest()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from tests.conftest import ROOT
 from tests.end_to_end.processes import shell
@@ -16,11 +18,22 @@ QUICK = ["train.epochs=8", "precision.opt_level=O0"]
 PAGE = (ROOT / "docs" / "add_a_task.md").read_text()
 
 
+def test_function_on_gradients_changes_them_in_place():
+    (text,) = re.findall(r"<!-- function -->\n```python\n(.*?)```", PAGE, re.S)
+    names: dict[str, Any] = {}
+    exec(text, names)
+    first, again = torch.ones(1000), torch.ones(1000)
+    for gradient in (first, again):
+        names["gaussian"]([("weight", gradient)], torch.Generator().manual_seed(0), 0)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, torch.ones(1000))
+
+
 @pytest.mark.slow
 def test_files_and_commands_of_the_page(tmp_path):
     blocks = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.S)
     assert [name for name, _ in blocks] == ["make_houses.py", "my_tasks/prices.py", "prices.yaml"]
-    assert len(re.findall(r"^```\w", PAGE, re.M)) == len(blocks) + 1  # every other block is checked here
+    assert len(re.findall(r"^```\w", PAGE, re.M)) == len(blocks) + 2  # the commands, and the function below
     for name, text in blocks:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -273,8 +273,9 @@ def test_rank_0_does_not_train_without_a_rank_that_comes_later(tmp_path, data, f
     assert set(codes) <= {EXIT_USAGE, EXIT_FAILURE}
     failure = json.loads((run_folder(config) / "failure.json").read_text())
     assert (failure["rank"], failure["cause"], failure["exit_code"]) == (0, "error", EXIT_USAGE)
+    met = f"ranks 0-{first - 1}" if first > 1 else "rank 0"
     for text in (failure["message"], terminal.read_text()):
-        assert f"number of ranks (WORLD_SIZE): {first} on rank 0 ({HOST}); {late} on rank {late - 1} ({HOST})" in text
+        assert f"number of ranks (WORLD_SIZE): {first} on {met} ({HOST}); {late} on rank {late - 1} ({HOST})" in text
 
 
 # At any moment
