@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from harness.data import tars
@@ -20,6 +24,7 @@ from harness.errors import require_regular_file
 from harness.runs.files import cache_folder, is_url
 
 _TAR = ".tar/"
+_ARCHIVES_AT_ONCE = 4
 
 
 @dataclass
@@ -66,6 +71,22 @@ class ImageFiles:
         for place in map(self.place, paths):
             if is_url(place) and _TAR not in place:
                 self._urls.start(place)
+
+    def archives(self, paths: pa.ChunkedArray) -> set[str]:
+        """The archives behind URLs of which ``paths`` name members."""
+        inside = paths.filter(pc.match_substring(paths, _TAR))
+        named = pc.unique(pc.replace_substring_regex(inside, r"(?s)\.tar/.*", ".tar")).to_pylist()
+        return {place for place in map(self.place, named) if is_url(place)}
+
+    def copy_archives(self, urls: Sequence[str]) -> None:
+        """Copy archives to the cache of this machine. Raises DataError; one that does not exist is left to ``read``."""
+
+        def copied(url: str) -> None:
+            with suppress(FileNotFoundError):
+                self._urls.file(url)
+
+        with ThreadPoolExecutor(_ARCHIVES_AT_ONCE, thread_name_prefix="archives") as pool:
+            list(pool.map(copied, urls))
 
     def exists(self, path: str) -> bool:
         """False if the file does not exist. Of an archive, only the file itself is looked for; URLs are not asked."""

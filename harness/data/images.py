@@ -31,8 +31,10 @@ from harness.data.table.source import require_root
 from harness.data.table.table import Table
 from harness.data.transforms import Pipeline
 from harness.errors import ConfigError, DataError, first_line, plural, similar
+from harness.runs.files import is_url
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
+_CHUNK_ROWS = 1 << 16  # paths in memory at once, as a view of the table
 _AT_ONCE = 512  # paths that are read at once from the table
 _MOST = 20_000  # images of a table that are decoded before training
 _THREADS = 8  # that decode a sample
@@ -125,6 +127,14 @@ class ImageTable:
             return
         first = self._unreadable(*missing[0], FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
         raise self._with_others(first, missing[1:], _NAMED)
+
+    def archives(self, start: int, stop: int) -> set[str]:
+        """The archives behind URLs that rows in [start, stop) name; none if the first row's path is on this machine."""
+        if start >= stop or not is_url(self.files.place(self.table.strings(self.path_column, np.array([start]))[0])):
+            return set()  # without reading the whole table
+        edges = range(start, stop, _CHUNK_ROWS)
+        parts = (self.table.slice(self.path_column, edge, min(edge + _CHUNK_ROWS, stop)) for edge in edges)
+        return set().union(*map(self.files.archives, parts))
 
     def _with_others(self, first: DataError, others: Sequence[tuple[int, str]], limit: int) -> DataError:
         """``first`` with the line and path of up to ``limit`` other rows, and the number of the rest."""

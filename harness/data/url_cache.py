@@ -11,6 +11,7 @@ a dataset larger than the cache keeps using the part that is in it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ from harness.distributed.threads import thread
 from harness.errors import DataError, reason, remedy
 from harness.runs.files import commit
 from harness.runs.url_store import remedy_for
+
+log = logging.getLogger("harness")
 
 THREADS = 16  # downloads at once in a process
 TIMEOUT_S = 30.0  # of an attempt to read a file; for archives, without any progress
@@ -98,6 +101,7 @@ class UrlCache:
             size = int(_attempted(url, lambda filesystem, path: filesystem.info(path)).get("size") or 0)
             with locked(copy.with_name(f"{copy.name}.archive")):  # all workers want it at about the same time
                 if not copy.exists():
+                    log.info("copying %s (%.2f GiB) to the cache", url, size / 2**30)
                     self._download_file(url, copy, size)
         return str(copy)
 

@@ -151,6 +151,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     start = time.perf_counter()
     task = runtime.patiently("opening the data", lambda: open_task(request, config))
     runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
+    build.copy_files(config, task, runtime, train=False)
     best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
     with runtime.announced("building the model"), runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
 from harness.training.schedule import Schedule
-from harness.training.task import OpenedTask, Supervised, SupportsFileCheck, require_members
+from harness.training.task import OpenedTask, Supervised, SupportsFileCheck, SupportsFileCopies, require_members
 
 log = logging.getLogger("harness")
 
@@ -68,6 +70,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     if warning := too_few_rows(size, len(task.train)):
         log.warning("%s", warning)
     warn_of_skew(config, task, runtime)
+    copy_files(config, task, runtime)
     with runtime.announced("building the model"), runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         shards = strategy.shards(config.parallel, runtime.world_size)
@@ -224,6 +227,21 @@ def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> Ope
     for note in opened.notes:
         log.warning("%s", note)
     return opened
+
+
+def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool = True) -> None:
+    """Copy the files that this rank's rows need and that loader workers would wait for, such as archives behind URLs.
+    Collective. ``train``: not only the rows for evaluation."""
+    if not isinstance(task, SupportsFileCopies):
+        return
+
+    def of_rank(num_rows: int) -> range:
+        return range(*bounds(num_rows, runtime.rank, runtime.world_size))
+
+    num_train = len(task.train) if train else 0
+    rows = of_rank(num_train) if config.data.shard == "contiguous" else range(num_train)
+    work = partial(task.copy_files, rows, of_rank(len(task.eval)), runtime.rank)
+    runtime.patiently("copying the files of the data", work, math.inf)  # a download without progress ends by itself
 
 
 def rehearse(config: Config, world_size: int) -> None:

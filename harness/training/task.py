@@ -29,8 +29,8 @@ from harness.training.metrics import Pairs, Report, Sums
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
-    "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsLearned", "SupportsNewData", "SupportsPredictions",
-    "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed", "seeded_torch",
+    "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsFileCopies", "SupportsLearned", "SupportsNewData",
+    "SupportsPredictions", "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed", "seeded_torch",
 ]  # fmt: skip
 
 Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
@@ -132,6 +132,16 @@ class SupportsFileCheck(Protocol):
     def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
         """Raise DataError that lists the missing files of this rank's rows, as far as they can be looked up within
         ``limit_s`` seconds. Every start calls it."""
+        ...
+
+
+@runtime_checkable
+class SupportsFileCopies(Protocol):
+    """An opened task that reads files for which loader workers would wait long at their first use."""
+
+    def copy_files(self, train: range, evaluated: range, rank: int) -> None:
+        """Copy what these rows need to this machine. It may take as long as it makes progress. The ranks of a machine
+        call it at the same time, each with its ``rank``, so that they can begin at different files."""
         ...
 
 

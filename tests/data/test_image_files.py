@@ -26,6 +26,7 @@ from harness.data.loader import BatchRequest, Loader
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import DataError
+from tests.end_to_end.experiment import train
 from tests.fixtures import write_rows
 from tests.tools.data.test_command import write_table, write_tar
 
@@ -354,6 +355,50 @@ def test_archives_behind_a_url(folder, server, shards, expected):
         table(folder, server.url, shards, cache_gib=1e-6).batch(np.arange(1), 0)
     with pytest.raises(DataError, match="image not found: .*/7.tar/a.png"):
         table(folder, server.url, ["7.tar/a.png"]).batch(np.arange(1), 0)
+
+
+def test_archives_are_copied_before_the_workers_start(folder, server, shards, expected):
+    """Those that rows of this rank name, in paths or below the root, each once by all ranks of the machine."""
+    for archive in (folder / "my shards").iterdir():
+        shutil.copy(archive, folder / "train_images")
+    urls = [f"{server.url}/{path}" for path in shards]
+    images, whole = table(folder, server.url, [*shards, "7.tar/gone.png"]), table(folder, "/nowhere", urls)
+    assert images.archives(0, 6) == whole.archives(0, 6) == {f"{server.url}/0.tar"}
+    assert images.archives(0, 0) == table(folder, str(folder / "my shards"), shards).archives(0, ROWS) == set()
+    both = whole.archives(0, ROWS)
+    assert both == {f"{server.url}/{shard}.tar" for shard in range(2)}
+    ranks = [Thread(target=images.files.copy_archives, args=(sorted(images.archives(0, ROWS + 1)),)) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [path for path in sorted(server.asked) if "7" not in path] == ["/0.tar", "/1.tar"]
+    server.answer = lambda handler: handler.send_error(403) or True
+    assert all(map(torch.equal, loaded(whole, 2), expected))
+    with pytest.raises(DataError, match="has no space for this archive"):
+        shutil.rmtree(folder / "cache" / "urls")
+        table(folder, server.url, shards, cache_gib=1e-6).files.copy_archives(sorted(both))
+
+
+@pytest.mark.slow
+def test_a_slow_archive_does_not_end_the_run(folder, server, shards):
+    """It takes longer than a rank may be silent."""
+    limit_s = 10.0
+    for archive in (folder / "my shards").iterdir():
+        shutil.copy(archive, folder / "train_images")
+    for name, paths in (("train", shards), ("eval", shards[:6])):
+        write_table(folder / f"{name}.csv", [(path, row % 3) for row, path in enumerate(paths)])
+
+    def slowly(handler):
+        until = time.monotonic() + limit_s + 1
+        while "1.tar" in handler.path and time.monotonic() < until:
+            time.sleep(0.05)
+
+    server.answer = slowly
+    train(
+        folder / "experiment", folder, 1, "data.num_workers=1", f"runtime.timeout_s={limit_s:g}",
+        f"task.root={server.url}", "task.on_bad_image=skip", "task.transforms={}", "train.epochs=1",
+    )  # fmt: skip
 
 
 def test_file_systems_in_memory_and_missing_roots(folder, expected):

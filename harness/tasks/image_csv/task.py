@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -131,6 +132,12 @@ class ImageCsv(Supervised):
             except DataError:
                 self.sample(limit_s)  # names the others
                 raise
+
+    def copy_files(self, train: range, evaluated: range, rank: int) -> None:
+        archives = self.train.archives(train.start, train.stop) | self.eval.archives(evaluated.start, evaluated.stop)
+        order = sorted(archives)
+        random.Random(rank).shuffle(order)  # or all ranks would wait for the same one
+        self.train.files.copy_archives(order)
 
     def sample(self, limit_s: float) -> str:
         def decode(images: ImageTable, epoch: int | None) -> str:
