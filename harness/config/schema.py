@@ -20,7 +20,6 @@ from harness.errors import plural
 
 if TYPE_CHECKING:
     from harness.errors import HarnessError
-    from harness.training.task import OpenedTask
 
 
 class TaskSection(Section):
@@ -31,8 +30,9 @@ class TaskSection(Section):
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {"loss": "min"}
 
-    def open(self, seed: int, cache_dir: Path | None) -> OpenedTask:
-        """Open the data. Called once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``."""
+    def open(self, seed: int, cache_dir: Path | None) -> object:
+        """Open the data; return an OpenedTask (``harness.training.task``), which a configuration does not know. Called
+        once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``."""
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
 
     def problems(self) -> Iterable[HarnessError]:

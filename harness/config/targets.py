@@ -184,17 +184,6 @@ class TableTask(LabelledTask):
     labels: LabelsSection = LabelsSection()
     """What the labels are: one class per row, several labels per row, or numbers."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _label_smoothing_was_moved(cls, raw: Any) -> Any:
-        """Refuse the former setting ``label_smoothing``; drop it if it had no effect."""
-        if not isinstance(raw, dict) or "label_smoothing" not in raw:
-            return raw
-        if raw["label_smoothing"]:
-            value = raw["label_smoothing"]
-            raise ValueError(f"label_smoothing has moved; write loss: {{label_smoothing: {value}}} instead")
-        return {key: value for key, value in raw.items() if key != "label_smoothing"}
-
     @property
     def label_kind(self) -> Kind:
         return self.labels.chosen

@@ -1,5 +1,6 @@
-"""The tasks: a task ``name`` is the folder ``name/``, with config.py (its section of the YAML) and task.py (the rest).
+"""The tasks: the folder ``name/`` of a task has settings.py (its section of the YAML), config.py (which opens its data)
+and task.py (the data, the model and the metrics).
 
 Not here: the interface that all tasks implement (training/task.py) or the reading of data (harness/data).
-Start at mnist/task.py; a launcher reads config.py only, which therefore must not import torch.
+Start at mnist/task.py; a launcher does not import it, so config.py and settings.py must not import torch.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ from harness.training.metrics import Pairs, Report, Sums
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
     "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsFileCopies", "SupportsLearned", "SupportsNewData",
-    "SupportsPredictions", "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed", "seeded_torch",
+    "SupportsPredictions", "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed",
+    "seeded_torch",
 ]  # fmt: skip
 
 Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
@@ -174,13 +175,16 @@ class SupportsSignature(Protocol):
         ...
 
 
-def require_members(opened: object, name: str) -> None:
-    """Raise ConfigError if ``opened``, from the task ``name``, lacks a member of OpenedTask."""
+def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> OpenedTask:
+    """Open the data of the task. Raises ConfigError if what ``Task.open`` returns lacks a member of OpenedTask."""
+    opened = section.open(seed, cache_dir)
     members = [member for member in vars(OpenedTask) if not member.startswith("_")]
     missing = [member for member in members if inspect.getattr_static(opened, member, None) is None]
     if missing:
+        kind = type(opened).__name__
         raise ConfigError(
-            f"Task.open of {name} returns an object of type {type(opened).__name__} without {', '.join(missing)}",
+            f"Task.open of {section.name} returns an object of type {kind} without {', '.join(missing)}",
             where="task.name",
             hint="add them: harness.training.task.OpenedTask documents each, and docs/add_a_task.md shows an example",
         )
+    return cast(OpenedTask, opened)

@@ -375,8 +375,8 @@ def test_archives_are_copied_before_the_workers_start(folder, server, shards, ex
     assert [path for path in sorted(server.asked) if "7" not in path] == ["/0.tar", "/1.tar"]
     server.answer = lambda handler: handler.send_error(403) or True
     assert all(map(torch.equal, loaded(whole, 2), expected))
+    shutil.rmtree(folder / "cache" / "urls")
     with pytest.raises(DataError, match="has no space for this archive"):
-        shutil.rmtree(folder / "cache" / "urls")
         table(folder, server.url, shards, cache_gib=1e-6).files.copy_archives(sorted(both))
 
 

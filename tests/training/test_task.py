@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,24 +11,29 @@ import torch
 
 from harness.config.schema import TaskSection
 from harness.errors import ConfigError
-from harness.training.task import require_members, row_seed, seeded_torch
+from harness.training.task import open_data, row_seed, seeded_torch
 
 
 def test_missing_members_are_named():
-    complete = dict.fromkeys(
+    opened = SimpleNamespace(**dict.fromkeys(
         ("train", "eval", "summary", "notes", "fingerprint", "label_counts", "model", "prepare", "loss", "evaluate",
-         "report"), 1)  # fmt: skip
-    require_members(SimpleNamespace(**complete), "mine")
-    del complete["loss"], complete["notes"]
+         "report"), 1))  # fmt: skip
+
+    class Task(TaskSection):
+        def open(self, seed: int, cache_dir: Path | None) -> object:
+            return opened
+
+    assert open_data(Task(name="mine"), 0, None) is opened
+    del opened.loss, opened.notes
     with pytest.raises(
         ConfigError, match="Task.open of mine returns an object of type SimpleNamespace without notes, loss"
     ):
-        require_members(SimpleNamespace(**complete), "mine")
+        open_data(Task(name="mine"), 0, None)
 
 
 def test_section_without_open_is_reported():
     with pytest.raises(NotImplementedError, match=r"Task does not define open\(seed, cache_dir\)"):
-        TaskSection(name="x").open(0, None)
+        open_data(TaskSection(name="x"), 0, None)
 
 
 def test_row_seeds_depend_on_seed_epoch_and_row():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +20,18 @@ from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable, in_order, spread
 from harness.data.shards import bounds
 from harness.errors import ConfigError, DataError
+from harness.tasks.image_csv.settings import ImageCsvSettings
 from harness.training import labelled_tables
 from harness.training.labelled_tables import Split
 from harness.training.objective import Objective
 from harness.training.task import ModelSection, Supervised, model_builder
-
-if TYPE_CHECKING:
-    from harness.tasks.image_csv.config import Task
 
 _AT_START = 16  # images that each rank decodes of each split before training
 _SAMPLE = 200  # images of each split that harness check decodes first, evenly spread
 _DECODING_S = 5.0  # for as many others as this allows
 
 
-def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
+def open_tables(task: ImageCsvSettings, seed: int, cache_dir: Path | None) -> ImageCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises HarnessError."""
     lists = _pipelines(task)  # before tables are converted
     opened = labelled_tables.open_tables(task, cache_dir)
@@ -41,7 +39,7 @@ def open_tables(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
     return ImageCsv(task, train, eval_, opened.objective)
 
 
-def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
+def open_new_table(task: ImageCsvSettings, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
     lists = _pipelines(task)
     split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
@@ -49,7 +47,7 @@ def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: 
     return ImageCsv(task, images, images, objective, _learned_size(learned))
 
 
-def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:
+def _pipelines(task: ImageCsvSettings) -> tuple[transforms.Pipeline, transforms.Pipeline]:
     """The transforms for training and evaluation. Raises ConfigError."""
     lists = transforms.build(task.transforms, task.image_size, task.channels)
     if task.decode == "reduced" and not any(pipeline.scales_first for pipeline in lists):
@@ -74,7 +72,11 @@ def _learned_size(facts: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _images(
-    task: Task, split: Split, lists: tuple[transforms.Pipeline, transforms.Pipeline], seed: int, cache_dir: Path | None
+    task: ImageCsvSettings,
+    split: Split,
+    lists: tuple[transforms.Pipeline, transforms.Pipeline],
+    seed: int,
+    cache_dir: Path | None,
 ) -> ImageTable:
     return ImageTable(
         table=split.table,
@@ -94,7 +96,7 @@ def _images(
 class ImageCsv(Supervised):
     """The opened task. ``learned_size``: (height, width) of the training images, for a task opened on new data."""
 
-    options: Task
+    options: ImageCsvSettings
     train: ImageTable
     eval: ImageTable
     objective: Objective

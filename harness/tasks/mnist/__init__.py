@@ -1,1 +1,1 @@
-"""Task mnist: config.py is its section of the YAML; task.py has its data, model and metrics, and imports torch."""
+"""Task mnist: settings.py is its section of the YAML, config.py opens its data, task.py has the rest."""

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from harness.config.transforms import TransformsSection
 from harness.data import transforms
 from harness.data.arrays import ImageArrays, map_idx
+from harness.tasks.mnist.settings import MnistSettings
 from harness.training.objective import Labels, Objective
 from harness.training.task import Arrays, ModelSection, Supervised, model_builder
 
-if TYPE_CHECKING:
-    from harness.tasks.mnist.config import Task
 
-
-def open_images(task: Task, seed: int) -> Images:
+def open_images(task: MnistSettings, seed: int) -> Images:
     """Map the images in ``task.root``. Raises HarnessError."""
     from torchvision import datasets  # late: its import takes long
 
@@ -40,7 +38,7 @@ def open_images(task: Task, seed: int) -> Images:
     return images
 
 
-def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
+def _rows(task: MnistSettings, split: str, num_rows: int | None) -> Arrays:
     raw = Path(task.root) / task.kind / "raw"
     hint = f"type: harness data {task.name} {shlex.quote(task.root)}"
     images = map_idx(raw / f"{split}-images-idx3-ubyte", 3, hint)[:num_rows, None]
@@ -52,7 +50,7 @@ def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
 class Images(Supervised):
     """The opened task. Images are uint8 (rows, 1, height, width)."""
 
-    options: Task
+    options: MnistSettings
     train: Arrays
     eval: Arrays
     classes: tuple[str, ...]

@@ -7,7 +7,7 @@ import inspect
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +18,17 @@ from harness.data import tokens
 from harness.data.texts import TextTable
 from harness.data.tokens import Bytes, OwnTokenizer, Tokenizer, Words
 from harness.errors import ConfigError, first_line
+from harness.tasks.text_csv.settings import TextCsvSettings
 from harness.training import labelled_tables
 from harness.training.labelled_tables import Split
 from harness.training.objective import Objective
 from harness.training.task import ModelSection, Supervised, model_builder
 
-if TYPE_CHECKING:
-    from harness.tasks.text_csv.config import Task
-
 _SHOWN = 200  # characters of a text in a table of predictions
 _EXAMPLE_TOKENS = 16
 
 
-def open_tables(task: Task, cache_dir: Path | None) -> TextCsv:
+def open_tables(task: TextCsvSettings, cache_dir: Path | None) -> TextCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``, and learn the words of the former. Raises DataError."""
     opened = labelled_tables.open_tables(task, cache_dir)
     tokenizer = _built_in(task) or (
@@ -40,7 +38,7 @@ def open_tables(task: Task, cache_dir: Path | None) -> TextCsv:
     return TextCsv(task, train, eval_, opened.objective, tokenizer)
 
 
-def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
+def open_new_table(task: TextCsvSettings, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
     """Open the table ``source`` for prediction with the labels and words in ``learned``."""
     split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
     tokenizer = _built_in(task) or _learned_words(learned)
@@ -48,7 +46,7 @@ def open_new_table(task: Task, learned: dict[str, Any], source: str, cache_dir: 
     return TextCsv(task, texts, texts, objective, tokenizer)
 
 
-def _texts(task: Task, split: Split, tokenizer: Tokenizer) -> TextTable:
+def _texts(task: TextCsvSettings, split: Split, tokenizer: Tokenizer) -> TextTable:
     options = task.tokenizer
     return TextTable(
         split.table, task.text_column, split.labels, tokenizer, options.max_length, options.pad == "max_length"
@@ -66,7 +64,7 @@ def _learned_words(facts: dict[str, Any]) -> Words:
     return Words(tuple(found))
 
 
-def _built_in(task: Task) -> Tokenizer | None:
+def _built_in(task: TextCsvSettings) -> Tokenizer | None:
     """The tokenizer, unless it must be learned. Raises ConfigError."""
     options, where = task.tokenizer, "task.tokenizer.name"
     if options.name == "words":
@@ -92,7 +90,7 @@ def _built_in(task: Task) -> Tokenizer | None:
 class TextCsv(Supervised):
     """The opened task."""
 
-    options: Task
+    options: TextCsvSettings
     train: TextTable
     eval: TextTable
     objective: Objective

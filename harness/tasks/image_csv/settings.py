@@ -1,0 +1,75 @@
+"""Images from an annotation CSV: one column of image paths, and one of labels or several of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from harness.config.base import NullIsEmpty
+from harness.config.targets import TableTask
+from harness.config.transforms import TransformsSection
+from harness.errors import plural
+
+if TYPE_CHECKING:
+    from harness.errors import DataError
+
+_CHANNELS = {"rgb": 3, "gray": 1}
+Side = Annotated[int, Field(ge=1, le=2**16)]  # pixels
+
+
+class ImageCsvSettings(TableTask):
+    """A CSV (or Parquet file) with one image path and a label, several labels or numbers per row."""
+
+    name: Literal["image_csv"]
+    """Predicts labels or numbers for the images that an annotation CSV names."""
+    root: str = ""
+    """Folder or fsspec URL (s3://bucket/images) that image paths are relative to; empty: the working directory."""
+    cache_gib: Annotated[float, Field(gt=0)] = 50.0
+    """Maximum size, in GiB, of the copies of files behind URLs in data.cache_dir on this machine."""
+    path_column: str = "path"
+    """Column of the CSV with the paths of the images."""
+    image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
+    """[height, width] of the images that the model gets. An image that still has a different size after `transforms` is
+    center-cropped to this aspect ratio and scaled; null: all images have the same size already.
+    """
+    transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()
+    """Transforms of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md)."""
+    color: Literal["rgb", "gray"] = "rgb"
+    """Channels that images are converted to: three (rgb) or one (gray)."""
+    mean: tuple[float, ...] | None = Field(default=None, strict=False)
+    """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5. Not for transforms that return
+    floats, which must normalize images themselves.
+    """
+    std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
+    """One value per channel that pixels are then divided by; null: 0.5."""
+    decode: Literal["full", "reduced"] = "full"
+    """reduced: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the first transform scales it down by at least as
+    much, which is several times faster for large photos. Pixels differ slightly from those of full.
+    """
+    on_bad_image: Literal["error", "skip"] = "error"
+    """A missing or corrupt image ends the run (error), or is counted and replaced by the next readable row (skip)."""
+
+    @field_validator("mean", "std")
+    @classmethod
+    def _one_value_per_channel(cls, values: tuple[float, ...] | None, info: ValidationInfo) -> tuple[float, ...] | None:
+        channels = _CHANNELS.get(info.data.get("color", ""))
+        if values is not None and channels is not None and len(values) != channels:
+            raise ValueError(
+                f"{plural(len(values), 'value')}, but task.color={info.data['color']} has {plural(channels, 'channel')}"
+            )
+        return values
+
+    @property
+    def input_columns(self) -> dict[str, str]:
+        return {self.path_column: "task.path_column"}
+
+    @property
+    def channels(self) -> int:
+        return _CHANNELS[self.color]
+
+    def problems(self) -> Iterator[DataError]:
+        from harness.data.table import convert
+
+        yield from convert.problems((self.train_csv, self.eval_csv), self.columns, self.root)
