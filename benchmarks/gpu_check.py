@@ -35,7 +35,7 @@ from benchmarks import machine
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1500.0  # of a call
 CHECK_S = 150.0  # limit of one command; longer ones have their own
-CASE_S, COMPILED_CASE_S = 60.0, 150.0  # of ``harness bench``, which starts processes for each case
+COMPILED_S = 300.0  # of a command that compiles the model
 BENCH_ROWS = 128  # per rank
 _NO_TESTS = 5  # pytest's exit code where all tests of a file are slow
 HARNESS = [sys.executable, "-m", "harness"]
@@ -106,7 +106,7 @@ class Plan:
         """The most telling first."""
         reason = f"{', '.join(self.missing)} not installed" if self.missing else ""
         for check in self._checks():
-            needs_harness = any(command[:3] == HARNESS for command in check.commands)
+            needs_harness = any(command[:3] == HARNESS or "benchmarks.steps" in command for command in check.commands)
             yield replace(check, skipped=check.skipped or reason) if needs_harness else check
 
     def _checks(self) -> Iterator[Check]:
@@ -208,7 +208,7 @@ class Plan:
                     after="engine local")  # fmt: skip
 
     def speeds(self, path: Path) -> Iterator[Check]:
-        """Rows per second of a training step on one batch, without a loader: the presets, and the strategies."""
+        """Rows per second of a training step on one batch, without a loader, on one rank and on all."""
         small = self.device == "cpu"
         size, rows, model = (8, 16, "small_cnn") if small else (224, BENCH_ROWS, "resnet50")
         data = [*(self.words(path, 1) or []), "task.color=rgb", f"task.image_size=[{size},{size}]"]
@@ -219,13 +219,13 @@ class Plan:
                    "modern preset, reduce-overhead": [*VARIANTS["modern preset"], "model.compile=reduce-overhead"],
                    }  # fmt: skip
         for name, settings in presets.items():
-            out = self.folder / name.replace(" ", "_").replace(",", "")
-            worlds = ["1"] if small else [str(world) for world in sorted({1, self.world})]
-            command = [*HARNESS, "bench", "strategies", "-c", str(path), "--world", *worlds, "--rounds", "1", "--steps",
-                       str(2 if small else 30), "--out", str(out), *data, *settings]  # fmt: skip
-            one = COMPILED_CASE_S if any("compile" in word for word in settings) else CASE_S
-            limit_s = one * (2 + 8 * (len(worlds) - 1))  # cases: none and dp; on several, one and three strategies
-            yield Check(f"speed of {model}, {size} x {size}, {name}", [command], lambda out=out: _speeds(out),
+            out = self.folder / f"speed of {name}.txt"
+            measure = ["-m", "benchmarks.steps", "-c", str(path), "--steps", str(2 if small else 30), "--out", str(out)]
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world}", *measure]
+            starts = [measure] if small or self.world == 1 else [measure, torchrun]
+            commands = [[sys.executable, *start, *data, *settings] for start in starts]
+            limit_s = COMPILED_S if any("compile" in word for word in settings) else CHECK_S
+            yield Check(f"speed of {model}, {size} x {size}, {name}", commands, lambda out=out: _listed(out),
                         limit_s=limit_s)  # fmt: skip
 
     def tests(self) -> Iterator[Check]:
@@ -259,15 +259,9 @@ def _task(path: Path) -> str:
     return _task(path.parent / files[-1]) if files else ""
 
 
-def _speeds(out: Path) -> str:
-    """Rows per second of each strategy that ``harness bench`` measured with communication, or alone."""
-    cases = json.loads((out / "strategies.json").read_text())["cases"]
-    found = []
-    for case in cases:
-        if case["communication"] == "real" or case["processes"] == 1:
-            rows = case["rows"] * case["processes"] / min(figures["train_s"] for figures in case["rounds"])
-            found.append(f"{case['name']} on {case['processes']} ({case['rows']} rows each): {rows:.0f} rows/s")
-    return "; ".join(found)
+def _listed(out: Path) -> str:
+    """What ``benchmarks.steps`` found on one rank and on several."""
+    return "; ".join(out.read_text().splitlines())
 
 
 def missing_packages() -> list[str]:

@@ -11,21 +11,17 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torchvision.io import write_png
 
-from benchmarks import machine
+from benchmarks import machine, steps
 from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
-from harness.runs.run_dir import RunFolder
-from harness.training import build, checkpointing, loop, recompute
+from harness.training import checkpointing, loop, recompute
 from harness.training.run import Run
 
 MIB = 2**20
@@ -75,18 +71,6 @@ runtime: {{device: cpu}}
     return loader.load(str(folder / "config.yaml"), overrides)
 
 
-@contextmanager
-def opened(given: Config, folder: Path) -> Iterator[Run]:
-    runtime = Runtime()
-    where = RunFolder(folder, keep=1)
-    where.checkpoints.folder.mkdir(parents=True)
-    run = build.build(given, runtime, where, Stop(runtime))
-    try:
-        yield run
-    finally:
-        run.close()
-
-
 def take_step(run: Run) -> float:
     group = next(run.train_data.groups(run.state.epoch, run.state.segments))
     start = time.perf_counter()
@@ -103,8 +87,8 @@ def checkpoint_stall(num_saves: int) -> str:
                 Path(name), "model.args={width: 768, num_layers: 14, patch: 16}", "batch.global=2",
                 f"checkpoint.async_save={str(behind).lower()}",
             )  # fmt: skip
-            with opened(given, Path(name) / f"run-{behind}") as run:
-                steps = [take_step(run) for _ in range(3)][1:]
+            with steps.opened(given, Path(name) / f"run-{behind}", Runtime()) as run:
+                times = [take_step(run) for _ in range(3)][1:]
                 stalls, busy = [], []
                 for _ in range(num_saves):
                     take_step(run)
@@ -116,7 +100,7 @@ def checkpoint_stall(num_saves: int) -> str:
                 run.writer.wait()
                 count = sum(param.numel() for param in run.module.parameters())
             size = (run.checkpoints.newest() or Path()) / "state.pt"
-            rows.append([behind, stalls, statistics.median(steps), busy, size.stat().st_size])
+            rows.append([behind, stalls, statistics.median(times), busy, size.stat().st_size])
     sync, behind_row = rows
     usual = [statistics.median(row[1][1:]) for row in rows]
     table = machine.table(

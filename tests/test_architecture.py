@@ -158,7 +158,6 @@ OTHER_TESTS = {
     "engines/test_nodes_elastic.py": "torchrun on several machines",
     "engines/test_page.py": "docs/engines.md",
     "engines/test_trainjob.py": "launch/trainjob.yaml",
-    "tools/benchmark/test_page.py": "docs/strategies.md",
     "tools/report/test_browser.py": "the page in a browser",
     "test_architecture.py": "docs/architecture.md",
     "test_ranks.py": "tests/ranks.py",
@@ -228,7 +227,7 @@ def test_few_modules_touch_the_environment():
     assert touching <= {
         # pass it on to what they start or call
         "__main__", "api", "cli",
-        "inference.predict_command", "tools.benchmark.strategies", "tools.doctor.command", "tools.sweep.main",
+        "inference.predict_command", "tools.doctor.command", "tools.sweep.main",
         "training.train_command",
         "engines.local", "engines.torchrun.engine", "engines.dask.worker", "engines.flyte.engine", "engines.flyte.task",
         "engines.slurm.engine",

@@ -21,7 +21,6 @@ from tests.fixtures import settings, write_rows, write_yaml
 
 # A new word is added here too, so that it is a decision.
 VERBS = {
-    "bench": "-c --config --out --rounds --steps --threads --world key=value {strategies}",
     "check": "-c --config --json --world key=value",
     "compare": "--json RUN_A RUN_B",
     "data": "WHAT",

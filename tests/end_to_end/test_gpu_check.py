@@ -90,7 +90,7 @@ def test_most_telling_checks_come_first_and_fit_into_the_time(plan):
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_each_rank_measures_a_whole_batch(tmp_path, world):
-    """``harness bench`` takes its batch from the data, which must have enough rows for every number of ranks."""
+    """``benchmarks.steps`` takes its batch from the data, which must have enough rows for every number of ranks."""
     plan = Plan("cuda", world, 4, tmp_path)
     speeds = [check for check in plan.checks() if check.name.startswith("speed of resnet50")]
     for check in speeds:
@@ -99,8 +99,7 @@ def test_each_rank_measures_a_whole_batch(tmp_path, world):
         assert words["batch.global"] == "null"
         rows = len(Path(words["task.train_csv"]).read_text().splitlines()) - 1
         assert rows >= gpu_check.BENCH_ROWS * world
-        cases = 2 + (8 if world > 1 else 0)
-        assert check.limit_s >= gpu_check.CASE_S * cases
+        assert len(check.commands) == (2 if world > 1 else 1)
 
 
 def test_missing_packages_are_named_and_leave_the_apex_tests(tmp_path):
