@@ -42,7 +42,6 @@ VERBS = {
 
 DATA = {
     "data folder": "--force --no-labels folder out",
-    "data huggingface": "--force --label --split name folder",
     "data mnist": "--from folder",
     "data split": "--by --eval --force --out --seed --stratify source",
     "data tar": "--cache-dir --force --image --label tars out",

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.errors import EXIT_DONE, ConfigError
 
 VERB = "data"
-HELP = "make an annotation table (from a folder, tars or Hugging Face), split one, or download a dataset"
+HELP = "make an annotation table (from a folder or tars), split one, or download a dataset"
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
 
 
@@ -43,11 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="cache folder; if the run sets data.cache_dir, use the same folder",
     )
-    hub = verbs.add_parser("huggingface", help="write the tables and image files of a Hugging Face dataset")
-    hub.add_argument("name", help="name on huggingface.co/datasets, or a folder that save_to_disk wrote")
-    hub.add_argument("folder", type=Path, help="folder to write SPLIT.csv and images to")
-    hub.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split (may be repeated)")
-    hub.add_argument("--label", metavar="COLUMN", help="column with the labels (default: label, or the class column)")
     split = verbs.add_parser("split", help="split a table into NAME.train.csv and NAME.eval.csv")
     split.add_argument("source", type=Path, help="table to split: .csv, .csv.gz or .parquet")
     split.add_argument(
@@ -63,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     split.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the split (default: 0)")
     split.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the table)")
-    for verb in (folder, tar, hub, split):
+    for verb in (folder, tar, split):
         verb.add_argument("--force", action="store_true", help="replace existing files")
     for name in _PUBLISHED:
         published = verbs.add_parser(name, help=f"download {name}")
@@ -96,10 +91,6 @@ def _run(given: argparse.Namespace) -> str:
         from harness.tools.data import split
 
         return split.split(given.source, given.eval, given.by, given.stratify, given.seed, given.out, given.force)
-    if given.dataset == "huggingface":
-        from harness.tools.data import from_huggingface
-
-        return from_huggingface.write(given.name, given.folder, given.split, given.label, given.force)
     from harness.tools.data import from_folder, from_tars, table_file
 
     table_file.suffix_of(given.out)

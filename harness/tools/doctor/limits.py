@@ -7,12 +7,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from harness.distributed.machine import cpu_quota, memory_of, usable_cores
-from harness.errors import ConfigError, plural
-from harness.runs.files import cache_folder
-from harness.runs.locks import Lock
+from harness.errors import plural
 from harness.tools.doctor.findings import Finding, System
 
 MIB, GIB = 2**20, 2**30
@@ -88,54 +85,6 @@ def open_files(system: System) -> Iterator[Finding]:
 
 def _files(limit: int) -> str:
     return "any number of files" if limit < 0 or limit > 2**40 else f"{limit} files"
-
-
-def cache(system: System) -> Iterator[Finding]:
-    """Converted tables, downloads and the list of trusted runs are in the cache."""
-    chosen = ("export APEX_HARNESS_CACHE=/a/folder/of/yours", "data.cache_dir=/a/folder/of/yours")
-    try:
-        where = cache_folder()
-        where.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=where):
-            pass
-    except ConfigError as error:
-        yield Finding("cache", "problem", f"{error.where}: {error.message}", chosen)
-    except OSError as error:
-        yield Finding("cache", "problem", f"{error.filename or where} is not writable: {error.strerror}", chosen)
-    else:
-        if where.is_relative_to(tempfile.gettempdir()):
-            yield Finding("cache", "note", f"{where} may be emptied when this machine starts", chosen)
-        else:
-            yield Finding("cache", "ok", f"{where} is writable")
-
-
-def temporary_files(system: System) -> Iterator[Finding]:
-    from harness.data.loader_workers import require_short_temporary_folder  # late: it needs torch
-
-    try:
-        require_short_temporary_folder()
-    except ConfigError as error:
-        yield Finding("temporary_files", "problem", f"{error.where}: {error.message}", (error.hint,))
-    except OSError as error:
-        problem = f"no folder for temporary files: {error.strerror}"
-        yield Finding("temporary_files", "problem", problem, ("export TMPDIR=/tmp",))
-    else:
-        yield Finding("temporary_files", "ok", f"{tempfile.gettempdir()} is writable")
-
-
-def locks(system: System) -> Iterator[Finding]:
-    """Locks keep a second start out of a run folder."""
-    with tempfile.TemporaryDirectory(dir=system.folder) as folder:
-        lock = Lock(Path(folder), is_folder=True)
-        lock.acquire(1.0)
-        kernel = bool(lock.descriptors)
-        lock.release()
-    if kernel:
-        yield Finding("locks", "ok", f"{system.folder.resolve()} has file locks (flock)")
-    else:
-        text = f"{system.folder.resolve()} has no file locks (flock): if a rank is killed, a later start on another"
-        remedy = "output=/folder/on/another/disk, or mount it with locks (for Lustre: -o flock)"
-        yield Finding("locks", "note", f"{text} machine has to be told so", (remedy,))
 
 
 def folder(system: System) -> Iterator[Finding]:

@@ -6,10 +6,10 @@ The checks send nothing and resolve no name.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.network import address_of, interface_towards, require_loopback
+from harness.distributed.network import address_of, interface_towards
 from harness.errors import LaunchError
 from harness.tools.doctor.findings import Finding, System
 
@@ -35,17 +35,8 @@ def collectives(system: System) -> Iterator[Finding]:
         yield Finding("collectives", "ok", "gloo (CPU); no nccl")
 
 
-def loopback(system: System) -> Iterator[Finding]:
-    try:
-        require_loopback()
-    except LaunchError as error:
-        yield Finding("loopback", "problem", error.message, (error.hint,))
-    else:
-        yield Finding("loopback", "ok", "processes of this machine can connect to each other at 127.0.0.1")
-
-
 def network(system: System) -> Iterator[Finding]:
-    """The interface that ranks would use, and the two variables that override it."""
+    """The interface that ranks would use, and the variable that overrides it."""
     one_node, several = interface_towards(_HERE), interface_towards(_HERE, outward=True)
     present = [name for _, name in socket.if_nameindex()]
     if several is None:
@@ -56,36 +47,10 @@ def network(system: System) -> Iterator[Finding]:
     else:
         text = f"ranks on one node connect over {one_node}, on several nodes over {several} ({address_of(several)})"
         yield Finding("network", "ok", text)
-    better = next((name for name in [several, *present] if name and name != one_node), None)
-    for variable, chosen in (("GLOO_SOCKET_IFNAME", _gloo), ("NCCL_SOCKET_IFNAME", _nccl)):
-        if value := system.variables.get(variable):
-            yield _variable(variable, value, chosen(value, present), present, better)
-
-
-def _variable(
-    variable: str, value: str, chosen: Sequence[str] | None, present: Sequence[str], better: str | None
-) -> Finding:
-    if chosen:
-        return Finding("network", "ok", f"{variable}={value} selects {', '.join(chosen)}")
-    text = f"{variable}={value} matches none of the interfaces {', '.join(present)}"
-    remedies = [f"unset {variable}"]
-    if better:
-        remedies.append(f"export {variable}={better}")
-    return Finding("network", "problem", text, tuple(remedies))
-
-
-def _gloo(value: str, present: Sequence[str]) -> list[str] | None:
-    """gloo: a comma-separated list of names that must all exist."""
-    names = value.split(",")
-    return names if set(names) <= set(present) else None
-
-
-def _nccl(value: str, present: Sequence[str]) -> list[str]:
-    """nccl: prefixes, exact names after "=", exclusions after "^" (NCCL user guide, NCCL_SOCKET_IFNAME)."""
-    others, rest = value.startswith("^"), value.removeprefix("^")
-    exact, names = rest.startswith("="), rest.removeprefix("=").split(",")
-    fits: Callable[[str, str], bool] = str.__eq__ if exact else str.startswith
-    return [name for name in present if any(fits(name, wanted) for wanted in names) != others]
+    names = system.variables.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if unknown := [name for name in names if name and name not in present]:
+        text = f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, but the interfaces are {', '.join(present)}"
+        yield Finding("network", "problem", text, ("unset GLOO_SOCKET_IFNAME",))
 
 
 def launch(system: System) -> Iterator[Finding]:

@@ -59,23 +59,14 @@ def packages(system: System) -> Iterator[Finding]:
 
 
 def torch(system: System) -> Iterator[Finding]:
-    try:
-        found = importlib.import_module("torch")
-    except (ImportError, OSError) as error:  # OSError: a shared library is missing or incompatible
-        remedy = "python -m pip install --force-reinstall torch torchvision"
-        yield Finding("torch", "problem", f"cannot be imported: {error}", (remedy,))
-        return
-    yield Finding("torch", "ok", str(found.__version__))
-
-
-def torchvision(system: System) -> Iterator[Finding]:
-    try:
-        found = importlib.import_module("torchvision")
-    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: built for another torch
-        remedy = "python -m pip install --force-reinstall torch torchvision  # together, so that their versions match"
-        yield Finding("torchvision", "problem", f"cannot be imported: {error}", (remedy,))
-        return
-    yield Finding("torchvision", "ok", str(found.__version__))
+    for name in ("torch", "torchvision"):
+        try:
+            found = importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError) as error:  # a library is missing; built for another torch
+            remedy = "python -m pip install --force-reinstall torch torchvision  # together: their versions must match"
+            yield Finding("torch", "problem", f"{name} cannot be imported: {error}", (remedy,))
+            return
+        yield Finding("torch", "ok", f"{name} {found.__version__}")
 
 
 def _parse(requirement: str) -> tuple[str, str]:
@@ -96,87 +87,49 @@ def _numbers(version: str) -> list[int]:
 
 _SCRIPTS = "python -m harness.apex SCRIPT ARGS  # runs scripts that use `from apex import amp` unmodified"
 
-Kind = Literal["none", "ours", "nvidia", "rocm", "pypi", "folder", "unknown"]
-
 
 @dataclass(frozen=True)
 class InstalledApex:
-    """The installed ``apex``: its origin, version, folder, and the parts that the recipe uses and it lacks."""
+    """The ``apex`` that an import would find: ``text`` describes it."""
 
-    kind: Kind
-    version: str = "of unknown version"
-    folder: str = ""
-    lacking: tuple[str, ...] = ()
-
-    @property
-    def has_amp(self) -> bool:
-        return self.kind in ("nvidia", "rocm") and not self.lacking
+    kind: Literal["none", "ours", "amp", "without amp", "pypi"]
+    text: str
 
 
 def find_apex() -> InstalledApex:
-    """The ``apex`` that an import would find."""
     if getattr(sys.modules.get("apex"), "__harness__", False):
-        return InstalledApex("ours")
+        return InstalledApex("ours", "harness.apex itself, through harness.apex.install()")
     try:
         spec = importlib.util.find_spec("apex")
     except (ImportError, ValueError):  # partly imported, without a spec
         spec = None
     if spec is None:
-        return InstalledApex("none")
-    places = list(spec.submodule_search_locations or [])
-    folder = Path(places[0] if places else spec.origin or "")
-    version, requirements = _metadata()
-    lacking = tuple(part for part in ("amp", "parallel") if not (folder / part).is_dir())
-    kind: Kind
-    if "amp" not in lacking or (folder / "multi_tensor_apply").is_dir():
-        kind = "rocm" if _is_rocm(folder, version) else "nvidia"
-    elif spec.origin is None:
-        kind = "folder"
-    else:
-        kind = "pypi" if "pyramid" in requirements else "unknown"
-    return InstalledApex(kind, version, str(folder), lacking)
-
-
-def _metadata() -> tuple[str, str]:
-    """(version, requirements in lower case) of the distribution named apex."""
+        return InstalledApex("none", "not installed, and not needed")
+    folder = Path(next(iter(spec.submodule_search_locations or []), spec.origin or ""))
     try:
         distribution = importlib.metadata.distribution("apex")
+        version, requirements = distribution.version, " ".join(distribution.requires or []).lower()
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version", ""
-    return distribution.version, " ".join(distribution.requires or []).lower()
-
-
-def _is_rocm(folder: Path, version: str) -> bool:
-    """ROCm's Apex has annotations for bfloat16, NVIDIA's has not."""
-    exports = folder / "amp" / "__init__.py"
-    text = exports.read_text(encoding="utf-8", errors="replace") if exports.is_file() else ""
-    return "bfloat16_function" in text or "rocm" in version
+        version, requirements = "of unknown version", ""
+    if (folder / "amp").is_dir() and (folder / "parallel").is_dir():
+        return InstalledApex("amp", f"Apex {version}, in {folder}")
+    if "pyramid" in requirements:
+        text = (
+            f"PyPI's apex {version}: a toolkit for the Pyramid web framework that cannot be imported, not NVIDIA's Apex"
+        )
+        return InstalledApex("pypi", text)
+    text = f"apex {version}, in {folder}, has no amp and parallel, which NVIDIA removed after 25.05"
+    return InstalledApex("without amp", text)
 
 
 def apex(system: System) -> Iterator[Finding]:
     found = find_apex()
-    at = f"{found.version}, in {found.folder}"
-    if found.kind == "none":
-        yield Finding("apex", "ok", "not installed, and not needed")
-    elif found.kind == "ours":
-        yield Finding("apex", "ok", "harness.apex itself, through harness.apex.install()")
-    elif found.kind == "pypi":
-        text = f"PyPI's apex {at}: a toolkit for the Pyramid web framework that cannot be imported, not NVIDIA's Apex"
-        yield Finding("apex", "problem", text, ("python -m pip uninstall apex", _SCRIPTS))
-    elif found.kind == "folder":
-        text = f"the folder {found.folder} hides any installed apex (is it a clone of NVIDIA's repository?)"
-        yield Finding("apex", "note", text, (f"mv {found.folder} {found.folder}-source", _SCRIPTS))
-    elif found.kind == "unknown":
-        yield Finding(
-            "apex", "note", f"not NVIDIA's Apex but another package ({at})", ("python -m pip uninstall apex",)
-        )
+    if found.kind == "pypi":
+        yield Finding("apex", "problem", found.text, ("python -m pip uninstall apex", _SCRIPTS))
+    elif found.kind == "without amp":
+        yield Finding("apex", "note", found.text, (_SCRIPTS,))
     else:
-        text = f"{'ROCm' if found.kind == 'rocm' else 'NVIDIA'}'s Apex {at}"
-        if found.has_amp:
-            yield Finding("apex", "ok", text)
-        else:
-            absent = " and ".join(found.lacking)
-            yield Finding("apex", "note", f"{text}; without {absent}, which NVIDIA removed after 25.05", (_SCRIPTS,))
+        yield Finding("apex", "ok", found.text)
 
 
 def backend(system: System) -> Iterator[Finding]:
@@ -187,7 +140,7 @@ def backend(system: System) -> Iterator[Finding]:
     from harness.training import precision
 
     on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if on_cuda and find_apex().has_amp else "cpu")
+    device = torch.device("cuda" if on_cuda and find_apex().kind == "amp" else "cpu")
     chosen = precision.choose(PrecisionSection(), device).backend
     why = "" if on_cuda else " (the only choice on the CPU)"
     yield Finding("backend", "ok", f"precision.backend=auto uses {chosen}{why}")
@@ -237,14 +190,3 @@ def _runs_on(major: int, minor: int, architectures: list[str]) -> bool:
         if version <= (major, minor) and (kind == "compute" or version[0] == major):
             return True
     return any(architecture.startswith("gfx") for architecture in architectures)  # AMD: torch checks this itself
-
-
-def mps(system: System) -> Iterator[Finding]:
-    import torch
-
-    if torch.backends.mps.is_available():
-        yield Finding(
-            "mps",
-            "note",
-            "the harness does not use Apple GPUs, for which torch has no gloo or nccl: training runs on the CPU",
-        )

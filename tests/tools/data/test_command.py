@@ -1,11 +1,10 @@
-"""harness data: tables of folders, tar archives and Hugging Face datasets, and splits of tables."""
+"""harness data: tables of folders and tar archives, and splits of tables."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import io
-import os
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-import pytest
 import torch
 from torchvision.io import encode_jpeg, write_jpeg
 
@@ -235,39 +233,3 @@ def test_split_of_gzip_and_parquet(tmp_path):
     parts = [pa.parquet.read_table(tmp_path / f"t.{part}.parquet") for part in ("train", "eval")]
     assert parts[0].schema == pa.parquet.read_schema(tmp_path / "t.parquet")
     assert pa.concat_tables(parts).sort_by("label").to_pydict() == columns
-
-
-# huggingface
-
-
-def test_huggingface(tmp_path, capsys):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
-    files = [str(tmp_path / f"{i}.jpg") for i in range(3)]
-    for file in files:
-        write_jpeg(PIXELS, file)
-    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a b", "c"]), "n": datasets.Value("int32")}
-    columns = {"image": [*files, None], "label": [0, 1, 0, -1], "n": [5, 6, 7, 8]}
-    saved = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
-    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(str(tmp_path / "saved"))
-    assert data("huggingface", tmp_path / "saved", tmp_path / "out") == 0
-    rows = rows_of(tmp_path / "out" / "train.csv")
-    assert [row["label"] for row in rows] == ["a b", "c", "a b", ""]
-    assert [row["n"] for row in rows] == ["5", "6", "7", "8"]
-    assert rows[3]["path"] == ""
-    assert (tmp_path / "out" / rows[1]["path"]).read_bytes() == Path(files[1]).read_bytes()  # not encoded again
-    assert len(rows_of(tmp_path / "out" / "test.csv")) == 1
-    capsys.readouterr()
-    assert data("huggingface", tmp_path / "saved", tmp_path / "out") == 2
-    assert data("huggingface", tmp_path / "saved", tmp_path / "new", "--split", "dev") == 2
-    assert "has no split dev\n  -> it has train, test" in capsys.readouterr().err
-    text = datasets.Dataset.from_dict({"text": ['x, "y"\nz', "b"], "label": [1, 0]})
-    text.save_to_disk(str(tmp_path / "text"))
-    assert data("huggingface", tmp_path / "text", tmp_path / "texts") == 0
-    assert rows_of(tmp_path / "texts" / "train.csv")[0] == {"label": "1", "text": 'x, "y"\nz'}
-
-
-def test_missing_data_set_is_an_error(tmp_path, capsys, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    assert data("huggingface", os.fspath(tmp_path / "gone"), tmp_path / "out") == 65
-    assert "the dataset cannot be loaded" in capsys.readouterr().err

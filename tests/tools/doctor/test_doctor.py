@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import importlib
 import importlib.metadata
 import json
@@ -13,7 +11,6 @@ import sys
 import threading
 import warnings
 from collections import namedtuple
-from multiprocessing import util
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +56,7 @@ def test_report_on_this_machine(capsys):
     assert code == (2 if problems else 0)
     assert all(finding["remedies"] for finding in problems)
     checks = {finding["check"] for finding in report["findings"]}
-    assert checks | {"mps"} == {check.__name__ for check in examine.CHECKS} | {"environment"}
+    assert checks == {check.__name__ for check in examine.CHECKS} | {"environment"}
     environment = report["findings"][-1]["text"]
     assert f"PyTorch version: {torch.__version__}" in environment
     assert not any("the check failed" in finding["text"] for finding in report["findings"])
@@ -174,17 +171,20 @@ def test_packages(monkeypatch):
     assert only(software.packages).mark == "note"
 
 
-@pytest.mark.parametrize("check", [software.torch, software.torchvision])
-def test_torch_that_cannot_be_imported(monkeypatch, check):
-    assert only(check).mark == "ok"
+@pytest.mark.parametrize("name", ["torch", "torchvision"])
+def test_torch_that_cannot_be_imported(monkeypatch, name):
+    assert [finding.mark for finding in found(software.torch)] == ["ok", "ok"]
+    imported = importlib.import_module
 
-    def fails(name):
-        raise OSError("libcudart.so.13: cannot open shared object file")
+    def fails(wanted):
+        if wanted == name:
+            raise OSError("libcudart.so.13: cannot open shared object file")
+        return imported(wanted)
 
     monkeypatch.setattr(importlib, "import_module", fails)
-    finding = only(check)
+    finding = found(software.torch)[-1]
     assert finding.mark == "problem"
-    assert "libcudart.so.13" in finding.text
+    assert f"{name} cannot be imported: libcudart.so.13" in finding.text
     assert "install --force-reinstall torch torchvision" in finding.remedies[0]
 
 
@@ -193,7 +193,6 @@ def test_torch_that_cannot_be_imported(monkeypatch, check):
 BROKEN = {"apex/__init__.py": "raise ImportError('UnencryptedCookieSessionFactory')"}
 PARTS = BROKEN | {f"apex/{name}/__init__.py": "" for name in ("multi_tensor_apply", "optimizers", "contrib")}
 AMP = {f"apex/{name}/__init__.py": "" for name in ("amp", "parallel")}
-ROCM = {"apex/amp/__init__.py": "from .amp import bfloat16_function"}
 
 
 def metadata(version: str, *requires: str) -> dict[str, str]:
@@ -218,25 +217,19 @@ def install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "mark", "words", "remedy"),
     [
-        (BROKEN | metadata("0.9.10.dev0", "pyramid", "velruse"), "problem", ["PyPI's apex 0.9.10.dev0"],
-         "python -m pip uninstall apex"),
-        (BROKEN | metadata("3.0", "requests"), "note", ["not NVIDIA's Apex but another package (3.0"],
-         "python -m pip uninstall apex"),
-        (PARTS | AMP | metadata("0.1") | {"amp_C.py": "raise ImportError"}, "ok",
-         ["NVIDIA's Apex 0.1, in "], None),
-        (PARTS, "note", ["of unknown version", "; without amp and parallel, which NVIDIA removed"],
-         "python -m harness.apex SCRIPT"),
-        (PARTS | AMP | ROCM | metadata("1.9"), "ok", ["ROCm's Apex 1.9, in "], None),
-        ({"apex/csrc/x.cpp": "", "apex/setup.py": ""}, "note", ["hides any installed apex"], "mv "),
+        (BROKEN | metadata("0.9.10.dev0", "pyramid", "velruse"), "problem", "PyPI's apex 0.9.10.dev0", "pip uninstall"),
+        (PARTS | AMP | metadata("0.1") | {"amp_C.py": "raise ImportError"}, "ok", "Apex 0.1, in ", None),
+        (PARTS, "note", "apex of unknown version, in ", "python -m harness.apex SCRIPT"),
+        ({"apex/csrc/x.cpp": "", "apex/setup.py": ""}, "note", "no amp and parallel", "python -m harness.apex"),
     ],
-    ids=["PyPI", "other", "NVIDIA", "NVIDIA without amp", "ROCm", "folder"],
+    ids=["PyPI", "NVIDIA", "NVIDIA without amp", "folder"],
 )  # fmt: skip
 def test_apex_is_recognized_without_importing_it(install, files, mark, words, remedy):
     install(files)
     finding = only(software.apex)
     assert finding.mark == mark
-    assert all(word in finding.text for word in words)
-    assert finding.remedies[0].startswith(remedy) if remedy else not finding.remedies
+    assert words in finding.text
+    assert remedy in finding.remedies[0] if remedy else not finding.remedies
     assert {"apex", "amp_C"}.isdisjoint(sys.modules)
 
 
@@ -353,13 +346,6 @@ def test_reasons_for_no_device(gpus_of, tmp_path, files, cuda, hidden, mark, tex
     assert finding.mark == mark
     assert text in finding.text
     assert finding.remedies[0].startswith(remedy) if remedy else not finding.remedies
-
-
-def test_apple_gpus(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert found(software.mps) == []
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert only(software.mps).mark == "note"
 
 
 # Processor and memory
@@ -524,29 +510,11 @@ def test_network_resolves_no_name(interfaces):
     assert set(interfaces) == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "selected"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth1", "eth1"),
-        ("GLOO_SOCKET_IFNAME", "eth0,ib0", "eth0, ib0"),
-        ("GLOO_SOCKET_IFNAME", "eth", None),
-        ("GLOO_SOCKET_IFNAME", "eth0,eth9", None),
-        ("NCCL_SOCKET_IFNAME", "eth", "eth0, eth1"),
-        ("NCCL_SOCKET_IFNAME", "=eth", None),
-        ("NCCL_SOCKET_IFNAME", "=eth0,ib0", "eth0, ib0"),
-        ("NCCL_SOCKET_IFNAME", "^lo,eth", "ib0"),
-        ("NCCL_SOCKET_IFNAME", "^=lo,eth", "eth0, eth1, ib0"),
-        ("NCCL_SOCKET_IFNAME", "bond0", None),
-    ],
-)
-def test_variables_that_select_interfaces(interfaces, variable, value, selected):
-    _, finding = found(network.network, System({variable: value}))
-    if selected:
-        assert finding == Finding("network", "ok", f"{variable}={value} selects {selected}")
-    else:
-        assert finding.mark == "problem"
-        assert finding.text == f"{variable}={value} matches none of the interfaces lo, eth0, eth1, ib0"
-        assert finding.remedies == (f"unset {variable}", f"export {variable}=eth0")
+@pytest.mark.parametrize(("value", "unknown"), [("eth1", ""), ("eth0,ib0", ""), ("eth", "eth"), ("eth0,eth9", "eth9")])
+def test_variable_that_selects_interfaces(interfaces, value, unknown):
+    _, *problems = found(network.network, System({"GLOO_SOCKET_IFNAME": value}))
+    assert [finding.mark for finding in problems] == (["problem"] if unknown else [])
+    assert not unknown or f"names {unknown}, but the interfaces are lo, eth0" in problems[0].text
 
 
 @pytest.mark.parametrize(("name", "mark"), [("lo", "note"), (None, "ok")])
@@ -566,38 +534,3 @@ def test_launch():
     assert finding == Finding(
         "launch", "ok", "rank 1 of 2 (according to RANK and WORLD_SIZE), rendezvous at 10.0.0.1:29500"
     )
-
-
-def test_locks(tmp_path, monkeypatch):
-    assert only(limits.locks, System(folder=tmp_path)).mark == "ok"
-
-    def missing(*_):
-        raise OSError(errno.ENOSYS, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", missing)
-    assert only(limits.locks, System(folder=tmp_path)).mark == "note"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(limits.tempfile, "tempdir", str(tmp_path / "cache"))
-    assert only(limits.cache).mark == "note"  # among the temporary files
-    monkeypatch.setattr(limits.tempfile, "tempdir", str(tmp_path / "elsewhere"))
-    assert only(limits.cache).mark == "ok"
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "file"))
-    assert only(limits.cache).mark == "problem"
-
-
-def test_the_temporary_folder_and_the_loopback_interface(monkeypatch):
-    assert only(network.loopback).mark == "ok"
-    assert only(limits.temporary_files).mark == "ok"
-    monkeypatch.setattr(util, "get_temp_dir", lambda: "/" + "t" * 140)
-    monkeypatch.setattr("harness.distributed.network.socket.create_connection", _unreachable)
-    assert only(network.loopback).mark == "problem"
-    assert only(limits.temporary_files).mark == "problem"
-
-
-def _unreachable(*_, **__):
-    raise OSError(errno.ENETUNREACH, "Network is unreachable")
