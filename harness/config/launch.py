@@ -1,104 +1,22 @@
 """The ``launch:`` section: where the ranks of an experiment run, and how many. It never changes what is trained.
 
 Only ``harness launch`` and the engines read it. ``driver.py`` takes its rank and world size from the environment.
+An engine may have settings of its own: a class ``Settings`` in ``harness/engines/NAME/settings.py``, or in the module
+of an engine of the user's own. They stand under the engine's name, as in
+``launch: {engine: slurm, slurm: {partition: gpu}}``; for ``my_package.my_engine`` under ``my_engine``.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field, create_model
 
+from harness.config import plugins
 from harness.config.base import Arguments, Matching, NameOf, NullIsEmpty, Positive, Seconds, Section
-
-Amounts = Annotated[dict[str, Annotated[float, Field(gt=0)]], NullIsEmpty]
-Variables = Annotated[dict[str, str], NullIsEmpty]
-# These are written into a batch script or a command, where a blank or a line break would change its meaning.
-Word = Annotated[str, Matching(r"\S+", "it must not contain spaces")]
-Line = Annotated[str, Matching(r"[^\n]+", "it must not contain line breaks")]
-# A quantity in Kubernetes notation: 2, 500m, 0.5, 16Gi.
-Quantity = Annotated[
-    str,
-    Matching(r"\d+(\.\d+)?(m|[kMGTPE]i?)?", "write a Kubernetes quantity, such as 2, 500m or 16Gi"),
-    BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value),
-]
-
-
-def _not_a_number(value: Any) -> Any:
-    """Refuse numbers: YAML 1.1 reads 12:00:00 as 43200, and Slurm takes a plain number for minutes."""
-    if isinstance(value, int | float):
-        raise ValueError(f"YAML reads this as the number {value}; include the days, such as 0-12:00:00")
-    return value
-
-
-class SlurmSection(Section):
-    """Settings for the slurm engine."""
-
-    partition: Word | None = None
-    """Partition to submit to; null: the cluster's default."""
-    account: Word | None = None
-    """Account to charge; null: the user's default."""
-    qos: Word | None = None
-    """Quality of service; null: the account's default."""
-    constraint: Word | None = None
-    """Required node features, such as a100|h100; null: any node."""
-    time: (
-        Annotated[
-            str,
-            Matching(r"(\d+-)?\d+(:\d+){0,2}", "write days and hours, such as 0-12:00:00"),
-            BeforeValidator(_not_a_number),
-        ]
-        | None
-    ) = None
-    """Time limit with days, such as 0-12:00:00, since YAML reads 12:00:00 as a number; null: the partition's limit."""
-    gpus_per_node: Positive | None = None
-    """GPUs per node, all of them visible to each of its ranks; null: none requested."""
-    cpus_per_task: Positive | None = None
-    """CPU cores per rank; null: launch.threads, plus one for each of data.num_workers."""
-    mem: Annotated[str, Matching(r"\d+[KMGT]?", "write a size, such as 64G")] | None = None
-    """Memory per node, such as 64G; 0: all of it; null: the cluster's default."""
-    requeue: bool = True
-    """Requeue the job after its time limit, a preemption or a node failure; it resumes from its newest checkpoint."""
-    signal_s: Positive = 120
-    """Seconds before the time limit at which the ranks are asked to write a checkpoint and exit."""
-    output: Word = "slurm-%j.out"
-    """File for the job's output, relative to the working folder; %j is the job number. Its folder must exist."""
-    setup: tuple[Line, ...] = Field(default=(), strict=False)
-    """Shell commands to run first, on the first node, such as [module load cuda]."""
-    extra: tuple[Annotated[str, Matching(r"--[a-z][^\n]*", "write options of sbatch, such as --exclusive")], ...] = (
-        Field(default=(), strict=False)
-    )
-    """Other options of sbatch, such as [--exclusive]."""
-
-
-class DaskSection(Section):
-    """Settings for the dask engine."""
-
-    scheduler: str | None = None
-    """Scheduler address, such as tcp://10.0.0.1:8786; null: a cluster on this machine, for this run only."""
-    resources: Amounts = {}
-    """Worker resources per rank, such as {GPU: 1}. On workers that announce GPUs, a rank always takes one."""
-    timeout_s: Seconds = 60.0
-    """Seconds to wait for the scheduler, and for enough free workers."""
-    shared: bool | None = None
-    """true: the workers share this machine's run folder; false: its files are copied; null: detected."""
-    working_folder: str | None = None
-    """Working folder of the ranks, in which relative data paths are resolved; null: the current one if the disk is
-    shared, else the folder in which the worker was started.
-    """
-
-
-class FlyteSection(Section):
-    """Settings for the flyte engine."""
-
-    image: str | None = None
-    """Container image with the project in it; null: Flyte's own. Runs on this machine use none."""
-    cpu: Quantity | None = None
-    """CPU cores per machine, such as 4 or 500m; null: the cluster's default."""
-    memory: Quantity | None = None
-    """Memory per machine, such as 16Gi; null: the cluster's default."""
-    gpu: Annotated[int, Field(ge=0)] = 0
-    """GPUs per machine."""
+from harness.config.problems import Problem
+from harness.errors import ConfigError
 
 
 class LaunchSection(Section):
@@ -133,13 +51,70 @@ class LaunchSection(Section):
     """Seconds that ranks may take to write a checkpoint when they are asked to stop."""
     python: str | None = None
     """Interpreter that runs driver.py; null: the current one."""
-    env: Variables = {}
+    env: Annotated[dict[str, str], NullIsEmpty] = {}
     """Environment variables to set for every rank, such as {NCCL_DEBUG: INFO}; null: none."""
-    slurm: SlurmSection = SlurmSection()
-    """Settings for the slurm engine."""
-    dask: DaskSection = DaskSection()
-    """Settings for the dask engine."""
-    flyte: FlyteSection = FlyteSection()
-    """Settings for the flyte engine."""
-    options: Arguments = {}
-    """Settings of a custom engine, checked against its Options class."""
+
+    @property
+    def engine_settings(self) -> Any:
+        """The settings of ``engine`` itself; None if it has none."""
+        return getattr(self, _key(self.engine), None)
+
+
+def _key(engine: str) -> str:
+    return engine.rpartition(".")[2]
+
+
+def section_class(raw: Any, launching: bool) -> tuple[type[LaunchSection], list[Problem]]:
+    """LaunchSection with the settings of the engine that ``raw`` names and of the built-in ones that it mentions.
+
+    An engine of the user's own is imported, and its settings are checked, only for ``launching``: the ranks, and the
+    commands that read a finished run, may not have it.
+    """
+    written = raw if isinstance(raw, dict) else {}
+    engine = written.get("engine", "local")
+    engine = engine if isinstance(engine, str) else "local"  # the section reports the type
+    kinds: dict[str, Any] = {
+        name: plugins.find("engine settings", name, f"launch.{name}")
+        for name in plugins.names("engine settings")
+        if name in written or name == engine
+    }
+    if "." in engine:
+        try:
+            kinds[_key(engine)] = _of_user(engine) if launching else Arguments if _key(engine) in written else None
+        except ConfigError as error:
+            return LaunchSection, [("launch.engine", f"{error.message}; {error.hint}")]
+    kinds = {key: kind for key, kind in kinds.items() if kind is not None and key not in LaunchSection.model_fields}
+    if written.keys() - LaunchSection.model_fields - kinds.keys():  # one may be a misspelled engine
+        kinds = built_in() | kinds
+    return with_engines(**kinds), []
+
+
+@functools.cache  # so that two configurations with the same engines have the same class and can be compared
+def with_engines(**kinds: Any) -> type[LaunchSection]:
+    """LaunchSection with a section of each of these kinds, by key."""
+    fields: dict[str, Any] = {}
+    for key, kind in kinds.items():
+        required = any(field.is_required() for field in getattr(kind, "model_fields", {}).values())
+        default: Any = ... if required else {}
+        fields[key] = kind, Field(default, validate_default=True, description=f"Settings of the engine {key}.")
+    return create_model("LaunchSection", __base__=LaunchSection, **fields) if fields else LaunchSection
+
+
+def built_in() -> dict[str, type[Section]]:
+    """The settings of the built-in engines that have some."""
+    return {name: plugins.find("engine settings", name, "launch") for name in plugins.names("engine settings")}
+
+
+def _of_user(engine: str) -> type[Section] | None:
+    """The class Settings of the user's ``engine``, if it has one. Raises ConfigError."""
+    kind = getattr(plugins.find("engine", engine, "launch.engine"), "Settings", None)
+    if kind is not None and not (isinstance(kind, type) and issubclass(kind, Section)):
+        raise ConfigError(
+            f"Settings of {engine} is not a subclass of harness.config.base.Section",
+            hint="docs/engines.md has an example",
+        )
+    if kind is not None and _key(engine) in LaunchSection.model_fields:
+        raise ConfigError(
+            f"the settings of {engine} would be launch.{_key(engine)}, which every engine has", hint="rename the module"
+        )
+    return kind

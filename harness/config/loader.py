@@ -18,26 +18,34 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 
 from harness.config import plugins, signatures
 from harness.config.constraints import Conflict, conflicts
+from harness.config.launch import LaunchSection, built_in, section_class, with_engines
 from harness.config.merge import COMMAND_LINE, merged, origin_of
 from harness.config.problems import Problem, described, not_finite
 from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.errors import ConfigError
 
-__all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "section", "to_text"]
+__all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "to_text"]
 
 _SCHEDULES = "harness.training.schedule"  # imported when a configuration is loaded, as the module of a task is
 Content = TypeVar("Content", bound=BaseModel)
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), written_at: Mapping[str, str] | None = None) -> Config:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    written_at: Mapping[str, str] | None = None,
+    *,
+    launching: bool = False,
+) -> Config:
     """The validated configuration of ``path`` with ``overrides`` ("a.b=c") on top.
 
     Relative paths of data stay relative to the working folder. ``written_at`` is {dotted key: "file:line"} for
-    overrides that do not come from the command line. Raises ConfigError.
+    overrides that do not come from the command line. ``launching``: import an engine of the user's own, and check its
+    settings. Raises ConfigError.
     """
     raw, origins = merged(Path(path), overrides, written_at or {})
-    cls, problems = _config_class(raw)
+    cls, problems = _config_class(raw, launching)
     config, found = _validated(cls, raw if not problems else {**raw, "task": {"name": "unknown.task"}})
     problems += found
     if config is not None and not problems:
@@ -61,14 +69,6 @@ def load_as(
     if content is None or problems:
         raise _error(problems, origins, str(path))
     return content, origins
-
-
-def section(cls: type[Content], raw: Mapping[str, Any], where: str) -> Content:
-    """The settings ``raw``, which stand at the key ``where``, validated as ``cls``. Raises ConfigError."""
-    content, problems = _validated(cls, raw)
-    if content is None or problems:
-        raise _error(problems, {}, where)
-    return content
 
 
 def _validated(cls: type[Content], raw: Any) -> tuple[Content | None, list[Problem]]:
@@ -112,7 +112,8 @@ def json_schema() -> str:
         for name, function in signatures.functions(_SCHEDULES).items()
     )
     tasks = tuple(plugins.find("task", name, "task.name") for name in plugins.names("task"))
-    cls = config_class(Union[tasks], Union[schedules])  # noqa: UP007 - unions made at run time
+    engines = with_engines(**built_in())
+    cls = config_class(Union[tasks], Union[schedules], engines)  # noqa: UP007 - unions made at run time
     schema = cls.model_json_schema(by_alias=True)
     schema["title"] = "apex-harness experiment"
     for key, base in (
@@ -123,6 +124,8 @@ def json_schema() -> str:
         own = {"properties": {"name": name}, "required": ["name"], "type": "object"}
         schema["properties"][key]["description"] = Config.model_fields[key].description
         schema["properties"][key]["anyOf"].append(own)
+    settings = "Settings of an engine of your own, under the last word of its name."
+    schema["$defs"][engines.__name__]["additionalProperties"] = {"type": "object", "description": settings}
     schema["properties"]["extends"] = {
         "description": "A YAML file or a preset (preset:modern), or a list of them, that this file starts from. Paths "
         "are relative to this file.",
@@ -132,26 +135,30 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
-def config_class(task: Any, schedule: Any = None) -> type[Config]:
-    """Config with ``task``, a TaskSection, as its section ``task``, and ``schedule``: by default the constant one."""
-    return _config_class_of(task, schedule or schedule_class(None)[0])
+def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] = LaunchSection) -> type[Config]:
+    """Config with ``task``, a TaskSection, as its section ``task``, ``schedule``: by default the constant one, and
+    ``launch``."""
+    return _config_class_of(task, schedule or schedule_class(None)[0], launch)
 
 
-@functools.cache  # so that two configurations of one task and schedule have the same class and can be compared
-def _config_class_of(task: Any, schedule: Any) -> type[Config]:
-    constant = schedule_class(None)[0]
-    description = Config.model_fields["schedule"].description
+@functools.cache  # so that two configurations of the same parts have the same class and can be compared
+def _config_class_of(task: Any, schedule: Any, launch: type[LaunchSection]) -> type[Config]:
+    def optional(key: str, kind: Any, default: Any) -> Any:
+        return kind, Field(default_factory=default, description=Config.model_fields[key].description)
+
     return create_model(
         "Config", __base__=Config, __doc__="One experiment.", task=(task, ...),
-        schedule=(schedule, Field(default_factory=constant, description=description)),
+        schedule=optional("schedule", schedule, schedule_class(None)[0]), launch=optional("launch", launch, launch),
     )  # fmt: skip
 
 
-def _config_class(raw: dict[str, Any]) -> tuple[type[Config], list[Problem]]:
-    """Config with the sections of the task and the schedule that ``raw`` names, and the reasons where there is none."""
+def _config_class(raw: dict[str, Any], launching: bool) -> tuple[type[Config], list[Problem]]:
+    """Config with the sections of the task, the schedule and the engines that ``raw`` names, and the reasons where
+    there is none."""
     schedule, problems = schedule_class(raw.get("schedule"))
     task, found = _task_class(raw)
-    return (config_class(task, schedule) if task else Config), [*found, *problems]
+    launch, missing = section_class(raw.get("launch"), launching)
+    return (config_class(task, schedule, launch) if task else Config), [*found, *problems, *missing]
 
 
 def schedule_class(raw: Any) -> tuple[type[ScheduleSection], list[Problem]]:

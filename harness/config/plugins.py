@@ -7,7 +7,7 @@ A name without a dot is built in. To build in another part, add one file (or fol
     model      harness/training/models/NAME.py                    class Model (torch.nn.Module)
     optimizer  a class of torch.optim or harness.apex.optimizers
     tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
-    engine     harness/engines/NAME.py or NAME/engine.py          render and start (harness.engines.base)
+    engine     harness/engines/NAME.py or NAME/engine.py          render, start, Settings (harness.engines.base)
     gradients  a function of the user's, with a dot               train.on_gradients (harness.training.on_gradients)
     verb       harness/PACKAGE/command.py, VERB_command.py        VERB, HELP, add_arguments, run (harness.cli)
 
@@ -44,6 +44,7 @@ KINDS = {
     "model": Kind("training/models", "Model"),
     "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log", "pictures"})),
     "engine": Kind("engines", "", "engine", frozenset({"base", "command", "launch"})),
+    "engine settings": Kind("engines", "Settings", "settings", frozenset({"base", "command", "launch", "local"})),
 }
 
 

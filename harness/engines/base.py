@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from harness.config import loader
-from harness.config.base import Section
 from harness.config.launch import LaunchSection
 from harness.config.schema import Config
 from harness.distributed.monitor import LaunchedRun
@@ -28,8 +27,6 @@ class Job:
     """The YAML, as typed."""
     overrides: tuple[str, ...] = ()
     """``key=value`` words, as typed, and those of options such as --nproc."""
-    options: Section | None = None
-    """``launch.options`` as the engine's own ``Options``, if it has such a class."""
 
     @property
     def settings(self) -> LaunchSection:
@@ -69,7 +66,7 @@ class Job:
 
 def plan(path: str, overrides: Sequence[str]) -> Job:
     """The job of ``path``. Raises ConfigError with all errors of the configuration before any rank is started."""
-    job = Job(loader.load(path, overrides), path, tuple(overrides))
+    job = Job(loader.load(path, overrides, launching=True), path, tuple(overrides))
     is_range = (job.settings.min_nodes or job.settings.nnodes) < job.settings.nnodes  # its engine checks every size
     if not is_range and (misfit := job.config.batch.misfit(job.world_size)):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
@@ -90,6 +87,7 @@ def train_command(working: str = "") -> list[str]:
 class Engine(Protocol):
     """A module ``harness/engines/NAME.py`` or ``NAME/engine.py``, found by its name.
 
+    Settings of its own are a class ``Settings`` (harness.config.launch), in ``job.settings.engine_settings``.
     An engine whose runs continue without this process also has ``submit(job) -> str`` for --detach, which starts the
     run and returns its name there.
     """

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from harness.config import loader, plugins
-from harness.config.base import Section
 from harness.distributed.monitor import follow_until_done
 from harness.engines.base import Engine, Job, plan
 from harness.errors import ConfigError, LaunchError
@@ -23,11 +21,11 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
     """
     job = plan(path, overrides)
     engine = engine_of(job)
-    job = replace(job, options=options_of(engine, job))
     if dry_run:
         print(engine.render(job), end="")
         return 0
-    ownership.remember(loader.to_text(job.config))  # the ranks may write it on other machines
+    # The ranks may write it on other machines, where the settings of an engine of the user's own are not checked.
+    ownership.remember(loader.to_text(loader.load(path, overrides)))
     if detach:
         print(_submit(job, engine))
         return 0
@@ -45,20 +43,6 @@ def engine_of(job: Job) -> Engine:
         hint = "harness.engines.base.Engine documents the interface of an engine"
         raise ConfigError(f"{name} has no function {missing[0]}", where="launch.engine", hint=hint)
     return engine
-
-
-def options_of(engine: Engine, job: Job) -> Section | None:
-    """``launch.options`` as the engine's own section ``Options``, if it has one. Raises ConfigError."""
-    section: type[Section] | None = getattr(engine, "Options", None)
-    if section is not None:
-        return loader.section(section, job.settings.options, "launch.options")
-    if job.settings.options:
-        raise ConfigError(
-            f"the engine {job.settings.engine} has no options",
-            where="launch.options",
-            hint="remove launch.options; the built-in engines have sections such as launch.slurm",
-        )
-    return None
 
 
 def _submit(job: Job, engine: Engine) -> str:

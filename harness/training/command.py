@@ -49,7 +49,9 @@ def _examine(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Harnes
     from harness.config import loader
 
     try:
-        loader.load(arguments.config, arguments.overrides)  # before the import of torch, which takes seconds
+        loader.load(
+            arguments.config, arguments.overrides, launching=True
+        )  # before the import of torch, which takes seconds
     except HarnessError as error:
         if not arguments.json:
             raise

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from harness.config import loader, problems
+from harness.config import launch, loader, problems
 from harness.config.schema import Config, TaskSection
 from harness.errors import EXIT_USAGE, ConfigError
 from harness.tasks.image_csv.config import Task
@@ -470,7 +470,7 @@ checkpoint.format checkpoint.async_save
 trackers
 runtime runtime.device runtime.timeout_s runtime.work_timeout_s
 launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.threads launch.max_restarts launch.interface
-launch.rendezvous launch.join_s launch.node_rank launch.grace_s launch.python launch.env launch.options
+launch.rendezvous launch.join_s launch.node_rank launch.grace_s launch.python launch.env
 launch.slurm launch.slurm.partition launch.slurm.account launch.slurm.qos launch.slurm.constraint launch.slurm.time
 launch.slurm.gpus_per_node launch.slurm.cpus_per_task launch.slurm.mem launch.slurm.requeue launch.slurm.signal_s
 launch.slurm.output launch.slurm.setup launch.slurm.extra
@@ -480,8 +480,13 @@ launch.flyte launch.flyte.image launch.flyte.cpu launch.flyte.memory launch.flyt
 """
 
 
+def complete():
+    """The class of a configuration with the settings of all engines."""
+    return loader.config_class(Task, None, launch.with_engines(**launch.built_in()))
+
+
 def test_the_keys_are_these():
-    assert set(problems.keys(loader.config_class(Task))) == set(KEYS.split())
+    assert set(problems.keys(complete())) == set(KEYS.split())
 
 
 def test_every_key_is_documented():
@@ -497,7 +502,7 @@ def test_every_key_is_documented():
             for section in sections:
                 walk(section, f"{key}.")
 
-    walk(loader.config_class(Task), "")
+    walk(complete(), "")
     assert not undocumented
 
 

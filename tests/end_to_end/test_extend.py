@@ -91,25 +91,26 @@ class Tracker:
         self.file.write(f"finished {done}\\n")
         self.file.close()
 """,
-    "engine": """
+    "child": """
 import os
 import subprocess
 from harness.config.base import Section
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
 
-class Options(Section):
+class Settings(Section):
     mark: str
 
 def render(job):
-    return f"MARK={job.options.mark} {' '.join(job.command())}\\n"
+    return f"MARK={job.settings.engine_settings.mark} {' '.join(job.command())}\\n"
 
 def start(job):
     return Child(job)
 
 class Child:
     def __init__(self, job):
-        self.process = subprocess.Popen(job.command(), env={**os.environ, **job.environ(), "MARK": job.options.mark})
+        mark = job.settings.engine_settings.mark
+        self.process = subprocess.Popen(job.command(), env={**os.environ, **job.environ(), "MARK": mark})
 
     def follow(self):
         return EngineReport([RankExit.from_code(0, self.process.wait())])
@@ -145,7 +146,7 @@ CONFIG = {
     "train": {"epochs": 4, "log_every": 1},
     "trackers": ["mine.tracker"],
     "runtime": {"device": "cpu"},
-    "launch": {"engine": "mine.engine", "options": {"mark": "seen"}},
+    "launch": {"engine": "mine.child", "child": {"mark": "seen"}},
 }
 
 
@@ -164,6 +165,7 @@ def folder(tmp_path_factory):
     for kind, text in PARTS.items():
         (folder / "mine" / f"{kind}.py").write_text(text)
     (folder / "line.yaml").write_text(yaml.safe_dump(CONFIG))
+    (folder / "plain.yaml").write_text(yaml.safe_dump({key: CONFIG[key] for key in CONFIG if key != "launch"}))
     (folder / "driver.py").write_text(
         f"import sys\nsys.path.append({str(ROOT)!r})\n" + (ROOT / "driver.py").read_text()
     )
@@ -209,14 +211,33 @@ def test_tracker_gets_every_entry(folder):
     assert tracked == [f"{e['split']} {e['step']}" for e in map(json.loads, logged)] + ["finished True"]
 
 
-def test_engine_gets_its_options(harness):
+def test_engine_brings_its_settings(harness, folder):
     assert harness("launch", "-c", "line.yaml", "--dry-run")[1].startswith("MARK=seen ")
-    code, _, err = harness("launch", "-c", "line.yaml", "launch.options={mrk: x}")
+    line = (folder / "line.yaml").read_text().splitlines().index("  child:") + 2
+    for words, problem in (
+        (["launch.child.mrk=x"], "command line: launch.child.mrk: unknown key; did you mean launch.child.mark?"),
+        (["launch.child.mark=1"], "command line: launch.child.mark: it should be text"),
+        (["--engine", "local"], f"line.yaml:{line - 1}: launch.child: unknown key"),
+    ):
+        for verb in ("launch", "check")[: 1 + ("--engine" not in words)]:
+            code, _, err = harness(verb, "-c", "line.yaml", *words)
+            assert code == 2
+            assert problem in err
+    (folder / "mine" / "env.py").write_text((folder / "mine" / "child.py").read_text())
+    code, _, err = harness("launch", "-c", "line.yaml", "--engine", "mine.env")
     assert code == 2
-    assert "launch.options: mrk: unknown key; did you mean mark?" in err
-    code, _, err = harness("launch", "-c", "line.yaml", "--engine", "local", "--dry-run")
+    assert "launch.engine: the settings of mine.env would be launch.env" in err
+
+
+def test_only_the_launch_imports_the_engine(harness, folder):
+    """A machine that has only the run may lack the engine."""
+    from harness.config import loader
+
+    (folder / "elsewhere.yaml").write_text((folder / "line.yaml").read_text().replace("mine.child", "absent.child"))
+    assert loader.load("elsewhere.yaml").launch.engine_settings == {"mark": "seen"}
+    code, _, err = harness("launch", "-c", "elsewhere.yaml")
     assert code == 2
-    assert "launch.options: the engine local has no options" in err
+    assert "launch.engine: the engine 'absent.child' cannot be imported" in err
 
 
 def test_verb(folder):
@@ -241,7 +262,7 @@ def test_misspelled_parts_are_reported(harness):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["launch", "-c", "line.yaml", "--engine", "mine.task"], "launch.engine: mine.task has no function render"),
+        (["launch", "-c", "plain.yaml", "--engine", "mine.task"], "launch.engine: mine.task has no function render"),
         (["launch", "-c", "line.yaml", "--engine", "mine.x"], "launch.engine: the engine 'mine.x' cannot be imported"),
         (["launch", "-c", "line.yaml", "task.name=mine.tsk"], "task.name: the task 'mine.tsk' cannot be imported"),
         (["mine.vreb"], "harness: the verb 'mine.vreb' cannot be imported"),

@@ -73,11 +73,15 @@ def marking(mark):
 # Without a cluster
 
 
+def planned(config, *words):
+    return launch.plan(str(config), ["launch.engine=dask", *words])
+
+
 def test_render(tmp_path, stripes):
     from harness.engines.dask import engine
 
     words = ["launch.nproc=2", "launch.dask.scheduler=tcp://10.0.0.1:8786", "launch.dask.resources={GPU: 1}"]
-    text = engine.render(launch.plan(str(write_config(tmp_path, stripes)), words))
+    text = engine.render(planned(write_config(tmp_path, stripes), *words))
     assert text == (ROOT / "tests" / "engines" / "golden" / "dask.txt").read_text()
 
 
@@ -85,7 +89,7 @@ def test_render(tmp_path, stripes):
 def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
     from harness.engines.dask import engine
 
-    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
+    job = planned(write_config(tmp_path, stripes), f"launch.{word}")
     for call in (engine.render, engine.start):
         with pytest.raises(LaunchError, match="does not apply to engine dask"):
             call(job)
@@ -177,7 +181,7 @@ def test_workers_of_different_releases_are_refused(tmp_path, stripes):
         run_on_scheduler=lambda *words: {"places": [("b:1", {}), ("a:1", {})]}, run=lambda *words, workers: seen,
         scheduler=SimpleNamespace(address="tcp://there:1"), id="me",
     )  # fmt: skip
-    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2"])
+    job = planned(write_config(tmp_path, stripes), "launch.nproc=2")
     found, shared = placement.find(there, job, "name", 0.0)
     assert [each.worker for each in found] == ["a:1", "b:1"]
     assert shared
@@ -187,7 +191,7 @@ def test_workers_of_different_releases_are_refused(tmp_path, stripes):
             placement.find(there, job, "name", 0.0)
     seen["b:1"] = facts() | {"sees": False}
     assert placement.find(there, job, "name", 0.0)[1] is False
-    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=2", "launch.dask.shared=true"])
+    job = planned(write_config(tmp_path, stripes), "launch.nproc=2", "launch.dask.shared=true")
     with pytest.raises(LaunchError, match="b:1 cannot see"):
         placement.find(there, job, "name", 0.0)
 
@@ -385,7 +389,7 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
         "batch.global=10",
     ]
     with pytest.raises(LaunchError) as refused:
-        engine.start(launch.plan(str(config), words))
+        engine.start(planned(config, *words))
     assert "the run needs 5 workers with a free thread, one per rank" in str(refused.value)
     assert str(refused.value).count("1 thread, running: room for 1") == 3
     assert not list(tmp_path.glob("runs/*"))
@@ -402,7 +406,7 @@ def test_a_scheduler_that_does_not_answer(tmp_path, stripes, capsys, monkeypatch
     words = ["launch.dask.scheduler=tcp://127.0.0.1:1", "launch.dask.timeout_s=1"]
     start = time.monotonic()
     with pytest.raises(LaunchError, match="tcp://127.0.0.1:1: the scheduler does not answer: Connection refused"):
-        engine.start(launch.plan(str(write_config(tmp_path, stripes)), words))
+        engine.start(planned(write_config(tmp_path, stripes), *words))
     assert time.monotonic() - start < 10
     waiting = "waiting for the Dask scheduler at tcp://127.0.0.1:1, up to 1 s: Connection refused"
     assert capsys.readouterr().err.splitlines() == [waiting]
@@ -418,7 +422,7 @@ def test_another_program_at_the_port_of_the_scheduler(tmp_path, stripes, monkeyp
         answered = pool.submit(lambda: (connection := server.accept()[0], connection.sendall(sends)))
         start = time.monotonic()
         with pytest.raises(LaunchError, match=f"the scheduler does not answer: .*{reason}.* not a Dask scheduler"):
-            engine.start(launch.plan(str(write_config(tmp_path, stripes)), words))
+            engine.start(planned(write_config(tmp_path, stripes), *words))
         assert time.monotonic() - start < 10
         answered.result()[0].close()
 

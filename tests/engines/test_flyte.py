@@ -14,6 +14,7 @@ import signal
 import sys
 import tarfile
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,11 @@ def command(config, *words):
     return [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", "flyte", "--nproc", "2", *words]
 
 
+def planned(config, words):
+    """The job of ``words``, with the engine from the file."""
+    return replace(launch.plan(str(config), [*words, "launch.engine=flyte"]), overrides=tuple(words))
+
+
 KILLED = RankExit.from_code(1, -9)
 
 
@@ -83,18 +89,18 @@ def golden(name: str, text: str) -> None:
     ],
 )
 def test_render(name, words):
-    golden(name, engine.render(launch.plan("configs/digits.yaml", [*MACHINE, *words])))
+    golden(name, engine.render(planned("configs/digits.yaml", [*MACHINE, *words])))
 
 
 def test_source_in_launch_is_current():
     words = ["launch.nproc=2", "launch.flyte.cpu=2", "launch.flyte.memory=4Gi"]
-    assert PAGE.read_text() == engine.render(launch.plan("configs/digits.yaml", words))
+    assert PAGE.read_text() == engine.render(planned("configs/digits.yaml", words))
 
 
 @pytest.mark.parametrize("word", ["nnodes=2", "max_restarts=1", "rendezvous=a:1", "node_rank=0", "min_nodes=1"])
 def test_settings_that_the_local_runner_refuses(tmp_path, stripes, word):
     words = [f"launch.{word}", *(["launch.nnodes=2"] if word == "min_nodes=1" else [])]
-    job = launch.plan(str(write_config(tmp_path, stripes)), words)
+    job = planned(write_config(tmp_path, stripes), words)
     with pytest.raises(LaunchError, match=rf"launch\.{word.partition('=')[0]}"):
         engine.start(job)
     assert not (tmp_path / "runs").exists()
@@ -103,7 +109,7 @@ def test_settings_that_the_local_runner_refuses(tmp_path, stripes, word):
 def test_missing_flytekit_is_reported(tmp_path, stripes, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match="flytekit") as refused:
-        engine.start(launch.plan(str(write_config(tmp_path, stripes)), []))
+        engine.start(planned(write_config(tmp_path, stripes), []))
     assert "pip install" in refused.value.hint
 
 
@@ -124,7 +130,7 @@ def test_end_of_the_runner(tmp_path, stripes, does, exits):
     runner = tmp_path / "python"
     runner.write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/folder.txt\n{does}\n")
     runner.chmod(0o755)
-    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.python={runner}"])
+    job = planned(write_config(tmp_path, stripes), [f"launch.python={runner}"])
     assert engine.start(job).follow() == EngineReport(exits)
     assert Path(f"{runner}.ended").exists() == ("setsid" in does)
     assert not Path((tmp_path / "folder.txt").read_text().strip()).exists()
@@ -217,7 +223,7 @@ def test_two_machines_under_the_kubeflow_plugin(tmp_path, stripes, unbroken):
     run is at a URL, without a shared disk, and resumes one whose rank was killed."""
     config = write_config(tmp_path, stripes, **SLOW, output=f"file://{tmp_path}/runs", data={"cache_dir": None})
     page = tmp_path / engine.FILE
-    page.write_text(engine.render(launch.plan(str(config), ["launch.nnodes=2"])))
+    page.write_text(engine.render(planned(config, ["launch.nnodes=2"])))
     pod = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "PET_NNODES": "2", "TMPDIR": str(tmp_path)}
     words = [*PYFLYTE, "run", page, "experiment", "--config", config]
     folder = tmp_path / "runs" / "run"
@@ -252,7 +258,7 @@ def test_registered_tasks(tmp_path):
         "node": [],
         "nodes": ["launch.nnodes=2", "launch.max_restarts=3", "launch.flyte.gpu=4"],
     }.items():
-        plan = launch.plan("configs/digits.yaml", [*MACHINE, "launch.nproc=4", *words])
+        plan = planned("configs/digits.yaml", [*MACHINE, "launch.nproc=4", *words])
         (pages / f"{name}.py").write_text(engine.render(plan))
     words = ["--pkgs", "pages", "package", "--image", "flyte:1", "--source", ".", "--output", "out.tgz"]
     terminal = tmp_path / "terminal.txt"

@@ -75,7 +75,7 @@ class ClusterRun:
     # Starting
 
     def _start(self) -> None:
-        deadline = time.monotonic() + self._job.settings.dask.timeout_s
+        deadline = time.monotonic() + self._job.settings.engine_settings.timeout_s
         self._placements, shared = placement.find(self._client, self._job, self._name, deadline)
         placement.call(self._client, on_worker.prepare, self._spec(shared), workers=self._workers)
         self._client.subscribe_topic(f"{KEYS}{self._name}", self._receive)
@@ -88,7 +88,7 @@ class ClusterRun:
         placement.call(self._client, on_worker.begin, self._name, workers=self._workers)
 
     def _spec(self, shared: bool) -> on_worker.JobSpec:
-        job, settings = self._job, self._job.settings.dask
+        job, settings = self._job, self._job.settings.engine_settings
         working = settings.working_folder or (os.getcwd() if shared else "")
         overrides, run_folder = [], str(job.folder.absolute())
         if not shared and not job.url:

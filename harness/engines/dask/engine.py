@@ -41,7 +41,7 @@ _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times
 
 def render(job: Job) -> str:
     _check(job)
-    settings, world = job.settings.dask, job.world_size
+    settings, world = job.settings.engine_settings, job.world_size
     where = settings.scheduler or f"a cluster on this machine with {plural(world, 'single-threaded worker')}"
     symbols: dict[str, Any] = {"rank": "R", "local_rank": "L", "local_world_size": "N", "master_port": "PORT"}
     launch = Launch(**symbols, world_size=world, master_addr="ADDRESS", by=BY, supervised=True)
@@ -90,7 +90,7 @@ def run(
 
 def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Job:
     if isinstance(config, str | Path):
-        return plan(str(config), overrides)
+        return plan(str(config), [*overrides, "launch.engine=dask"])
     text = loader.to_text(config) if isinstance(config, Config) else yaml.safe_dump(dict(config))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / layout.CONFIG
@@ -113,7 +113,8 @@ def _connect(job: Job, opened: ExitStack) -> Any:
         raise LaunchError(
             f"engine dask needs dask.distributed: {error}", hint="pip install 'apex-harness[dask]'"
         ) from None
-    address, timeout_s = job.settings.dask.scheduler, job.settings.dask.timeout_s
+    settings = job.settings.engine_settings
+    address, timeout_s = settings.scheduler, settings.timeout_s
     if address is None:
         with _interrupts_ignored():
             address = opened.enter_context(

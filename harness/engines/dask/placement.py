@@ -69,7 +69,7 @@ def _reserve(client: Any, job: Job, name: str, deadline: float) -> list[tuple[st
     import cloudpickle  # type: ignore[import-untyped]
 
     cloudpickle.register_pickle_by_value(reservation)  # the scheduler need not have the project installed
-    settings, count = job.settings.dask, job.world_size
+    settings, count = job.settings.engine_settings, job.world_size
     where = client.scheduler.address
     while True:
         try:
@@ -106,7 +106,7 @@ def _marker(job: Job) -> Iterator[str]:
 
 
 def _shared(job: Job, facts: _Facts) -> bool:
-    wanted = job.settings.dask.shared
+    wanted = job.settings.engine_settings.shared
     blind = sorted(address for address, fact in facts.items() if not fact["sees"])
     if wanted and blind:
         raise LaunchError(

@@ -65,9 +65,9 @@ def experiment(config: FlyteFile, overrides: list[str] = []) -> Results:  # noqa
 
 def render(job: Job) -> str:
     _check(job)
-    settings = job.settings
+    settings, machine = job.settings, job.settings.engine_settings
     several = settings.nnodes > 1
-    asked = {"cpu": settings.flyte.cpu, "mem": settings.flyte.memory, "gpu": str(settings.flyte.gpu or "") or None}
+    asked = {"cpu": machine.cpu, "mem": machine.memory, "gpu": str(machine.gpu or "") or None}
     elastic = f"Elastic(nnodes={settings.nnodes}, nproc_per_node={settings.nproc}, monitor_interval=1)"
     workflow, config, *overrides = (shlex.join(pair) for pair in _inputs(job))
     words = [f"{FILE} {workflow} {config}", *overrides]
@@ -78,7 +78,7 @@ def render(job: Job) -> str:
         body="train_rank" if several else "train_node",
         resources=", ".join(f'{name}="{amount}"' for name, amount in asked.items() if amount),
         task_config=f"\n    task_config={elastic}," if several else "",
-        image=f'"{settings.flyte.image}"' if settings.flyte.image else None,
+        image=f'"{machine.image}"' if machine.image else None,
         retries=settings.max_restarts,
         ranks="One rank, on one of the machines that the Kubeflow plugin starts."
         if several

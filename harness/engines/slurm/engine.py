@@ -16,7 +16,7 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
 from harness.engines.base import Job
 from harness.engines.slurm.job_output import JobOutput
-from harness.engines.slurm.sbatch import script
+from harness.engines.slurm.sbatch import script, settings_of
 from harness.engines.slurm.scontrol import JobState, SlurmUnavailable, ask, down, job_state
 from harness.errors import EXIT_STOPPED, LaunchError
 from harness.runs import layout
@@ -41,10 +41,11 @@ def start(job: Job) -> SlurmRun:
 def submit(job: Job) -> str:
     """Submit the run without following it; return the job id."""
     text = script(job)
-    place = Path(job.settings.slurm.output).parent
+    output = settings_of(job).output
+    place = Path(output).parent
     if "%" not in str(place) and not place.is_dir():
         raise LaunchError(
-            f"launch.slurm.output={job.settings.slurm.output}: the folder does not exist, and Slurm would end the job "
+            f"launch.slurm.output={output}: the folder does not exist, and Slurm would end the job "
             "without an error message",
             where=job.path,
             hint=f"mkdir -p {shlex.quote(str(place))}",

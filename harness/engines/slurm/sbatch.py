@@ -7,6 +7,7 @@ import shlex
 
 from harness.engines.base import Job, refuse
 from harness.engines.slurm.job_output import RECORD
+from harness.engines.slurm.settings import Settings
 from harness.errors import LaunchError
 from harness.runs import layout
 
@@ -60,14 +61,19 @@ _ELASTIC = "a Slurm job has a fixed number of nodes; remove the setting, or use 
 _RENDEZVOUS = "the ranks of a Slurm job meet on its first node; remove the setting"
 
 
+def settings_of(job: Job) -> Settings:
+    settings: Settings = job.settings.engine_settings
+    return settings
+
+
 def script(job: Job) -> str:
     """The script for ``sbatch``. Raises LaunchError for settings that have no meaning for Slurm."""
     _check(job)
-    settings = job.settings
+    settings, slurm = job.settings, settings_of(job)
     options = [f"job-name={job.config.name}", *_options(job)]
     blocks = [
         ["#!/usr/bin/env bash", *(f"#SBATCH --{option}" for option in options)],
-        list(settings.slurm.setup),
+        list(slurm.setup),
         [f"export {name}={shlex.quote(value)}" for name, value in job.environ().items()],
         [
             f"rank=({shlex.join(job.command())})",
@@ -80,7 +86,7 @@ def script(job: Job) -> str:
 
 def _options(job: Job) -> list[str]:
     """The options of sbatch, without their dashes."""
-    settings, slurm = job.settings, job.settings.slurm
+    settings, slurm = job.settings, settings_of(job)
     cpus = slurm.cpus_per_task or settings.threads + job.config.data.num_workers
     values = {
         "nodes": settings.nnodes,
@@ -106,7 +112,7 @@ def _options(job: Job) -> list[str]:
 
 def _check(job: Job) -> None:
     refuse(job, "slurm", min_nodes=_ELASTIC, rendezvous=_RENDEZVOUS, node_rank=_RENDEZVOUS)
-    slurm = job.settings.slurm
+    slurm = settings_of(job)
     if not re.search(r"%\d*[jA]", slurm.output):
         raise LaunchError(
             f"launch.slurm.output={slurm.output}: that file would also receive the output of other jobs",

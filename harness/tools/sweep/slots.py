@@ -61,7 +61,9 @@ def need(config: Config, machine: Machine) -> Need:
 def is_here(config: Config) -> bool:
     """True if its ranks run on this machine. Elsewhere another scheduler limits how many run at once."""
     launch = config.launch
-    return launch.engine in ("local", "torchrun") or (launch.engine == "dask" and launch.dask.scheduler is None)
+    return launch.engine in ("local", "torchrun") or (
+        launch.engine == "dask" and launch.engine_settings.scheduler is None
+    )
 
 
 @dataclass(frozen=True)
