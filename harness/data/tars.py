@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from harness.data.download import locked
 from harness.errors import DataError, require_regular_file
+from harness.runs.fetch import made_once
 from harness.runs.files import write_atomically
 
 log = logging.getLogger("harness")
@@ -110,7 +110,7 @@ def _index(file: str, version: tuple[int, ...], cache: Path, name: str) -> np.nd
     folder = cache / f"{Path(place).stem[:40]}-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
     path = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:24]}.index"
     if (found := _load(path)) is None:
-        with locked(folder):
+        with made_once(folder / "index"):
             if (found := _load(path)) is None:
                 if path.exists():
                     log.warning("%s: the index of the archive in the cache is damaged; making it again", name)

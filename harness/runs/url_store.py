@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -12,16 +11,15 @@ from typing import Any
 
 import fsspec
 from fsspec.callbacks import Callback
-from fsspec.registry import known_implementations
 
-from harness.errors import ConfigError, HarnessError, has_remedy, remedy
+from harness.errors import ConfigError, HarnessError
+from harness.runs.fetch import remedy_for
 from harness.runs.files import replacing
 from harness.runs.storage import Progress, no_progress
 
 # Protocols with real folders, which must be created, and where a file is visible before it is complete. Object stores
 # have neither, and some take "make this folder" for "make this bucket".
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "dbfs"}
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
 class UrlStore:
@@ -126,25 +124,3 @@ def _explaining(url: str, absent: bool = False) -> Iterator[None]:
             raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{type(error).__name__}: {reason}", where=url, hint=remedy_for(url, error)) from error
-
-
-def remedy_for(url: str, error: Exception, access: str = "list, read, write and delete") -> str:
-    """What to do about ``error`` of an fsspec back end. ``access``: what the credentials must allow."""
-    protocol = url.partition("://")[0]
-    if isinstance(error, ImportError):
-        known = known_implementations.get(protocol, {}).get("err", f"the package for {protocol}:// is missing")
-        return f"pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(known)
-    if isinstance(error, ValueError) and protocol not in fsspec.available_protocols():
-        return "use a folder, or a URL such as s3://BUCKET/runs; fsspec supports s3, gs, abfs, sftp, file and others"
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or (protocol in ("file", "local") and has_remedy(error)):
-        return remedy(error, "the same applies to the cache (APEX_HARNESS_CACHE, data.cache_dir)")
-    if isinstance(error, NotImplementedError):
-        return f"{protocol}:// is read-only; use a store that can be written to, such as s3://BUCKET/runs"
-    if isinstance(error, FileNotFoundError):
-        return "check that the bucket exists and that you may access it; create it, or correct the address"
-    if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
-        keys = " (such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)" if protocol in ("s3", "s3a") else ""
-        return f"give every node credentials{keys} with permission to {access} there"
-    other = "; for another S3 server, set AWS_ENDPOINT_URL" if protocol in ("s3", "s3a") else ""
-    return f"check the address and the network{other}"

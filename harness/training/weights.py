@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,21 +17,19 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config, ModelSection
 from harness.distributed.runtime import Runtime
-from harness.errors import CheckpointError, ConfigError, did_you_mean, first_line, plural, reason, similar
-from harness.runs import checkpoint, layout, reader
-from harness.runs.files import cache_folder, expanded, is_url, replacing, sha256
-from harness.runs.locks import locked
+from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, plural, reason, similar
+from harness.runs import checkpoint, fetch, layout, reader
+from harness.runs.files import cache_folder, expanded, is_url, sha256
 from harness.training.model_builder import TIMM
 
 log = logging.getLogger("harness")
 
-TIMEOUT_S = 30.0  # without any data from the server
-_LOCK_S = 3600.0  # for another process that downloads the same file
 PRETRAINED = ("DEFAULT", "pretrained")  # torchvision's and timm's word for the best published weights
 _FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 # Where training scripts keep a state dict in a file, the one to use first: timm also prefers the moving average.
 _NESTED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "state_dict", "model_state_dict", "model", "net")
 _KEY = "model.weights"
+_ELSEWHERE = "or download the file elsewhere and set model.weights=FILE"
 _MAX_LISTED = 5
 
 
@@ -171,7 +168,7 @@ def _of_timm(weights: str, model: str) -> WeightsFile:
 
             hub, _, revision = hub_id.partition("@")
             file = known.hf_hub_filename or "model.safetensors"
-            path = Path(hf_hub_download(hub, file, revision=revision or None, etag_timeout=TIMEOUT_S))
+            path = Path(hf_hub_download(hub, file, revision=revision or None, etag_timeout=fetch.TIMEOUT_S))
             return WeightsFile(f"{model} {hub_id}", path, (known.mean, known.std))
     except Exception as error:  # of the hub's many kinds
         raise _unreachable(hub_id, error) from None
@@ -186,36 +183,18 @@ def _downloaded(url: str, name: str, digest: str = "") -> Path:
     # Another file of the same name may be there already: only the URL tells them apart.
     target = folder / (name if digest else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(Path(f"{target}.lock"), _LOCK_S):  # for other runs that start from it
-            if not target.exists():
-                log.info("downloading %s", url)
-                with replacing(target) as temporary:
-                    _download(url, temporary)
-                    if not sha256(temporary).startswith(digest):
-                        raise ValueError("the file is damaged: its SHA-256 is not the published one")
-    except Exception as error:  # of any fsspec back end
+        return fetch.fetched(url, target, lambda path: not digest or sha256(path).startswith(digest))
+    except FileNotFoundError as error:
         raise _unreachable(url, error) from None
-    return target
-
-
-def _download(url: str, path: Path) -> None:
-    if url.startswith(("http://", "https://")):
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, open(path, "wb") as file:
-            while block := answer.read(1 << 20):
-                file.write(block)
-    else:
-        import fsspec
-
-        filesystem, place = fsspec.core.url_to_fs(url)
-        filesystem.get_file(place, str(path))
+    except DataError as error:
+        raise ConfigError(error.message, where=f"{_KEY}: {url}", hint=f"{error.hint}; {_ELSEWHERE}") from None
 
 
 def _unreachable(place: str, error: Exception) -> ConfigError:
     shown = reason(error) if isinstance(error, OSError) else first_line(error)
     return ConfigError(
         f"the weights cannot be downloaded: {shown}", where=f"{_KEY}: {place}",
-        hint="check the name and the network; or download the file elsewhere and set model.weights=FILE",
+        hint=f"check the name and the network; {_ELSEWHERE}",
     )  # fmt: skip
 
 

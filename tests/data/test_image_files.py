@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -19,13 +18,14 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from harness.data import tars, url_cache
+from harness.data import tars
 from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable
 from harness.data.loader import BatchRequest, Loader
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import DataError
+from harness.runs import fetch
 from tests.end_to_end.experiment import train
 from tests.fixtures import write_rows
 from tests.tools.data.test_command import write_table, write_tar
@@ -91,7 +91,7 @@ class Server(ThreadingHTTPServer):
 @pytest.fixture
 def server(folder, monkeypatch):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
-    monkeypatch.setattr(url_cache, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(fetch, "_PAUSE_S", 0.01)
     server = Server(folder / "train_images")
     yield server
     server.shutdown()
@@ -173,8 +173,8 @@ def test_machines_that_see_no_locks_of_each_other_index_at_the_same_time(folder,
     fork, real = get_context("fork"), tars.write_atomically
     both, results = fork.Barrier(2), fork.Queue()
 
-    def locked(place):
-        place.mkdir(parents=True, exist_ok=True)
+    def unlocked(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
         return nullcontext()
 
     def index():
@@ -184,7 +184,7 @@ def test_machines_that_see_no_locks_of_each_other_index_at_the_same_time(folder,
         except Exception as error:
             results.put(error)
 
-    monkeypatch.setattr(tars, "locked", locked)
+    monkeypatch.setattr(tars, "made_once", unlocked)
     monkeypatch.setattr(tars, "write_atomically", lambda *arguments: (both.wait(20), real(*arguments)))
     machines = [fork.Process(target=index) for _ in range(2)]
     for machine in machines:
@@ -287,11 +287,11 @@ def test_failures_of_a_url(folder, server, monkeypatch):
     for on_bad_image in ("error", "skip"):
         with pytest.raises(DataError) as caught:
             table(folder, server.url, ["1.png"], on_bad_image).batch(np.arange(1), 0)
-        assert f"t.csv:2: {server.url}/1.png cannot be read: ClientResponseError: 503" in str(caught.value)
-    assert server.asked == ["/1.png"] * 2 * url_cache.ATTEMPTS
-    monkeypatch.setattr(url_cache, "TIMEOUT_S", 0.2)
+        assert f"t.csv:2: {server.url}/1.png: the file cannot be read: ClientResponseError: 503" in str(caught.value)
+    assert server.asked == ["/1.png"] * 2 * fetch.ATTEMPTS
+    monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
     server.answer = lambda handler: time.sleep(1.0)
-    with pytest.raises(DataError, match=r"2.png cannot be read: no answer within 0.2 s\n  -> check the address"):
+    with pytest.raises(DataError, match=r"2.png: the file cannot be read: no answer within 0.2 s\n  -> check the"):
         table(folder, server.url, ["2.png"]).batch(np.arange(1), 0)
     for root, message in (
         ("http://127.0.0.1:9/x", "cannot be read: ClientConnector"),
@@ -313,35 +313,6 @@ def test_an_error_then_success_is_retried(folder, server, expected):
 
     server.answer = fail_once
     assert all(map(torch.equal, loaded(table(folder, server.url, PATHS), 0), expected))
-
-
-def _read(folder: Path, url: str) -> None:
-    url_cache.UrlCache(folder, 2**30).read(url)
-
-
-def test_killed_download_leaves_no_copy(folder, server):
-    def half(handler):
-        content = (folder / "train_images" / "0.png").read_bytes()
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content[: len(content) // 2])
-        handler.wfile.flush()
-        time.sleep(2.0)
-        return True
-
-    server.answer, cache = half, folder / "cache" / "urls"
-    process = get_context("fork").Process(target=_read, args=(cache, f"{server.url}/0.png"))
-    process.start()
-    until = time.monotonic() + 30
-    while not server.asked and time.monotonic() < until:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(30)
-    assert process.exitcode == -signal.SIGKILL
-    server.answer = lambda handler: None
-    content = url_cache.UrlCache(cache, 2**30).read(f"{server.url}/0.png").numpy().tobytes()
-    assert content == (folder / "train_images" / "0.png").read_bytes()
 
 
 def test_archives_behind_a_url(folder, server, shards, expected):
@@ -376,8 +347,10 @@ def test_archives_are_copied_before_the_workers_start(folder, server, shards, ex
     server.answer = lambda handler: handler.send_error(403) or True
     assert all(map(torch.equal, loaded(whole, 2), expected))
     shutil.rmtree(folder / "cache" / "urls")
+    server.answer = lambda handler: None
+    small = table(folder, server.url, shards, cache_gib=1e-6)
     with pytest.raises(DataError, match="has no space for this archive"):
-        table(folder, server.url, shards, cache_gib=1e-6).files.copy_archives(sorted(both))
+        small.files.copy_archives(sorted(both))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch import nn
 from harness.cli import main
 from harness.config import loader
 from harness.errors import ConfigError
+from harness.runs import fetch
 from harness.runs.files import sha256
 from harness.training import model_builder, weights
 from tests.end_to_end.experiment import run, run_folder, train, write_config, write_images
@@ -123,7 +124,7 @@ def test_places_that_do_not_exist(tmp_path, config, monkeypatch):
         (tmp_path / "damaged.pth", "mlp", "it is damaged, or it holds more"),
         ("DEFAULT", "mlp", "model mlp has no published weights"),
         ("IMAGENET1K_V3", "resnet50", "use one of IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
-        ("http://127.0.0.1:9/a.pth", "mlp", "the weights cannot be downloaded: Connection refused"),
+        ("http://127.0.0.1:9/a.pth", "mlp", "ConnectionRefusedError: Connection refused\n.*set model.weights=FILE"),
     ]:
         with pytest.raises(ConfigError, match=message):
             weights.load(model(), config(weights=place, name=name))
@@ -154,13 +155,13 @@ def test_published_weights_are_verified_and_kept(tmp_path, config, monkeypatch):
                tmp_path / "published.pth")  # fmt: skip
     asked = []
 
-    def download(url: str, path: Path) -> None:
+    def transfer(url: str, path: Path, accept: object) -> None:
         asked.append(url)
         path.write_bytes((tmp_path / "published.pth").read_bytes())
 
-    monkeypatch.setattr(weights, "_download", download)
+    monkeypatch.setattr(fetch, "_transfer", transfer)
     here = model_builder.build("resnet18", {}, {"num_classes": 7}, torch.zeros(1, 3, 32, 32))
-    with pytest.raises(ConfigError, match="its SHA-256 is not the published one"):
+    with pytest.raises(ConfigError, match="its content is not the published one"):
         weights.load(here, config(weights="DEFAULT", name="resnet18"))
     monkeypatch.setattr(weights, "sha256", lambda path: "f37072fd")
     for _ in range(2):

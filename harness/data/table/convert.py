@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from harness.data.table import csv_lines
 from harness.data.table.cache import CacheEntry, read_json
 from harness.data.table.labels import LabelColumns
-from harness.data.table.source import Source, download, failures, kind_of, locate, require_root
+from harness.data.table.source import Source, failures, kind_of, locate, require_root
 from harness.errors import DataError, listed, similar
+from harness.runs.fetch import fetched
 from harness.runs.files import is_url, replacing, write_atomically
 
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: Lab
     path = Path(source.identity)
     try:
         if source.is_remote:
-            path = entry.download(source)
-            if not path.exists():
-                download(source, path)
+            path = fetched(source.identity, entry.download(source))
         convert(source, path, entry, text, label)
     except DataError as error:
         if entry.load() is not None:
@@ -114,7 +113,9 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
         if labels is not None:
             _require_labels(labels, num_rows, source.name, path, kind)
         manifest = _manifest(texts, labels, columns, num_rows)
-        if not source.is_remote and not source.is_current():
+        if not source.is_current():
+            if source.is_remote:
+                path.unlink()
             raise DataError(
                 "the file changed while it was being read",
                 where=source.name,

@@ -7,10 +7,8 @@ An edit that changes none of these cannot be detected.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import os
-import secrets
 import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from harness.errors import DataError, did_you_mean, remedy, require_regular_file
-from harness.runs.files import is_url, replacing
+from harness.runs.fetch import attempted
+from harness.runs.files import is_url
 
 # First bytes of files that are not text, and how to convert them.
 _FOREIGN = {
@@ -62,8 +61,7 @@ def locate(source: str | os.PathLike[str]) -> Source:
     """Find the file and read its version, not its content. Raises DataError if there is no such file."""
     name = os.fspath(source).removeprefix("file://")
     if is_url(name):
-        with _asking(name):
-            return Source(name, name, _remote_version(name))
+        return Source(name, name, _remote_version(name))
     if os.path.isdir(name):
         raise DataError("this is a folder, not an annotation file", where=name, hint=_files_in(Path(name)))
     try:
@@ -77,9 +75,7 @@ def locate(source: str | os.PathLike[str]) -> Source:
         what = f"the annotation file cannot be read: {error.strerror}"
         raise DataError(what, where=name, hint=remedy(error)) from error
     if stat.st_size == 0:
-        raise DataError(
-            "the annotation file is empty (0 bytes)", where=name, hint="check that it was written completely"
-        )
+        raise _empty(name)
     path = os.path.realpath(name)
     if any("\ud800" <= letter <= "\udfff" for letter in path):
         raise DataError(f"the path is not UTF-8 text: {path!r}", where=name, hint="rename the folder")
@@ -155,59 +151,28 @@ def _files_in(folder: Path) -> str:
     return f"files in {folder}: {', '.join(names[:5])}{more}"
 
 
-# Remote files. fsspec is imported here because few need it and it is slow to import.
-
-
-def download(source: Source, target: Path) -> None:
-    """Download a remote source, completely or not at all. Raises DataError if the file is no longer this version."""
-    import fsspec
-
-    url, expected = source.identity, source.version
-    with _asking(url), replacing(target, secrets.token_hex(8)) as temporary:
-        filesystem, path = fsspec.core.url_to_fs(url)
-        filesystem.get_file(path, str(temporary))
-        size = temporary.stat().st_size
-        if _remote_version(url) != expected or size != expected[0] != -1:
-            raise DataError(
-                f"the file changed during the download ({size} bytes received, {expected[0]} expected)",
-                where=url,
-                hint="start again once it is complete",
-            )
-
-
 def _remote_version(url: str) -> tuple[int | str, ...]:
-    """(size, ETag or the nearest equivalent), from the server each time."""
-    import fsspec
+    """(size, ETag or the nearest equivalent), from the server each time. Raises DataError."""
 
-    filesystem, path = fsspec.core.url_to_fs(url)
-    filesystem.invalidate_cache()  # or info() may answer from an older listing
-    info: dict[str, Any] = filesystem.info(path)
+    def ask() -> tuple[dict[str, Any], str]:
+        import fsspec  # late: few need it, and its import takes long
+
+        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem.invalidate_cache()  # or info() may answer from an older listing
+        return filesystem.info(path), str(filesystem.ukey(path))
+
+    try:
+        info, other_mark = attempted(url, ask)
+    except FileNotFoundError:
+        raise DataError("no such annotation file", where=url, hint="check the URL") from None
+    size = info.get("size")
     if info.get("type") == "directory":
         hint = "give the URL of a .csv, .csv.gz or .parquet file"
         raise DataError("this is a folder, not an annotation file", where=url, hint=hint)
-    if info.get("size") == 0:
-        raise DataError(
-            "the annotation file is empty (0 bytes)", where=url, hint="check that it was written completely"
-        )
-    size = info.get("size")
-    mark = next((str(info[mark]) for mark in _MARKS if info.get(mark)), "")
-    return (int(size) if size is not None else -1), mark or str(filesystem.ukey(path))
+    if size == 0:
+        raise _empty(url)
+    return int(size or -1), next((str(info[mark]) for mark in _MARKS if info.get(mark)), other_mark)
 
 
-@contextlib.contextmanager
-def _asking(url: str) -> Iterator[None]:
-    """Turn any failure of any fsspec back end into a DataError."""
-    try:
-        yield
-    except DataError:
-        raise
-    except FileNotFoundError:
-        raise DataError("no such annotation file", where=url, hint="check the URL") from None
-    except ImportError as error:
-        raise DataError(f"this kind of URL needs a package: {error}", where=url) from error
-    except ValueError as error:
-        hint = "a URL begins with s3://, gs://, https:// or another protocol that fsspec supports"
-        raise DataError(f"the URL cannot be used: {error}", where=url, hint=hint) from error
-    except Exception as error:
-        what = f"the file cannot be downloaded: {type(error).__name__}: {error}"
-        raise DataError(what, where=url, hint="check the URL, the network and your access to the file") from error
+def _empty(name: str) -> DataError:
+    return DataError("the annotation file is empty (0 bytes)", where=name, hint="check that it was written completely")

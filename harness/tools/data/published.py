@@ -8,34 +8,49 @@ from __future__ import annotations
 
 import csv
 import gzip
-import http.client
 import io
 import json
 import shlex
-import shutil
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.data.download import TIMEOUT_S, PublishedFile, fetch, local_path, locked
 from harness.data.names import clean
-from harness.errors import DataError, reason
-from harness.runs.files import is_url, write_atomically
+from harness.errors import ConfigError, DataError, did_you_mean
+from harness.runs.fetch import fetched, made_once
+from harness.runs.files import expanded, is_url, sha256, write_atomically
 
 _GITHUB = "https://raw.githubusercontent.com"
 _NOTICE = (
     "These data were modified for use from their original source, which is the City of Seattle (data.seattle.gov); "
     "it gives no warranty for them."
 )
-PET_LICENSES = PublishedFile(
-    "seattle_pet_licenses.csv", 3466759, "7fb4de4ef9dbbde6cb2eb43ff67402331b20e560a2fc6b4c64b6906dc135d515",
-    (f"{_GITHUB}/jnolis/pet-names/009405125f3217b90e35cdb64610f1b3bbd122c0/seattle_pet_licenses.csv",),
+
+
+@dataclass(frozen=True)
+class Original:
+    """A published file, by its SHA-256."""
+
+    name: str
+    sha256: str
+    url: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}  SHA-256 {self.sha256}"
+
+    def is_intact(self, path: Path) -> bool:
+        return path.exists() and sha256(path) == self.sha256
+
+
+PET_LICENSES = Original(
+    "seattle_pet_licenses.csv", "7fb4de4ef9dbbde6cb2eb43ff67402331b20e560a2fc6b4c64b6906dc135d515",
+    f"{_GITHUB}/jnolis/pet-names/009405125f3217b90e35cdb64610f1b3bbd122c0/seattle_pet_licenses.csv",
 )  # fmt: skip
 # Only the names of that file, in lower case: an accepted alternative.
-PET_NAMES = PublishedFile(
-    "seattle_pet_names_cleaned.json", 532338, "66f37c034174a681e9f26bcdff5d6058e0fe14547a7879a3917267c744c43f8b", ()
+PET_NAMES = Original(
+    "seattle_pet_names_cleaned.json", "66f37c034174a681e9f26bcdff5d6058e0fe14547a7879a3917267c744c43f8b"
 )
 
 
@@ -58,25 +73,22 @@ def fashion_mnist(folder: Path, source: str | None) -> str:
 
 def pet_names(folder: Path, source: str | None) -> str:
     """Store the names of Seattle's licensed pets as ``folder/names.txt``, one per line."""
-    with locked(folder):
-        kept = [file for file in (PET_LICENSES, PET_NAMES) if not file.mismatch(folder / file.name)]
-        wanted = kept[0] if kept else _offered(source)
-        other = PET_NAMES if wanted is PET_LICENSES else PET_LICENSES
-        fetch([wanted], folder, source, f"harness data pet_names {shlex.quote(str(folder))}", alternative=other)
-        content = (folder / wanted.name).read_bytes()
-        found = _names_of_json(content) if wanted is PET_NAMES else _names_of_csv(content)
-        write_atomically(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
+    either = (PET_LICENSES, PET_NAMES)
+    kept = [file for file in either if file.is_intact(folder / file.name)]
+    wanted = kept[0] if kept else PET_LICENSES if source is None else _offered(source)
+    places = _places(wanted.name, source) if source else [wanted.url]
+    choice = "\n       or, instead of it,\n       ".join(map(str, either))
+    _store(wanted.name, folder, wanted.is_intact, places, "pet_names", folder, choice)
+    content = (folder / wanted.name).read_bytes()
+    found = _names_of_json(content) if wanted is PET_NAMES else _names_of_csv(content)
+    write_atomically(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
     return f"{folder} has {len(found)} names, {len(set(found))} of them distinct\n{_NOTICE}"
 
 
-def _offered(source: str | None) -> PublishedFile:
-    """The form of the pet names that ``source`` has; by default the file of licenses."""
-    if source is None:
-        return PET_LICENSES
-    if is_url(source):
+def _offered(source: str) -> Original:
+    """The form of the pet names that ``source`` has."""
+    if is_url(source) or (path := _local_path(source)).is_file():
         has_names = source.endswith(".json")
-    elif (path := local_path(source)).is_file():
-        has_names = path.suffix == ".json"
     else:
         has_names = (path / PET_NAMES.name).exists()
     return PET_NAMES if has_names else PET_LICENSES
@@ -95,48 +107,53 @@ def _names_of_json(content: bytes) -> list[str]:
 
 def _idx(name: str, kind: Any, folder: Path, source: str | None) -> str:
     """Store the four files of MNIST or FashionMNIST, packed and unpacked, in the folder of torchvision's ``kind``."""
+    from torchvision.datasets.utils import check_integrity
+
     raw = folder / kind.__name__ / "raw"
-    given = local_path(source) if source and not is_url(source) else None
-    mirrors = [f"{source.rstrip('/')}/"] if source and given is None else kind.mirrors
-    with locked(raw):
-        for file, md5 in kind.resources:
-            if failures := _store(file, md5, raw, given, mirrors):
-                resources = "\n".join(f"       {file}  MD5 {md5}" for file, md5 in kind.resources)
-                command = f"harness data {name} {shlex.quote(str(folder))} --from FOLDER"
-                hint = f"put these files into a folder and run {command}\n{resources}"
-                raise DataError(f"could not get {file}: {'; '.join(failures)}", where=str(raw), hint=hint)
+    for file, md5 in kind.resources:
+        places = _places(file, source) if source else [mirror + file for mirror in kind.mirrors]
+        resources = "\n       ".join(f"{file}  MD5 {md5}" for file, md5 in kind.resources)
+        _store(file, raw, partial(check_integrity, md5=md5), places, name, folder, resources)
+        unpacked = raw / file.removesuffix(".gz")
+        with made_once(unpacked):
+            # In place of the old file, which a training may have mapped.
+            write_atomically(unpacked, gzip.decompress((raw / file).read_bytes()))
     return f"{raw} has 60000 training and 10000 evaluation images"
 
 
-def _store(file: str, md5: str, raw: Path, given: Path | None, mirrors: list[str]) -> list[str]:
-    """Put ``file`` into ``raw``, unless it is there with this MD5, and unpack it. Returns why it failed, or []."""
-    from torchvision.datasets.utils import check_integrity, download_url
-
-    if given is not None and not check_integrity(raw / file, md5):
-        places = [given / file, *given.glob(f"raw/{file}"), *given.glob(f"*/raw/{file}")]  # torchvision's folders
-        intact = [place for place in places if check_integrity(place, md5)]
-        if not intact:
-            return [f"{given}: {'MD5 mismatch' if any(map(Path.exists, places)) else 'No such file'}"]
-        shutil.copyfile(intact[0], raw / file)
+def _store(
+    file: str, target: Path, is_intact: Callable[[Path], bool], places: list[str], name: str, folder: Path, choice: str
+) -> None:
+    """Put ``file`` into the folder ``target``, from the first of ``places`` that has it, unless it is there. Raises
+    DataError, with a hint to type the command for the dataset ``name`` again with the files ``choice``."""
     failures = []
-    for mirror in mirrors:
+    for place in places:
         try:
-            with _time_limit():
-                download_url(mirror + file, str(raw), filename=file, md5=md5)
-            # In place of the old file, which a training may have mapped; torchvision would overwrite its content.
-            write_atomically(raw / file.removesuffix(".gz"), gzip.decompress((raw / file).read_bytes()))
-            return []
-        except (OSError, RuntimeError, ValueError, EOFError, http.client.HTTPException) as error:
-            failures.append(f"{mirror}: {getattr(error, 'reason', None) or reason(error)}")
-    return failures
+            fetched(place, target / file, is_intact)
+            return
+        except (DataError, FileNotFoundError) as error:
+            what = error.message if isinstance(error, DataError) else "no such file"
+            failures.append(f"{place}: {what}")
+    command = f"harness data {name} {shlex.quote(str(folder))} --from FOLDER"
+    hint = f"put these files into a folder and run {command}\n       {choice}"
+    raise DataError(f"could not get {file}: {'; '.join(failures)}", where=str(target), hint=hint)
 
 
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """Let a silent server fail, because torchvision sets no limit."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT_S)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+def _places(name: str, source: str) -> list[str]:
+    """Possible paths or URLs of the file ``name``, the best first."""
+    if is_url(source):
+        return [source if source.endswith(name) else f"{source.rstrip('/')}/{name}"]
+    path = _local_path(source)
+    if path.is_file():
+        return [str(path)]
+    nested = [*path.glob(f"raw/{name}"), *path.glob(f"*/raw/{name}")]  # torchvision's folders
+    return [*map(str, nested), str(path / name)]
+
+
+def _local_path(source: str) -> Path:
+    """The file or folder that ``source`` names. Raises ConfigError if it does not exist."""
+    path = expanded(source)
+    if not path.exists():
+        hint = did_you_mean(path) or "give a folder with the files, or a URL (https://…)"
+        raise ConfigError(f"{source} does not exist", where="--from", hint=hint)
+    return path

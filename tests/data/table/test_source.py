@@ -72,19 +72,9 @@ def test_change_during_the_download_is_an_error(tmp_path, monkeypatch, bucket):
         bucket.pipe(path, CSV + b"c,3\n")
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", get_and_change)
-    with pytest.raises(DataError, match="changed during the download"):
+    with pytest.raises(DataError, match="changed while it was being read"):
         open_table(URL, label="label", cache_dir=tmp_path)
-    assert not list(tmp_path.rglob("*.source*"))
-
-
-def test_truncated_download_is_an_error(tmp_path, monkeypatch):
-    def truncated(self, path, target, **options):
-        with open(target, "wb") as stream:
-            stream.write(CSV[:10])
-
-    monkeypatch.setattr(MemoryFileSystem, "get_file", truncated)
-    with pytest.raises(DataError, match="10 bytes received, 19 expected"):
-        open_table(URL, label="label", cache_dir=tmp_path)
+    assert not list(tmp_path.rglob("*.source"))
 
 
 def test_errors_in_the_content_name_the_url(tmp_path, bucket):
@@ -100,7 +90,7 @@ def test_errors_in_the_content_name_the_url(tmp_path, bucket):
         ("memory://bucket/nothing.csv", "no such annotation file"),
         ("memory://bucket", "a folder"),
         ("memory://bucket/empty.csv", "empty"),
-        ("nonsense://bucket/a.csv", "the URL cannot be used"),
+        ("nonsense://bucket/a.csv", "Protocol not known"),
     ],
 )
 def test_unusable_urls(tmp_path, bucket, url, message):
@@ -115,5 +105,5 @@ def test_failure_of_the_back_end_is_a_data_error(tmp_path, monkeypatch):
         raise PermissionError("no credentials")
 
     monkeypatch.setattr(MemoryFileSystem, "info", fail)
-    with pytest.raises(DataError, match="cannot be downloaded: PermissionError: no credentials"):
+    with pytest.raises(DataError, match="cannot be read: PermissionError: no credentials"):
         open_table(URL, cache_dir=tmp_path)
