@@ -30,12 +30,10 @@ LOSSES: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {  # {name: (kinds
 }
 METRICS: dict[str, tuple[tuple[Kind, ...], Better]] = {
     "top1": (("single_label",), "max"),  # and top2, top3, ...
-    "top5": (("single_label",), "max"),
     "mean_class_accuracy": (("single_label",), "max"),
-    "mean_average_precision": (("multi_label",), "max"),
-    "exact_match": (("multi_label",), "max"),
-    "micro_f1": (_CLASSES, "max"),
     "macro_f1": (_CLASSES, "max"),
+    "micro_f1": (("multi_label",), "max"),
+    "exact_match": (("multi_label",), "max"),
     "rmse": (("regression",), "min"),
     "mae": (("regression",), "min"),
     "r2": (("regression",), "max"),
@@ -44,18 +42,10 @@ METRICS: dict[str, tuple[tuple[Kind, ...], Better]] = {
 _ANY: tuple[tuple[Kind, ...], Better] = ((*_CLASSES, "regression"), "max")
 DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
 DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
-    "single_label": ("top1", "top5", "loss", "mean_class_accuracy"),
-    "multi_label": ("mean_average_precision", "micro_f1", "macro_f1", "exact_match", "loss"),
+    "single_label": ("top1", "loss", "mean_class_accuracy"),
+    "multi_label": ("macro_f1", "micro_f1", "exact_match", "loss"),
     "regression": ("rmse", "mae", "r2", "loss"),
 }
-_ELSEWHERE = {  # what other libraries call them
-    "crossentropyloss": "cross_entropy", "categorical_crossentropy": "cross_entropy", "ce": "cross_entropy",
-    "bce_with_logits": "bce", "bcewithlogitsloss": "bce", "binary_cross_entropy": "bce", "binary_crossentropy": "bce",
-    "sigmoid_focal_loss": "focal", "mseloss": "mse", "mean_squared_error": "mse", "l2": "mse", "mae": "l1",
-    "l1loss": "l1", "mean_absolute_error": "l1", "smooth_l1": "huber", "huberloss": "huber",
-    "accuracy": "top1", "acc": "top1", "f1": "macro_f1", "map": "mean_average_precision",
-    "balanced_accuracy": "mean_class_accuracy", "subset_accuracy": "exact_match",
-}  # fmt: skip
 
 
 class LabelsSection(Section):
@@ -271,6 +261,5 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
 
 
 def _near(name: str, suitable: Sequence[str] | Mapping[str, Any]) -> str:
-    meant = _ELSEWHERE.get(name.lower(), name)
-    near = [meant] if meant in suitable else difflib.get_close_matches(name.lower(), list(suitable), n=1)
+    near = difflib.get_close_matches(name.lower(), list(suitable), n=1)
     return f"did you mean {near[0]}? " if near else ""

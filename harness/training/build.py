@@ -47,7 +47,7 @@ from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
 from harness.training.schedule import Schedule
-from harness.training.task import OpenedTask, Supervised, SupportsFileCheck, SupportsFileCopies, open_data
+from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, open_data
 
 log = logging.getLogger("harness")
 
@@ -252,12 +252,6 @@ def rehearse(config: Config, world_size: int) -> None:
 
 def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float = FILES_S) -> OpenedTask:
     opened = open_data(config.task, config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
-    if isinstance(opened, Supervised) and config.best_metric in opened.objective.left_out:
-        raise ConfigError(
-            f"{config.best_metric} of {len(opened.objective.labels.names)} classes would always be 1",
-            where="checkpoint.best_metric",
-            hint=f"use one of: {', '.join(opened.objective.metrics)}",
-        )
     if isinstance(opened, SupportsFileCheck):
         opened.require_files(rank, world_size, files_s)
     return opened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, TrainingError
 from harness.training.metrics import Sums
 from harness.training.run import Run
-from harness.training.task import OpenedTask, Supervised
+from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
 
@@ -69,7 +69,7 @@ def report(run: Run, total: Sums) -> dict[str, Any]:
     metric may sample rows, or round differently on another processor. Collective; an error on any rank is raised on
     all."""
     with run.runtime.together("computing the metrics"):
-        found = numbers(run.task.report(total), reported(run.task, run.config))
+        found = numbers(run.task.report(total), run.config.task.metrics)
     return {**found, **run.runtime.from_first({key: value for key, value in found.items() if is_number(value)})}
 
 
@@ -91,12 +91,6 @@ def numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
             )
         report = {**report, name: value}
     return report
-
-
-def reported(task: OpenedTask, config: Config) -> Sequence[str]:
-    """The metrics of an evaluation: those that the task declares, apart from those that are constant on its data."""
-    left_out = task.objective.left_out if isinstance(task, Supervised) else ()
-    return [name for name in config.task.metrics if name not in left_out]
 
 
 class HasTask(Protocol):

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
-from harness.training.evaluate import evaluate, is_number, prepare, reported
+from harness.training.evaluate import evaluate, is_number, prepare
 from harness.training.fsdp import full
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optim import clear_gradients
@@ -176,7 +176,7 @@ def evaluation(run: Run) -> None:
         return  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
     plain = {key: value for key, value in found.items() if is_number(value)}
-    metrics = {key: plain[key] for key in reported(run.task, run.config)}
+    metrics = {key: plain[key] for key in run.config.task.metrics}
     waited_s, spent_s = run.eval_data.loader.take_times()
     run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})
     cost = {"evaluation": time.perf_counter() - start, "data": waited_s}

@@ -1,17 +1,33 @@
 """Metrics as sums and counts, never means, so that reducing over batches and ranks of any size is exact.
 
-A metric that is no ratio of sums, such as an area under a curve, needs all rows: ``Rows`` keeps and gathers them.
+``Labels`` has the built-in metrics of each kind of labels, ``OwnMetric`` is one of torchmetrics or of the user's own. A
+metric that is no ratio of sums, such as an area under a curve, needs all rows: ``Rows`` keeps and gathers them.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from harness.config import plugins
+from harness.config.targets import Kind, MetricSection
+from harness.data.row_labels import by_column, joined
 from harness.distributed.runtime import Runtime
+from harness.errors import ConfigError, first_line
+
+MAX_CONFUSION = 1000  # classes; a larger matrix is unreadable and takes too much memory
+MAX_SCORES = 100  # classes; with one column for each of more, the table would be larger than the data
+_ROWS = "outputs"  # the name under which Sums keeps all outputs and targets
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # {name: (sum, count)}, of any shape
 Report = dict[str, Any]
@@ -84,3 +100,380 @@ class Sums:
         """Return sum / count; NaN if nothing was counted."""
         total, count = self.pairs[name]
         return (total / count).item()
+
+
+# Kinds of labels
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of the training data. Each subclass is a kind of labels, and computes what follows from it.
+
+    names: the classes, the labels that a row may have, or the columns of numbers
+    """
+
+    names: tuple[str | int, ...]
+    kind: ClassVar[Kind]
+    title: ClassVar[str]  # of ``names``, in the summary
+    known: ClassVar[str] = ""  # the argument of a metric that takes the number of names
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """These facts as JSON, for the run folder."""
+        return {"classes": list(self.names)}
+
+    def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
+        """Targets of ``rows`` rows, with each label at least twice if there are few."""
+        raise NotImplementedError
+
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
+        """The sums and counts of a batch, without the loss. Outputs are float32 (batch, outputs)."""
+        raise NotImplementedError
+
+    def report(self, sums: Sums) -> Report:
+        """The metrics, and details for the summary."""
+        raise NotImplementedError
+
+    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs of the user's own metrics: probabilities and classes, or numbers in the unit of their columns."""
+        raise NotImplementedError
+
+    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+        """Columns of the table of predictions."""
+        raise NotImplementedError
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """The meaning of the model's outputs, for ``harness export``."""
+        return {"output": "logits", "classes": list(self.names)}
+
+
+@dataclass(frozen=True)
+class SingleLabel(Labels):
+    """One class per row: outputs are logits (batch, classes), targets class indices (batch,)."""
+
+    kind: ClassVar[Kind] = "single_label"
+    title: ClassVar[str] = "classes"
+    known: ClassVar[str] = "num_classes"
+
+    def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
+        return torch.arange(rows) % len(self.names)
+
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
+        """Top-k, accuracy and F1 per class, and the confusion matrix (label, prediction)."""
+        num_classes = len(self.names)
+        tops = {name: int(name[3:]) for name in metrics if re.fullmatch(r"top\d+", name)}
+        rows = torch.full((), float(len(targets)), device=outputs.device)
+        predicted = outputs.topk(min(max([1, *tops.values()]), num_classes), dim=1).indices
+        hits = predicted == targets[:, None]
+        per_class = _counted(targets, num_classes)
+        right = _counted(targets, num_classes, hits[:, 0])
+        pairs = {name: (hits[:, :k].sum(), rows) for name, k in tops.items()}
+        pairs["class_accuracy"] = (right, per_class)
+        pairs["f1"] = (2 * right, per_class + _counted(predicted[:, 0], num_classes))
+        if num_classes <= MAX_CONFUSION:
+            cells = _counted(targets * num_classes + predicted[:, 0], num_classes**2)
+            pairs["confusion"] = (cells.view(num_classes, num_classes), rows)
+        return pairs
+
+    def report(self, sums: Sums) -> Report:
+        """Accuracy by label; the confusion matrix as counts."""
+        report: Report = {name: sums.ratio(name) for name in sums.pairs if name.startswith("top")}
+        correct, count = sums.pairs["class_accuracy"]
+        report["mean_class_accuracy"] = _mean_ratio(correct, count)
+        report["macro_f1"] = _mean_ratio(*sums.pairs["f1"])
+        report["class_accuracy"] = {
+            str(label): (hit / num if num else None)
+            for label, hit, num in zip(self.names, correct.tolist(), count.tolist(), strict=True)
+        }
+        if "confusion" in sums.pairs:
+            report["confusion"] = [[int(cell) for cell in row] for row in sums.pairs["confusion"][0].tolist()]
+        return report
+
+    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs.softmax(dim=1), targets
+
+    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+        """The predicted label and the probability of each class, one column each.
+
+        With more than MAX_SCORES classes: the five most probable labels, each with its probability.
+        """
+        scores = outputs.float().softmax(dim=1).cpu()
+        if len(self.names) <= MAX_SCORES:
+            predicted = [self.names[index] for index in scores.argmax(dim=1).tolist()]
+            return {"prediction": predicted, **_by_label(scores, self.names)}
+        best = _best(scores, self.names, "prediction")
+        return {name.removesuffix("_1"): values for name, values in best.items()}
+
+
+@dataclass(frozen=True)
+class MultiLabel(Labels):
+    """Any number of labels per row: outputs are logits (batch, labels), targets zeros and ones of that shape. A label
+    is predicted if its probability is above one half. ``separator`` is between the labels of a row."""
+
+    separator: str
+    kind: ClassVar[Kind] = "multi_label"
+    title: ClassVar[str] = "labels"
+    known: ClassVar[str] = "num_labels"
+
+    def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
+        hot = torch.zeros(rows, len(self.names), dtype=torch.uint8)
+        half = torch.arange(rows // 2)
+        hot[half, half % len(self.names)] = 1
+        return hot
+
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
+        predicted, true = outputs > 0, targets > 0
+        both, num_predicted, num_true = (flags.sum(dim=0) for flags in (predicted & true, predicted, true))
+        rows = torch.full((), float(len(targets)), device=outputs.device)
+        return {
+            "precision": (both, num_predicted),
+            "recall": (both, num_true),
+            "exact_match": ((predicted == true).all(dim=1).sum(), rows),
+        }
+
+    def report(self, sums: Sums) -> Report:
+        """Precision, recall and F1 by label."""
+        (both, num_predicted), (_, num_true) = sums.pairs["precision"], sums.pairs["recall"]
+        doubled, count = 2 * both, num_predicted + num_true
+        report: Report = {
+            "exact_match": sums.ratio("exact_match"),
+            "micro_f1": (doubled.sum() / count.sum()).item(),
+            "macro_f1": _mean_ratio(doubled, count),
+        }
+        counts = zip(self.names, both.tolist(), num_predicted.tolist(), num_true.tolist(), strict=True)
+        report["by_label"] = {
+            str(label): {
+                "precision": hit / predicted if predicted else None,
+                "recall": hit / true if true else None,
+                "f1": 2 * hit / (predicted + true) if predicted + true else None,
+                "rows": int(true),
+            }
+            for label, hit, predicted, true in counts
+        }
+        return report
+
+    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs.sigmoid(), targets.long()
+
+    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+        """The predicted labels, and the probability of each label; of more than MAX_SCORES labels, of the five most
+        probable."""
+        outputs = outputs.float()
+        scores, flags = outputs.sigmoid().cpu(), (outputs > 0).cpu()
+        predicted = [joined(row.nonzero()[:, 0].tolist(), self.names, self.separator) for row in flags]
+        more = _by_label if len(self.names) <= MAX_SCORES else _best
+        return {"prediction": predicted, **more(scores, self.names)}
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        return super().signature | {"postprocessing": {"probability": "sigmoid of each logit", "threshold": 0.5}}
+
+
+@dataclass(frozen=True)
+class Regression(Labels):
+    """A number per row in each of the columns: outputs and targets (batch, columns) are in standard deviations ``std``
+    from the ``mean`` of the training rows."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    kind: ClassVar[Kind] = "regression"
+    title: ClassVar[str] = "columns"
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        return {"columns": list(self.names), "mean": list(self.mean), "std": list(self.std)}
+
+    def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(rows, len(self.names), generator=generator)
+
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
+        true = targets.double()
+        error = outputs.double() - true
+        rows = torch.full((error.shape[1],), float(len(error)), device=outputs.device, dtype=torch.float64)
+        return {
+            "squares": (error.square().sum(dim=0), rows),
+            "absolutes": (error.abs().sum(dim=0), rows),
+            "targets": (true.sum(dim=0), rows),
+            "target_squares": (true.square().sum(dim=0), rows),
+        }
+
+    def report(self, sums: Sums) -> Report:
+        """The means of the metrics over the columns, in the unit of each, and the metrics by column."""
+        squares, rows = (values.cpu().numpy() for values in sums.pairs["squares"])
+        absolutes, total, total_squares = (
+            sums.pairs[name][0].cpu().numpy() for name in ("absolutes", "targets", "target_squares")
+        )
+        spread = total_squares - total**2 / rows
+        std = np.asarray(self.std)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            r2 = np.where(spread > 0, 1 - squares / spread, np.nan)  # undefined if all labels are equal
+        by_metric = {"rmse": np.sqrt(squares / rows) * std, "mae": absolutes / rows * std, "r2": r2}
+        report: Report = {name: float(values.mean()) for name, values in by_metric.items()}
+        report["by_column"] = {
+            str(column): {name: float(values[place]) for name, values in by_metric.items()}
+            for place, column in enumerate(self.names)
+        }
+        return report
+
+    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        numbers, true = (self._numbers(scaled) for scaled in (outputs, targets))
+        return (numbers[:, 0], true[:, 0]) if len(self.names) == 1 else (numbers, true)
+
+    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+        return by_column("prediction", list(map(str, self.names)), self._numbers(outputs).numpy())
+
+    def _numbers(self, scaled: Tensor) -> Tensor:
+        """float64 on the CPU, in the unit of each column."""
+        return scaled.double().cpu() * torch.tensor(self.std).double() + torch.tensor(self.mean).double()
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        scale = {"scale": "multiply by std, add mean", "mean": list(self.mean), "std": list(self.std)}
+        return {"output": "numbers", "columns": list(self.names), "postprocessing": scale}
+
+
+def learned_labels(kind: Kind, facts: Mapping[str, Any], separator: str) -> Labels:
+    """The reverse of ``Labels.learned``, from a file that anybody may have edited. Raises ConfigError."""
+    names = facts.get("columns" if kind == "regression" else "classes")
+    mean, std = facts.get("mean", []), facts.get("std", [])
+    num_means = len(names) if isinstance(names, list) and kind == "regression" else 0
+    if not (
+        isinstance(names, list)
+        and names
+        and all(type(name) in (str, int) for name in names)
+        and all(isinstance(numbers, list) and len(numbers) == num_means for numbers in (mean, std))
+        and all(type(number) in (int, float) and abs(number) < 1e300 for number in (*mean, *std))
+    ):
+        raise ConfigError(
+            "the run's task.json lacks valid information about the labels of the training data",
+            hint="start the run again to write the file: harness train -c RUN/config.yaml",
+        )
+    return labels_of(kind, names, separator, mean, std)
+
+
+def labels_of(
+    kind: Kind, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]
+) -> Labels:
+    if kind == "regression":
+        return Regression(tuple(names), tuple(mean), tuple(std))
+    return MultiLabel(tuple(names), separator) if kind == "multi_label" else SingleLabel(tuple(names))
+
+
+def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
+    """How often each of 0 to ``size`` - 1 is in ``indices``, or in those where ``which`` is true. ``torch.bincount``
+    would make the host wait for the device."""
+    ones = torch.ones_like(indices) if which is None else which.to(indices.dtype)
+    return indices.new_zeros(size).index_add_(0, indices, ones)
+
+
+def _mean_ratio(sums: Tensor, counts: Tensor) -> float:
+    """The mean of sum / count over the labels that were counted."""
+    seen = counts > 0
+    return (sums[seen] / counts[seen]).mean().item()
+
+
+def _by_label(scores: Tensor, labels: Sequence[str | int]) -> dict[str, Tensor]:
+    return {f"score_{label}": column for label, column in zip(labels, scores.T, strict=True)}
+
+
+def _best(scores: Tensor, labels: Sequence[str | int], name: str = "label") -> dict[str, Any]:
+    """The five labels with the highest scores, and these."""
+    best, table = scores.topk(5, dim=1), dict[str, Any]()
+    for place, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True), start=1):
+        table |= {f"{name}_{place}": [labels[index] for index in indices.tolist()], f"score_{place}": values}
+    return table
+
+
+# Metrics of torchmetrics or of the user's own
+
+
+class OwnMetric:
+    """A class with ``update(outputs, targets)``, ``compute()`` and ``reset()``, or a function of all outputs and
+    targets.
+
+    If torchmetrics adds up the states of a metric over ranks, they are added here, in float64. Any other metric gets
+    the outputs and targets of all rows at once, which every rank gathers.
+    """
+
+    def __init__(self, section: MetricSection, labels: Labels) -> None:
+        self.key, self.name, self._shown = section.shown, section.name, labels.shown
+        try:
+            part = plugins.import_own("metric", section.name, "task.metrics")
+        except ConfigError as error:
+            if section.name.startswith("torchmetrics.") and isinstance(error.__cause__, ModuleNotFoundError):
+                error.hint = f"pip install 'apex-harness[torchmetrics]'; or {error.hint}"
+            raise
+        self._metric: Any = None
+        with self._explained():
+            if inspect.isclass(part):
+                takes_number = labels.known in inspect.signature(part).parameters
+                known = {labels.known: len(labels.names)} if takes_number else {}
+                self._metric = part(**known | section.args)
+                self._metric.sync_on_compute = False  # the states are reduced here
+            self._function = functools.partial(part, **section.args)
+        reductions = getattr(self._metric, "_reductions", {})
+        self.needs_rows = not reductions or not all(
+            getattr(reduction, "__name__", "") == "dim_zero_sum" and isinstance(getattr(self._metric, state), Tensor)
+            for state, reduction in reductions.items()
+        )
+        self._states = [] if self.needs_rows else list(reductions)
+
+    def pairs(self, outputs: Tensor, targets: Tensor) -> Pairs:
+        """All rows of a batch, or the states of the metric after it."""
+        if self.needs_rows:
+            return {_ROWS: Rows(outputs, targets)}
+        with self._explained():
+            self._update(*self._shown(outputs, targets))
+            states = {state: getattr(self._metric, state).detach().clone() for state in self._states}
+        return {f"{self.key}.{state}": (value, torch.ones_like(value)) for state, value in states.items()}
+
+    def value(self, sums: Sums) -> float:
+        """The metric of the reduced states, or of all rows."""
+        with self._explained():
+            result = self._of_rows(sums.all_rows(_ROWS)) if self.needs_rows else self._of_states(sums)
+        if isinstance(result, Tensor) and result.numel() != 1 or not hasattr(result, "__float__"):
+            found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.80}"
+            hint = "average it: for torchmetrics, set args: {average: macro}"
+            raise ConfigError(f"the metric {self.name} returns {found}, not a number", where="task.metrics", hint=hint)
+        return float(result)
+
+    def _of_states(self, sums: Sums) -> Any:
+        self._metric.reset()
+        for state in self._states:
+            like, total = getattr(self._metric, state), sums.pairs[f"{self.key}.{state}"][0]
+            setattr(self._metric, state, total.to(like.device, like.dtype).view_as(total))
+        self._metric._update_count = 1  # without updates, it would warn
+        return self._metric.compute()
+
+    def _of_rows(self, rows: Rows) -> Any:
+        if self._metric is None:
+            return self._function(*self._shown(*rows))
+        self._update(*self._shown(*rows))
+        return self._metric.compute()
+
+    def _update(self, outputs: Tensor, targets: Tensor) -> None:
+        if hasattr(self._metric, "to"):
+            self._metric.to(outputs.device)
+        self._metric.reset()
+        self._metric.update(outputs, targets)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn an error of the user's code into one that names the metric."""
+        try:
+            yield
+        except (ConfigError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
+            hint = "check its args; docs/targets.md describes what it is called with"
+            raise ConfigError(what, where="task.metrics", hint=hint) from error
+
+    def require_value(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise ConfigError if it fails on made-up rows."""
+        sums = Sums()
+        sums.add(self.pairs(outputs, targets))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the made-up rows
+            self.value(sums)

@@ -125,7 +125,7 @@ def _evaluate(run: Candidate, found: Rehearsal, until: float) -> None:
             sums = Sums()
             sums.add(task.evaluate(outputs, batch.targets))
         with _stage("report() of the task", "validation"):
-            evaluate.numbers(task.report(sums), evaluate.reported(task, run.config))
+            evaluate.numbers(task.report(sums), run.config.task.metrics)
         if isinstance(task, SupportsPredictions):
             with _stage("predictions() or known() of the task", "validation"):
                 task.predictions(outputs)

@@ -24,8 +24,8 @@ from harness.data.batch import Batch, Dataset
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError
 from harness.training import model_builder
-from harness.training.classification import Classification, Supervised
 from harness.training.metrics import Pairs, Report, Sums
+from harness.training.objective import Classification, Supervised
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",

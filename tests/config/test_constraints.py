@@ -132,7 +132,7 @@ CASES = {
     "CUDA graphs with fsdp": (
         {"model": {"compile": "reduce-overhead"}, "parallel": FSDP}, ["model.compile"], "fixed memory", "strategy=ddp",
     ),
-    "unknown metric": ({"checkpoint": {"best_metric": "f1"}}, ["checkpoint.best_metric"], "'f1'", "top1, top5, loss"),
+    "unknown metric": ({"checkpoint": {"best_metric": "f1"}}, ["checkpoint.best_metric"], "'f1'", "top1, loss"),
 }  # fmt: skip
 
 

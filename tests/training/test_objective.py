@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from harness import cli
 from harness.config.targets import LabelledTask, TableTask
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import ConfigError
-from harness.training.metrics import Sums
-from harness.training.objective import MAX_KEPT, Labels, Objective
-from harness.training.scores import average_precisions
+from harness.training.metrics import Labels, MultiLabel, Regression, SingleLabel, Sums, learned_labels
+from harness.training.objective import MAX_KEPT, Objective
+from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 
-SINGLE = Labels("single_label", ("a", "b", "c"))
-MULTI = Labels("multi_label", ("a", "b", "c", "d"), "|")
-NUMBERS = Labels("regression", ("x", "y"), mean=(10.0, 0.5), std=(4.0, 0.25))
+SINGLE = SingleLabel(("a", "b", "c"))
+MULTI = MultiLabel(("a", "b", "c", "d"), "|")
+NUMBERS = Regression(("x", "y"), mean=(10.0, 0.5), std=(4.0, 0.25))
 COUNTS = np.asarray([6, 3, 1])
 KINDS = {"single_label": {}, "multi_label": {"separator": "|"}, "regression": {"kind": "regression"}}
 
@@ -134,6 +137,10 @@ def fails(outputs, targets):
     raise IndexError("no such column")
 
 
+def squares(outputs, targets):
+    return outputs.square()
+
+
 def detached(outputs, targets):
     return outputs.detach().mean()
 
@@ -141,7 +148,7 @@ def detached(outputs, targets):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ({"name": "torch.nn.CrossEntropyLoss", "args": {"reduction": "none"}}, r"shape \(8,\), not one number"),
+        ({"name": "tests.training.test_objective.squares"}, r"shape \(8, 3\), not one number"),
         ({"name": "torch.nn.CrossEntropyLos"}, "cannot be imported"),
         ({"name": "torch.nn.CrossEntropyLoss", "args": {"wieght": 1}}, "unexpected keyword argument 'wieght'"),
         ({"name": "tests.training.test_objective.Trained"}, "has parameters, which would not be trained"),
@@ -162,21 +169,18 @@ def test_unusable_loss_is_refused_before_training(loss, message):
 def test_metrics_agree_with_scikit_learn():
     reference = pytest.importorskip("sklearn.metrics")
     outputs, targets = batch(SINGLE)
-    found = report_of(objective(SINGLE, metrics=["macro_f1", "micro_f1", "top2"]), outputs, targets, (0, 1, 30, 40))
+    found = report_of(objective(SINGLE, metrics=["macro_f1", "top2"]), outputs, targets, (0, 1, 30, 40))
     predicted = outputs.argmax(1)
-    assert list(found)[:4] == ["macro_f1", "micro_f1", "top2", "loss"]
+    assert list(found)[:3] == ["macro_f1", "top2", "loss"]
     assert found["macro_f1"] == pytest.approx(reference.f1_score(targets, predicted, average="macro"))
-    assert found["micro_f1"] == pytest.approx(reference.f1_score(targets, predicted, average="micro"))
     assert found["top2"] == pytest.approx(reference.top_k_accuracy_score(targets, outputs, k=2))
 
     outputs, targets = batch(MULTI)
-    outputs = (outputs * 2).round() / 2  # with equal scores
     found = report_of(objective(MULTI), outputs, targets, (0, 1, 30, 40))
     predicted = outputs > 0
     for average in ("macro", "micro"):
         assert found[f"{average}_f1"] == pytest.approx(reference.f1_score(targets, predicted, average=average))
     assert found["exact_match"] == pytest.approx(reference.accuracy_score(targets, predicted))
-    assert found["mean_average_precision"] == pytest.approx(reference.average_precision_score(targets, outputs))
     assert found["by_label"]["c"]["rows"] == targets[:, 2].sum()
     recall = reference.recall_score(targets, predicted, average=None)
     assert [each["recall"] for each in found["by_label"].values()] == pytest.approx(recall.tolist())
@@ -194,7 +198,6 @@ def test_labels_that_no_row_has():
     outputs, targets = batch(MULTI)
     targets[:, 1] = 0
     outputs[:, 1] = -1.0
-    assert len(average_precisions(outputs.numpy(), targets.numpy() > 0)) == 3
     found = report_of(objective(MULTI), outputs, targets)
     assert found["by_label"]["b"] == {"precision": None, "recall": None, "f1": None, "rows": 0}
     f1 = [each["f1"] for each in found["by_label"].values() if each["f1"] is not None]
@@ -245,8 +248,6 @@ def test_torchmetrics_counts_each_row_once_on_any_number_of_ranks():
     for found in (parts, *run_ranks(2, own_values_of_ranks, group=False)):
         for values, expected in zip(found, whole, strict=True):
             assert values == pytest.approx(expected, rel=1e-6)
-    ours = report_of(objective(MULTI), *batch(MULTI))["mean_average_precision"]
-    assert whole[1]["MultilabelAveragePrecision"] == pytest.approx(ours)
 
 
 def breaks(outputs, targets):
@@ -269,17 +270,46 @@ def test_unusable_metric_is_refused_before_training(metric, message):
 
 
 def test_costs_are_stated_and_limited():
-    facts = objective(MULTI).summary(1 << 20)
+    keeping = objective(MULTI, metrics=[{"name": "tests.training.test_objective.spread", "better": "max"}])
+    facts = keeping.summary(1 << 20)
     assert facts["labels"] == 4
-    assert re.search(r"keeps all outputs .* for mean_average_precision: 20.0 MiB", facts["metrics"])
-    with pytest.raises(ConfigError, match="mean_average_precision would keep"):
-        objective(MULTI).check(MAX_KEPT)
-    objective(MULTI, metrics=["micro_f1"]).check(MAX_KEPT)
-    with pytest.raises(ConfigError, match="top3 of 3 classes would always be 1"):
-        objective(SINGLE, metrics=["top3"]).check(9)
-    assert objective(Labels("single_label", ("a",))).notes == [
-        "all training rows have the label 'a': there is nothing to learn"
-    ]
+    assert re.search(r"keeps all outputs .* for spread: 20.0 MiB", facts["metrics"])
+    with pytest.raises(ConfigError, match="spread would keep"):
+        keeping.check(MAX_KEPT)
+    objective(MULTI).check(MAX_KEPT)
+    assert objective(SingleLabel(("a",))).notes == ["all training rows have the label 'a': there is nothing to learn"]
+
+
+MINE = """
+from torch.nn.functional import one_hot
+
+def brier(outputs, targets, factor=1.0):
+    return factor * (outputs.softmax(1) - one_hot(targets, outputs.shape[1])).square().sum(1)
+
+def surest(probabilities, targets):
+    return probabilities.max()
+"""
+
+
+def test_strangers_loss_and_metric_are_a_function_each(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for split, rows in (("train", 8), ("eval", 6)):
+        write_rows(tmp_path, split, rows)
+    task = {
+        "loss": {"name": "mine.brier", "args": {"factor": 2.0}},
+        "metrics": [{"name": "mine.surest", "better": "max"}],
+    }
+    config = write_yaml(
+        tmp_path / "config.yaml", settings(tmp_path, task=task, train={"epochs": 1, "deterministic": False})
+    )
+    assert cli.main(["train", "-c", str(config)]) == 0
+    run = tmp_path / "runs" / "small"
+    (entry,) = json.loads((run / "summary.json").read_text())["history"]
+    table = pd.read_csv(run / "predictions.csv")
+    scores = table[["score_0", "score_1", "score_2"]].to_numpy()
+    assert entry["surest"] == pytest.approx(scores.max(), abs=1e-5)
+    assert entry["loss"] == pytest.approx(2 * ((scores - np.eye(3)[table["label"]]) ** 2).sum(1).mean(), abs=1e-5)
 
 
 # Predictions
@@ -287,16 +317,16 @@ def test_costs_are_stated_and_limited():
 
 def test_predictions_and_errors():
     logits = torch.tensor([[3.0, -1.0, 0.5, -9.0], [-1.0, -1.0, -1.0, -1.0]])
-    table = objective(MULTI).predictions(logits)
+    table = objective(MULTI).labels.predictions(logits)
     assert table["prediction"] == ["a|c", ""]
     assert table["score_c"].tolist() == pytest.approx([1 / (1 + math.exp(-0.5)), 1 / (1 + math.e)])
-    many = Labels("multi_label", tuple(range(200)), ",")
-    table = objective(many).predictions(torch.eye(200)[[7]] * 9 - 1)
+    many = MultiLabel(tuple(range(200)), ",")
+    table = objective(many).labels.predictions(torch.eye(200)[[7]] * 9 - 1)
     assert (table["prediction"], table["label_1"]) == (["7"], [7])
     assert list(table)[1:] == [f"{name}_{place}" for place in range(1, 6) for name in ("label", "score")]
 
     subject = objective(NUMBERS)
-    table = subject.predictions(torch.tensor([[1.0, -2.0]]).half())
+    table = subject.labels.predictions(torch.tensor([[1.0, -2.0]]).half())
     assert (table["prediction_x"], table["prediction_y"]) == ([14.0], [0.0])
     assert subject.errors({**table, "label_x": [13.0]})["error_x"].tolist() == [1.0]
     assert subject.errors({**table, "label_x": ["13"], "label_y": ["n/a"]}) == {}  # of a new table, as written
@@ -304,15 +334,15 @@ def test_predictions_and_errors():
 
 @pytest.mark.parametrize("labels", [SINGLE, MULTI, NUMBERS], ids=lambda labels: labels.kind)
 def test_facts_survive_the_run_folder(labels):
-    assert Labels.of_learned(labels.kind, labels.learned, labels.separator) == labels
+    assert learned_labels(labels.kind, labels.learned, "|") == labels
     for damaged in ({}, {"classes": [], "columns": []}, {"classes": [1.5], "columns": ["x", "y"], "mean": [1.0]}):
         with pytest.raises(ConfigError, match="task.json lacks"):
-            Labels.of_learned(labels.kind, damaged, "|")
+            learned_labels(labels.kind, damaged, "|")
     for key in labels.learned:
         for wrong in (5, True, None, "x", {}, {"x": 1}, [None], [[1]], [True], [1.0, float("nan")], [1.0, 10**400]):
             with pytest.raises(ConfigError):
-                Labels.of_learned(labels.kind, {**labels.learned, key: wrong}, "|")
+                learned_labels(labels.kind, {**labels.learned, key: wrong}, "|")
 
 
 def test_task_without_these_settings_has_the_defaults():
-    assert list(LabelledTask(name="x").metrics) == ["top1", "top5", "loss", "mean_class_accuracy"]
+    assert list(LabelledTask(name="x").metrics) == ["top1", "loss", "mean_class_accuracy"]

@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.training import prediction_writer as predictions
-from harness.training.classification import Classification
+from harness.training.objective import Classification
 from harness.training.prediction_file import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks

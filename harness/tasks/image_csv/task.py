@@ -21,9 +21,8 @@ from harness.data.images import ImageTable, in_order, spread
 from harness.data.shards import bounds
 from harness.errors import ConfigError, DataError
 from harness.tasks.image_csv.settings import ImageCsvSettings
-from harness.training import labelled_tables
-from harness.training.labelled_tables import Split
-from harness.training.objective import Objective
+from harness.training import objective
+from harness.training.objective import Objective, Split
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _AT_START = 16  # images that each rank decodes of each split before training
@@ -34,17 +33,17 @@ _DECODING_S = 5.0  # for as many others as this allows
 def open_tables(task: ImageCsvSettings, seed: int, cache_dir: Path | None) -> ImageCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises HarnessError."""
     lists = _pipelines(task)  # before tables are converted
-    opened = labelled_tables.open_tables(task, cache_dir)
-    train, eval_ = (_images(task, split, lists, seed, cache_dir) for split in (opened.train, opened.eval))
-    return ImageCsv(task, train, eval_, opened.objective)
+    *splits, opened = objective.open_tables(task, cache_dir)
+    train, eval_ = (_images(task, split, lists, seed, cache_dir) for split in splits)
+    return ImageCsv(task, train, eval_, opened)
 
 
 def open_new_table(task: ImageCsvSettings, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
     lists = _pipelines(task)
-    split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
+    split, opened = objective.open_new_table(task, learned, source, cache_dir)
     images = replace(_images(task, split, lists, 0, cache_dir), is_new=True)
-    return ImageCsv(task, images, images, objective, _learned_size(learned))
+    return ImageCsv(task, images, images, opened, _learned_size(learned))
 
 
 def _pipelines(task: ImageCsvSettings) -> tuple[transforms.Pipeline, transforms.Pipeline]:
@@ -223,7 +222,7 @@ class ImageCsv(Supervised):
     def signature(self) -> dict[str, Any]:
         return {
             "input": "images",
-            **self.objective.signature,
+            **self.objective.labels.signature,
             "preprocessing": self._preprocessing(),
         }
 

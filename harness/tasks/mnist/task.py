@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shlex
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from harness.config.transforms import TransformsSection
 from harness.data import transforms
 from harness.data.arrays import ImageArrays, map_idx
 from harness.tasks.mnist.settings import MnistSettings
-from harness.training.objective import Labels, Objective
-from harness.training.task import Arrays, ModelSection, Supervised, model_builder
+from harness.training.task import Arrays, Classification, ModelSection, model_builder
 
 
 def open_images(task: MnistSettings, seed: int) -> Images:
@@ -47,18 +45,13 @@ def _rows(task: MnistSettings, split: str, num_rows: int | None) -> Arrays:
 
 
 @dataclass(frozen=True)
-class Images(Supervised):
+class Images(Classification):
     """The opened task. Images are uint8 (rows, 1, height, width)."""
 
     options: MnistSettings
     train: Arrays
     eval: Arrays
     classes: tuple[str, ...]
-
-    @cached_property
-    def objective(self) -> Objective:  # type: ignore[override]
-        labels = Labels("single_label", self.classes)
-        return Objective(self.options, labels, lambda: (self.label_counts(0, len(self.train)), len(self.train)))
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -97,4 +90,4 @@ class Images(Supervised):
     def signature(self) -> dict[str, Any]:
         first = self.eval.batch(np.zeros(1, np.int64), None).inputs[0]
         facts = transforms.described(self.options.transforms, first, [self.options.mean], [self.options.std])
-        return {"input": "images", **self.objective.signature, "preprocessing": {"color": "gray", **facts}}
+        return {"input": "images", **self.objective.labels.signature, "preprocessing": {"color": "gray", **facts}}

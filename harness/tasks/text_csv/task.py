@@ -19,9 +19,8 @@ from harness.data.texts import TextTable
 from harness.data.tokens import Bytes, OwnTokenizer, Tokenizer, Words
 from harness.errors import ConfigError, first_line
 from harness.tasks.text_csv.settings import TextCsvSettings
-from harness.training import labelled_tables
-from harness.training.labelled_tables import Split
-from harness.training.objective import Objective
+from harness.training import objective
+from harness.training.objective import Objective, Split
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _SHOWN = 200  # characters of a text in a table of predictions
@@ -30,20 +29,20 @@ _EXAMPLE_TOKENS = 16
 
 def open_tables(task: TextCsvSettings, cache_dir: Path | None) -> TextCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``, and learn the words of the former. Raises DataError."""
-    opened = labelled_tables.open_tables(task, cache_dir)
+    train, eval_, opened = objective.open_tables(task, cache_dir)
     tokenizer = _built_in(task) or (
-        tokens.learn_words(opened.train.table, task.text_column, task.tokenizer.max_words, cache_dir)
+        tokens.learn_words(train.table, task.text_column, task.tokenizer.max_words, cache_dir)
     )
-    train, eval_ = (_texts(task, split, tokenizer) for split in (opened.train, opened.eval))
-    return TextCsv(task, train, eval_, opened.objective, tokenizer)
+    texts, eval_texts = (_texts(task, split, tokenizer) for split in (train, eval_))
+    return TextCsv(task, texts, eval_texts, opened, tokenizer)
 
 
 def open_new_table(task: TextCsvSettings, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
     """Open the table ``source`` for prediction with the labels and words in ``learned``."""
-    split, objective = labelled_tables.open_new(task, learned, source, cache_dir)
+    split, opened = objective.open_new_table(task, learned, source, cache_dir)
     tokenizer = _built_in(task) or _learned_words(learned)
     texts = _texts(task, split, tokenizer)
-    return TextCsv(task, texts, texts, objective, tokenizer)
+    return TextCsv(task, texts, texts, opened, tokenizer)
 
 
 def _texts(task: TextCsvSettings, split: Split, tokenizer: Tokenizer) -> TextTable:
@@ -147,4 +146,4 @@ class TextCsv(Supervised):
         elif options.name == "bytes":
             facts |= {"rule": "the bytes of the text in UTF-8, each plus 1"}
         variable = {} if options.pad == "max_length" else {"variable_length": True}
-        return {"input": "tokens", **self.objective.signature, **variable, "preprocessing": facts}
+        return {"input": "tokens", **self.objective.labels.signature, **variable, "preprocessing": facts}
